@@ -1,0 +1,175 @@
+"""Who and where this process is: rank, world, device, threads, collectives over plain values, rank-0 log.
+
+Works with no process group too (world size 1). The environment of the `deepspeed` launcher or `torchrun` is read
+before torch is loaded, so that mistakes are told by one rank only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+_LOG = logging.getLogger("ds_trainer")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def local_world_size() -> int:
+    """Ranks on this host: DeepSpeed's launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def info(message: str) -> None:
+    """Log on rank 0."""
+    if is_main():
+        _LOG.info(message)
+
+
+def warn(message: str) -> None:
+    """Log a warning on rank 0."""
+    if is_main():
+        _LOG.warning(message)
+
+
+def start_logging() -> None:
+    """Send this library's log to standard error, plain."""
+    if not _LOG.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        _LOG.addHandler(handler)
+    _LOG.setLevel(logging.INFO)
+    _LOG.propagate = False
+
+
+def start() -> None:
+    """Join the process group that the launcher describes, through DeepSpeed, and share the cores between local ranks."""
+    import deepspeed
+    import torch
+
+    if not torch.cuda.is_available():
+        share_threads()
+    if not torch.distributed.is_initialized():
+        _describe_lone_process()
+        deepspeed.init_distributed(verbose=False)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def share_threads() -> None:
+    """Give each local rank its part of the cores; DeepSpeed leaves every rank all of them. OMP_NUM_THREADS wins."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+
+
+def device() -> torch.device:
+    """The device of this rank: one GPU a local rank, or the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank())
+    return torch.device("cpu")
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def on_main(call: Callable[[], T]) -> T:
+    """Run `call` on rank 0 only and give its value, which must pickle, on every rank; if it raises, all ranks raise."""
+    if not is_main():
+        outcome: tuple[Any, Exception | None] = broadcast((None, None))
+    else:
+        try:
+            outcome = (call(), None)
+        except Exception as error:
+            broadcast((None, type(error)(*error.args)))
+            raise
+        broadcast(outcome)
+    value, mistake = outcome
+    if mistake is not None:
+        raise mistake
+    return value
+
+
+def on_main_first(call: Callable[[], T]) -> T:
+    """Run `call` on rank 0, and once it is done there on the other ranks; if rank 0's raises, all ranks raise."""
+    results: list[T] = []
+    on_main(lambda: results.append(call()))
+    return results[0] if is_main() else call()
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank. Any value that pickles."""
+    if world_size() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=device())
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value on rank 0, in rank order; an empty list elsewhere."""
+    if world_size() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    boxes: list[Any] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(value, boxes, dst=0)
+    return boxes or []
+
+
+def mean_(values: torch.Tensor) -> torch.Tensor:
+    """Average a tensor over the ranks, in place."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(values)
+        values /= world_size()
+    return values
+
+
+def _describe_lone_process() -> None:
+    """A process that no launcher started is a world of one, at a free port: DeepSpeed would look for MPI."""
+    if "RANK" in os.environ:
+        return
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in alone.items()})

@@ -1,0 +1,153 @@
+"""The library's own models: find their layers, swap modules, count weights, write a model folder.
+
+No model code is copied: what is done to a model is done to the modules that `transformers` built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's layers by name, first to last: the longest `nn.ModuleList` of one class."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
+    }
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of equal layers: it is not a transformer this library knows")
+    name = max(lists, key=lambda key: len(lists[key]))
+    return {f"{name}.{index}": layer for index, layer in enumerate(lists[name])}
+
+
+def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Linear]:
+    """The linear layers inside the model's layers, by name; those that match a pattern, where patterns are given.
+
+    Embeddings, pooler and heads are never among them. A pattern that matches none is a ValueError.
+    """
+    found = {
+        f"{prefix}.{name}": module
+        for prefix, layer in encoder_layers(model).items()
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if not found:
+        raise ValueError(f"the layers of {type(model).__name__} hold no nn.Linear: there is nothing to mask")
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(
+                f'modules: "{pattern}" matches no linear layer of the encoder. Those of the first layer are: '
+                + ", ".join(list(found)[: len(found) // len(encoder_layers(model))])
+            )
+    if patterns is None:
+        return found
+    return {name: module for name, module in found.items() if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put each module in the place of the one with its name."""
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+
+
+@contextlib.contextmanager
+def gathered(parameter: nn.Parameter) -> Iterator[Tensor]:
+    """The whole parameter, read only, also where ZeRO-3 has partitioned it. Every rank must take part."""
+    if not hasattr(parameter, "ds_id"):
+        yield parameter.detach()
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.detach()
+
+
+def whole_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Every parameter and buffer, whole, on the CPU, one gathered at a time; empty where `keep` is false.
+
+    Tied parameters appear under each of their names. Every rank must take part.
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        with gathered(parameter) as values:
+            if keep:
+                state[name] = values.cpu().clone()
+    if keep:
+        persistent = model.state_dict(keep_vars=True).keys()
+        state |= {name: b.detach().cpu().clone() for name, b in model.named_buffers() if name in persistent}
+    return state
+
+
+def count_weights(model: nn.Module) -> dict[str, Any]:
+    """Remaining (non-zero) and total weights of each linear layer of the encoder, of the encoder, of the model.
+
+    The encoder counts the matrices of its linear layers, as papers on pruning do; the model counts every parameter.
+    """
+    layers = {name: _kept(linear.weight) for name, linear in encoder_linears(model).items()}
+    total: Counter[str] = Counter()
+    for counts in layers.values():
+        total.update(counts)
+    everything: Counter[str] = Counter()
+    for parameter in model.parameters():
+        everything.update(_kept(parameter))
+    return {"layers": layers, "encoder": dict(total), "model": dict(everything)}
+
+
+def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a `transformers` folder (safetensors), aside first, so that a folder of that name is always whole."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+
+
+def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:
+    """Write the folder of a new model with random weights: a `transformers` config and a trained tokenizer."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+
+    kind = config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        import difflib
+
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+        raise ValueError(f'model.config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else ""))
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    fields |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(seed)
+    save_folder(AutoModel.from_config(AutoConfig.for_model(kind, **fields)), tokenizer, folder)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> Any:
+    """A WordPiece tokenizer in BERT's form, trained on `texts`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))  # type: ignore[call-arg]
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    ends = [(special[name], tokenizer.token_to_id(special[name])) for name in ("sep", "cls")]
+    tokenizer.post_processor = processors.BertProcessing(*ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in special.items()}
+    )
+
+
+def _kept(weight: Tensor) -> dict[str, int]:
+    return {"kept": int(weight.count_nonzero()), "total": weight.numel()}

@@ -1,0 +1,84 @@
+"""Parameter groups from rules. The optimizer itself is torch's AdamW, or the engine file's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer.recipe import GroupRule
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """AdamW's, as resolved from the engine file and the recipe; rates per optimizer step."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+
+
+@dataclass
+class Group:
+    """Parameters that share a rate and a weight decay."""
+
+    name: str
+    learning_rate: float
+    weight_decay: float
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+
+def parameter_groups(
+    model: nn.Module, user_rules: Sequence[GroupRule], other_rules: Iterable[GroupRule], base: Hyperparameters
+) -> list[Group]:
+    """Freeze and group the model's parameters by the first rule that matches each name.
+
+    Without a rule's word, vectors (biases, norms) get no weight decay. A rule of the user's that matches nothing, or a
+    phase in which everything is frozen, is a ValueError. Changes `requires_grad` of the model's parameters.
+    """
+    named = dict(model.named_parameters())
+    for rule in user_rules:
+        if not any(fnmatchcase(name, rule.params) for name in named):
+            raise ValueError(f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...')
+    rules = [*user_rules, *other_rules]
+    groups: dict[tuple[str, float, float], Group] = {}
+    for name, parameter in named.items():
+        rule = next((rule for rule in rules if fnmatchcase(name, rule.params)), GroupRule(params="*"))
+        parameter.requires_grad_(not rule.frozen)
+        if rule.frozen:
+            continue
+        rate = base.learning_rate if rule.learning_rate is None else rule.learning_rate
+        default_decay = base.weight_decay if parameter.ndim > 1 else 0.0
+        decay = default_decay if rule.weight_decay is None else rule.weight_decay
+        label = rule.params if rule.params != "*" else "weights" if parameter.ndim > 1 else "vectors"
+        groups.setdefault((label, rate, decay), Group(label, rate, decay)).parameters[name] = parameter
+    if not groups:
+        raise ValueError("groups: every parameter is frozen: nothing would be trained")
+    return list(groups.values())
+
+
+def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, Any]]:
+    """The groups as torch and DeepSpeed optimizers take them.
+
+    A rate equal to the base is left for the optimizer to fill, so that DeepSpeed's Muon keeps its `muon_lr`.
+    """
+    return [
+        {"name": group.name, "params": list(group.parameters.values()), "weight_decay": group.weight_decay}
+        | ({} if group.learning_rate == base.learning_rate else {"lr": group.learning_rate})
+        for group in groups
+    ]
+
+
+def build_optimizer(groups: Sequence[Group], base: Hyperparameters) -> torch.optim.Optimizer:
+    """torch AdamW, fused: one pass over memory, on the CPU too."""
+    rates = {"lr": base.learning_rate, "betas": base.betas, "eps": base.epsilon, "weight_decay": base.weight_decay}
+    return torch.optim.AdamW(as_torch(groups, base), fused=True, **rates)  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""Values that follow the optimizer step: thresholds, penalties, learning-rate multipliers.
+
+Pure functions of the step, so that a resumed run needs no schedule state. Imports neither torch nor DeepSpeed:
+the recipe is checked with it before either is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Duration = int | float
+"""An int is optimizer steps; a float in [0, 1] is a fraction of the phase."""
+
+Shape = Literal["linear", "cubic", "cosine"]
+LrSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+
+_REMAINING: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cubic": lambda progress: (1 - progress) ** 3,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+def steps_of(duration: Duration, total: int) -> int:
+    """Resolve a duration to optimizer steps of a phase of `total` steps."""
+    return duration if isinstance(duration, int) else round(duration * total)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold `initial` through step `start`, ramp to `final` at step `end`, hold it.
+
+    The cubic shape is the sparsity schedule of arXiv 1710.01878, as movement pruning (arXiv 2005.07683) uses it.
+    """
+
+    initial: float
+    final: float
+    start: int
+    end: int
+    shape: Shape = "cubic"
+
+    def __call__(self, step: int) -> float:
+        if step >= self.end:
+            return self.final
+        if step <= self.start:
+            return self.initial
+        progress = (step - self.start) / (self.end - self.start)
+        return self.final + (self.initial - self.final) * _REMAINING[self.shape](progress)
+
+
+def lr_multiplier(kind: LrSchedule, warmup: int, total: int) -> Callable[[int], float]:
+    """Give step -> factor on every group's rate: a linear warm-up over `warmup` steps, then the named decay to 0."""
+
+    def multiplier(step: int) -> float:
+        if kind != "constant" and step < warmup:
+            return step / warmup
+        if kind in ("constant", "constant_with_warmup"):
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return _REMAINING[kind](progress)
+
+    return multiplier

@@ -1,0 +1,69 @@
+"""What a technique is: one paper, one object, layered on a model and a task it is given as values.
+
+A technique sees neither the loop nor the engine, and no other technique. Every hook does nothing by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ds_trainer.recipe import GroupRule
+from ds_trainer.tasks.task import Batch
+
+Predict = Callable[[Batch], Any]
+"""A way to run a model: batch -> model output."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The optimizer steps of a phase, and those of its learning-rate warm-up; `seed` is the run's."""
+
+    total: int
+    warmup: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One micro-batch, what the model made of it, and the optimizer step it belongs to."""
+
+    batch: Batch
+    out: Any
+    step: int
+
+
+class Technique:
+    name: ClassVar[str]
+    term_names: tuple[str, ...] = ()
+    """The loss terms on offer, as this object is set up."""
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Change the model for training, before the engine takes it."""
+        return model
+
+    def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
+        """Rates and freezing of the parameters it cares about; the recipe's own rules come first."""
+        return ()
+
+    def on_step(self, step: int) -> None:
+        """Called once per optimizer step, before its first forward."""
+
+    def terms(self, forward: Forward) -> dict[str, Tensor]:
+        """Unweighted scalar loss terms, by the names in `term_names`."""
+        return {}
+
+    def readings(self) -> dict[str, float]:
+        """What to log at a flush: density, threshold, ..."""
+        return {}
+
+    def views(self, model: nn.Module) -> dict[str, Predict]:
+        """Further ways to run the model at evaluation."""
+        return {}
+
+    def fold(self, model: nn.Module) -> nn.Module:
+        """Undo the training-only surgery on a whole (not partitioned) model."""
+        return model

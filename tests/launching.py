@@ -1,0 +1,29 @@
+"""Start the product's own entry points as processes, as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def run_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
+    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root; stderr holds what the ranks wrote."""
+    return _run([str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), *arguments], timeout)
+
+
+def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS` from the root."""
+    return _run([sys.executable, *arguments], timeout)
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the launcher looks for ninja there
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | {"PATH": path}, capture_output=True, text=True, timeout=timeout, check=False
+    )

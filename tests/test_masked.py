@@ -1,0 +1,198 @@
+"""The masked linear layer against plain autograd, and its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_trainer.losses import hard_concrete, score_penalty
+from ds_trainer.techniques.masked import (
+    HardMask,
+    KeepAbove,
+    KeepShare,
+    MaskedLinear,
+    OpenGates,
+    SoftMask,
+)
+from ds_trainer.techniques.selection import Cut
+
+
+class StraightThrough(torch.autograd.Function):
+    """mask, whose gradient goes to the scores as it is (arXiv 2005.07683)."""
+
+    @staticmethod
+    def forward(ctx, scores, mask):
+        return mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def make_layer(scored: bool = True, penalty: str | None = None, bias: bool = True) -> MaskedLinear:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 16, bias=bias)
+    return MaskedLinear(linear, torch.randn(16, 24) if scored else None, penalty)
+
+
+def reference_mask(scores: torch.Tensor, share: float) -> torch.Tensor:
+    k = round(share * scores.numel())
+    mask = torch.zeros_like(scores).flatten()
+    mask[scores.flatten().topk(k).indices] = 1
+    return mask.view_as(scores)
+
+
+@pytest.mark.parametrize("penalty", [None, "l1", "l0"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_gradients_equal_plain_autograd(penalty, bias):
+    """Forward, and the gradients of input, weight, bias and scores, are those of W * straight_through(mask) in autograd."""
+    layer = make_layer(penalty=penalty, bias=bias)
+    layer.plan(KeepShare(0.3))
+    hidden = torch.randn(5, 7, 24, requires_grad=True)
+    out = layer(hidden)
+    loss = out.square().sum() + (layer.penalty * 3 if penalty else 0)
+    loss.backward()
+
+    x = hidden.detach().clone().requires_grad_()
+    weight, scores = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.mask_scores))
+    b = layer.bias.detach().clone().requires_grad_() if bias else None
+    mask = StraightThrough.apply(scores, reference_mask(scores.detach(), 0.3))
+    expected = F.linear(x, weight * mask, b)
+    (expected.square().sum() + (score_penalty(scores, penalty) * 3 if penalty else 0)).backward()
+
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(hidden.grad, x.grad)
+    torch.testing.assert_close(layer.weight.grad, weight.grad)
+    torch.testing.assert_close(layer.mask_scores.grad, scores.grad)
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, b.grad)
+
+
+def test_magnitude_masks_by_the_weight_itself():
+    """Without scores the largest weights by magnitude stay, and only they get a gradient."""
+    layer = make_layer(scored=False)
+    layer.plan(KeepShare(0.25))
+    hidden = torch.randn(3, 24)
+    layer(hidden).sum().backward()
+    mask = reference_mask(layer.weight.detach().abs(), 0.25)
+    torch.testing.assert_close(layer(hidden), F.linear(hidden, layer.weight * mask, layer.bias))
+    assert bool((layer.weight.grad[mask == 0] == 0).all())
+    assert bool((layer.weight.grad[mask == 1] != 0).all())
+
+
+def test_gates_have_their_gradient_and_the_same_noise_both_ways():
+    """Hard-concrete gates: the gradient of the scores is autograd's with the forward's own noise."""
+    layer = make_layer()
+    layer.plan(OpenGates(seed=7))
+    hidden = torch.randn(9, 24)
+    out = layer(hidden)
+    out.square().sum().backward()
+    noise = torch.empty(16, 24)
+    noise.uniform_(torch.finfo().eps, 1 - torch.finfo().eps, generator=torch.Generator().manual_seed(8))
+    scores = layer.mask_scores.detach().clone().requires_grad_()
+    expected = F.linear(hidden, layer.weight.detach() * hard_concrete(scores, noise), layer.bias.detach())
+    expected.square().sum().backward()
+    torch.testing.assert_close(out.detach(), expected.detach())
+    torch.testing.assert_close(layer.mask_scores.grad, scores.grad)
+
+
+def test_gates_are_noisy_in_training_and_still_at_evaluation():
+    """Two training forwards differ, two evaluations do not."""
+    layer = make_layer()
+    layer.plan(OpenGates(seed=7))
+    hidden = torch.randn(2, 24)
+    assert not torch.equal(layer(hidden), layer(hidden))
+    layer.eval()
+    assert torch.equal(layer(hidden), layer(hidden))
+    torch.testing.assert_close(layer.folded()(hidden), layer(hidden))
+
+
+@pytest.mark.parametrize(("threshold", "of_sigmoid"), [(0.1, False), (0.6, True), (0.0, True), (1.0, True)])
+def test_thresholds_compare_scores_or_their_sigmoid(threshold, of_sigmoid):
+    """The kept share is that of scores (or sigmoid of scores) above the threshold, at least 0.5% of the matrix."""
+    scores = torch.randn(40, 50, generator=torch.Generator().manual_seed(3))
+    above = int(((scores.sigmoid() if of_sigmoid else scores) > threshold).sum())
+    assert KeepAbove(threshold, of_sigmoid)(scores).kept == max(above, 10)
+
+
+def test_ties_are_kept_in_memory_order():
+    """Where all scores are equal exactly the asked share is kept, in fp32 and bf16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = torch.zeros(30, 40, dtype=dtype)
+        mask = KeepShare(0.15)(scores)
+        ones = mask.times(torch.ones_like(scores), scores)
+        assert int(ones.sum(dtype=torch.float32)) == mask.kept == 180
+        assert bool((ones.flatten()[:180] == 1).all())
+
+
+def test_the_masked_weight_is_not_kept_between_forward_and_backward():
+    """Autograd keeps the layer's input and its parameters, no buffer of the weight's size."""
+    layer = make_layer(penalty="l1")
+    layer.plan(KeepShare(0.5))
+    own = {p.data_ptr() for p in layer.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(4, 24, requires_grad=True))
+    foreign = [tensor for tensor in kept if tensor.data_ptr() not in own]
+    assert [tuple(tensor.shape) for tensor in foreign] == [(4, 24)]
+
+
+def test_autocast_computes_in_its_dtype_and_keeps_fp32_gradients():
+    """Under bf16 autocast the output is bf16, equal to F.linear's there, and parameters' gradients are fp32."""
+    layer = make_layer()
+    layer.plan(KeepShare(0.5))
+    hidden = torch.randn(4, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(hidden)
+        mask = reference_mask(layer.mask_scores.detach(), 0.5)
+        torch.testing.assert_close(out, F.linear(hidden, layer.weight * mask, layer.bias))
+    out.float().sum().backward()
+    assert layer.weight.grad.dtype == layer.mask_scores.grad.dtype == torch.float32
+
+
+def test_the_mask_is_found_once_a_step():
+    """The rule is asked at the first forward after plan() only, in training, evaluation and folding alike."""
+    asked = []
+
+    def rule(scores):
+        asked.append(1)
+        return HardMask(Cut(0.0, 0, int((scores > 0).sum())))
+
+    layer = make_layer()
+    layer.plan(rule)
+    for _ in range(3):
+        layer(torch.randn(2, 24))
+    layer.eval()
+    layer(torch.randn(2, 24))
+    layer.folded()
+    assert len(asked) == 1
+    layer.plan(rule)
+    layer(torch.randn(2, 24))
+    assert len(asked) == 2
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    """Static model pruning: with the weight frozen, the scores alone learn, and from the same gradient."""
+    layer, frozen = make_layer(), make_layer()
+    frozen.weight.requires_grad_(False)
+    hidden = torch.randn(4, 24)
+    for each in (layer, frozen):
+        each.plan(KeepShare(0.5))
+        each(hidden).square().sum().backward()
+    assert frozen.weight.grad is None
+    torch.testing.assert_close(frozen.mask_scores.grad, layer.mask_scores.grad)
+
+
+def test_soft_mask_counts_open_gates():
+    """`kept` is the number of gates above 0 at evaluation."""
+    scores = torch.randn(50, 60) * 3
+    mask = OpenGates(1)(scores)
+    assert isinstance(mask, SoftMask)
+    assert mask.kept == int((hard_concrete(scores, None) > 0).sum())

@@ -1,0 +1,83 @@
+"""The cut through the scores: exact, in every dtype, whatever the values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_trainer.techniques.selection import Cut, cut_at, just_below, select_largest
+
+
+def kept_by(cut: Cut, values: Tensor) -> Tensor:
+    flat = values.flatten()
+    kept = flat > cut.threshold
+    kept[: cut.ties_end] |= flat[: cut.ties_end] == cut.threshold
+    return kept
+
+
+def check(chunks: list[Tensor], k: int) -> None:
+    cuts = select_largest(lambda: chunks, [chunk.numel() for chunk in chunks], k)
+    masks = [kept_by(cut, chunk) for cut, chunk in zip(cuts, chunks, strict=True)]
+    assert [int(mask.sum()) for mask in masks] == [cut.kept for cut in cuts]
+    joined, kept = torch.cat([chunk.flatten() for chunk in chunks]), torch.cat(masks)
+    assert int(kept.sum()) == k
+    if 0 < k < joined.numel():
+        assert joined[kept].min() >= joined[~kept].max()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kind=st.sampled_from(["normal", "tied", "constant", "sorted", "outliers"]),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_exactly_k_of_the_largest_are_kept(sizes, dtype, kind, share, seed):
+    """Over one or many chunks, exactly k values are kept and none that is dropped is larger than one that is kept."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks = [torch.randn(size, generator=generator) for size in sizes]
+    if kind == "tied":
+        chunks = [chunk.round() for chunk in chunks]
+    elif kind == "constant":
+        chunks = [torch.zeros_like(chunk) for chunk in chunks]
+    elif kind == "sorted":
+        chunks = [chunk.sort().values for chunk in chunks]
+    elif kind == "outliers":
+        chunks = [chunk**15 for chunk in chunks]
+    check([chunk.to(dtype) for chunk in chunks], round(share * sum(sizes)))
+
+
+def test_a_misleading_sample_costs_time_but_not_exactness():
+    """Where the strided sample sees only one value of two, the cut is still exact."""
+    values = torch.zeros(100_000)
+    values[1::2] = 1.0
+    values[:: (100_000 // 8192) | 1] = 2.0
+    check([values], 60_000)
+
+
+def test_scores_as_wide_as_a_matrix_do_not_fall_in_step_with_the_sample():
+    """Scores that depend on their column only are cut exactly."""
+    check([torch.arange(384.0).repeat(1536, 1)], 12_345)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_threshold_keeps_its_minimum(dtype):
+    """A threshold above every value still keeps the asked number of them, and one below keeps all."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert int(kept_by(cut_at(values, 99.0, at_least=5), values).sum()) == 5
+    assert cut_at(values, -99.0, at_least=5).kept == 1000
+    middle = cut_at(values, 0.1, at_least=5)
+    assert middle.kept == int((values > 0.1).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_just_below_is_the_next_number_down(dtype):
+    """Above just_below(x) is at or above x, and nothing lies between."""
+    value = torch.tensor(0.15, dtype=dtype)
+    below = just_below(float(value), dtype)
+    assert below < float(value)
+    assert float(torch.nextafter(torch.tensor(below, dtype=dtype), value)) == float(value)
