@@ -63,7 +63,7 @@ def start_logging() -> None:
 
 
 def start() -> None:
-    """Join the process group that the launcher describes, through DeepSpeed, and share the cores between local ranks."""
+    """Join the process group that the launcher describes, through DeepSpeed; share out the cores."""
     import deepspeed
     import torch
 

@@ -26,7 +26,9 @@ def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
     }
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of equal layers: it is not a transformer this library knows")
+        raise ValueError(
+            f"{type(model).__name__} has no list of equal layers: it is not a transformer this library knows"
+        )
     name = max(lists, key=lambda key: len(lists[key]))
     return {f"{name}.{index}": layer for index, layer in enumerate(lists[name])}
 
@@ -62,7 +64,7 @@ def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def gathered(parameter: nn.Parameter) -> Iterator[Tensor]:
+def gathered(parameter: Tensor) -> Iterator[Tensor]:
     """The whole parameter, read only, also where ZeRO-3 has partitioned it. Every rank must take part."""
     if not hasattr(parameter, "ds_id"):
         yield parameter.detach()
@@ -123,7 +125,9 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
         import difflib
 
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        raise ValueError(f'model.config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else ""))
+        raise ValueError(
+            f'model.config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else "")
+        )
     fields = {key: value for key, value in config.items() if key != "model_type"}
     fields |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
@@ -136,14 +140,17 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> A
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))  # type: ignore[call-arg]
+    tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    ends = [(special[name], tokenizer.token_to_id(special[name])) for name in ("sep", "cls")]
-    tokenizer.post_processor = processors.BertProcessing(*ends)
+    ids = tokenizer.get_vocab()
+    sep, cls = ((special[name], ids[special[name]]) for name in ("sep", "cls"))
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in special.items()}
     )

@@ -48,7 +48,9 @@ def parameter_groups(
     named = dict(model.named_parameters())
     for rule in user_rules:
         if not any(fnmatchcase(name, rule.params) for name in named):
-            raise ValueError(f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...')
+            raise ValueError(
+                f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...'
+            )
     rules = [*user_rules, *other_rules]
     groups: dict[tuple[str, float, float], Group] = {}
     for name, parameter in named.items():
@@ -80,5 +82,10 @@ def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, A
 
 def build_optimizer(groups: Sequence[Group], base: Hyperparameters) -> torch.optim.Optimizer:
     """torch AdamW, fused: one pass over memory, on the CPU too."""
-    rates = {"lr": base.learning_rate, "betas": base.betas, "eps": base.epsilon, "weight_decay": base.weight_decay}
+    rates = {
+        "lr": base.learning_rate,
+        "betas": base.betas,
+        "eps": base.epsilon,
+        "weight_decay": base.weight_decay,
+    }
     return torch.optim.AdamW(as_torch(groups, base), fused=True, **rates)  # type: ignore[arg-type]

@@ -11,14 +11,19 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import hjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ds_trainer.schedules import LrSchedule, Shape
-
 
 
 def _whole_or_fraction(value: Any) -> Any:
@@ -95,13 +100,15 @@ class PruneSpec(Strict):
 
     pruning_method: Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"] = "topK"
     modules: list[str] | None = Field(
-        None, min_length=1, description="name patterns of linear layers; by default every linear layer of the encoder"
+        None,
+        min_length=1,
+        description="name patterns of linear layers; by default every linear layer of the encoder",
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
     mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
-    initial_threshold: float | None = Field(None, description="by method: 1 for topK and magnitude, else 0")
-    final_threshold: float | None = Field(
-        None, description="share kept for topK and magnitude (default 0.15); score threshold for the others"
+    initial_threshold: float = Field(1.0, description="by method: 1 for topK and magnitude, else 0")
+    final_threshold: float = Field(
+        0.15, description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1)"
     )
     initial_warmup: Units = 1
     final_warmup: Units = 2
@@ -130,8 +137,7 @@ class PruneSpec(Strict):
             return data
         method = data.get("pruning_method", "topK")
         initial, final = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}.get(method, (0.0, 0.1))
-        filled = {"initial_threshold": initial, "final_threshold": final}
-        return filled | {key: value for key, value in data.items() if key not in filled or value is not None}
+        return {"initial_threshold": initial, "final_threshold": final} | data
 
     @model_validator(mode="after")
     def _consistent(self) -> PruneSpec:
@@ -239,26 +245,6 @@ class Recipe(Strict):
         return self
 
 
-def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """Read a JSON object with comments and trailing commas (hjson); errors name the file, line and column."""
-    path = Path(path)
-    try:
-        data = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except FileNotFoundError:
-        raise ValueError(f"{what} {path} does not exist") from None
-    except IsADirectoryError:
-        raise ValueError(f"{what} {path} is a folder: give a JSON file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} {path} cannot be read: {error}") from None
-    except hjson.HjsonDecodeError as error:
-        raise ValueError(f"{what} {path}, line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise ValueError(f"{what} {path} is nested too deeply") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} {path} holds a {type(data).__name__}: it must be one JSON object")
-    return data
-
-
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Check a recipe; every mistake is told in one `ValueError`, one line each."""
     try:
@@ -302,12 +288,3 @@ def _model_in(annotation: Any) -> Any:
 
 def _is_nested(data: Any) -> bool:
     return isinstance(data, dict) and isinstance(data.get("techniques", {}), dict)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f'the key "{key}" appears twice')
-        found[key] = value
-    return found

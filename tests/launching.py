@@ -23,7 +23,15 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the launcher looks for ninja there
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    }
     return subprocess.run(
-        command, cwd=ROOT, env=environment | {"PATH": path}, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=ROOT,
+        env=environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )

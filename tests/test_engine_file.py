@@ -121,9 +121,7 @@ def test_shipped_files_are_good(path):
 
 
 @pytest.mark.parametrize("value", [8.5, "8", True, 0, -8, [8]])
-@pytest.mark.parametrize(
-    "key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
-)
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
 def test_batch_numbers_are_whole_and_positive(key, value):
     """Nothing but a whole number above 0 or "auto" passes as a batch size, and it is one mistake only."""
     assert the_mistake({key: value}).startswith(f"{key} is {json.dumps(value)}: write a whole number")
@@ -218,9 +216,7 @@ def test_absent_clipping_is_deepspeeds_default_in_writing():
 
 def test_hugging_face_autos_are_filled():
     """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    said = Said(
-        per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
-    )
+    said = Said(per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True)
     resolved = resolve(HUGGING_FACE, said, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
     assert resolved["optimizer"]["params"] == {
         "lr": 3e-5,
@@ -320,9 +316,7 @@ def test_mistakes_are_told_without_torch_and_fast():
         "print(time.process_time(), *heavy)"
     )
     start = time.perf_counter()
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     seconds, *heavy = out.split()
     assert not heavy
     assert float(seconds) < 0.5

@@ -160,10 +160,7 @@ def test_every_known_key_is_accepted():
     """No key of the table is refused as unknown, at any level, and defaults are within their own types."""
 
     def filled(keys):
-        return {
-            key: filled(entry["keys"]) if "keys" in entry else entry.get("default")
-            for key, entry in keys.items()
-        }
+        return {key: filled(entry["keys"]) if "keys" in entry else entry.get("default") for key, entry in keys.items()}
 
     mistakes = check_engine_file(filled(key_table()["keys"]), NOTHING, 1)
     assert not [mistake for mistake in mistakes if "not a key" in mistake]
@@ -257,8 +254,6 @@ def test_the_table_is_what_deepspeed_says():
         if importlib.metadata.version(package).split("+")[0] != key_table()[package]:
             pytest.skip(f"another {package} than the table's is installed")
     script = ROOT / "tests" / "tools" / "dump_engine_keys.py"
-    made = subprocess.run(
-        [sys.executable, script, "--print"], capture_output=True, text=True, check=True
-    ).stdout
+    made = subprocess.run([sys.executable, script, "--print"], capture_output=True, text=True, check=True).stdout
     text = made[made.index("\n{") + 1 :] if not made.startswith("{") else made
     assert json.loads(text) == key_table()

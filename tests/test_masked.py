@@ -47,7 +47,7 @@ def reference_mask(scores: torch.Tensor, share: float) -> torch.Tensor:
 @pytest.mark.parametrize("penalty", [None, "l1", "l0"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_output_and_gradients_equal_plain_autograd(penalty, bias):
-    """Forward, and the gradients of input, weight, bias and scores, are those of W * straight_through(mask) in autograd."""
+    """Forward and all four gradients are those of W * straight_through(mask) in plain autograd."""
     layer = make_layer(penalty=penalty, bias=bias)
     layer.plan(KeepShare(0.3))
     hidden = torch.randn(5, 7, 24, requires_grad=True)

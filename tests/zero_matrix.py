@@ -1,4 +1,4 @@
-"""A tiny BERT pruned for a few optimizer steps: under the real engine, and by a plain torch loop that knows no DeepSpeed.
+"""A tiny BERT pruned for a few optimizer steps: under the real engine, and by a plain torch loop.
 
 `deepspeed --num_gpus N tests/zero_matrix.py OUT` runs every case of CASES under the engine and writes the losses; the
 test compares them with `reference(case)`.
@@ -27,9 +27,19 @@ CLIP = 0.5
 BASE = Hyperparameters(1e-3, 0.01)
 METHODS = {
     "topK": {"pruning_method": "topK", "final_threshold": 0.3, "mask_init": "uniform", "mask_scale": 0.01},
-    "global": {"pruning_method": "topK", "global_topk": True, "global_topk_frequency_compute": 2, "mask_init": "kaiming"},
+    "global": {
+        "pruning_method": "topK",
+        "global_topk": True,
+        "global_topk_frequency_compute": 2,
+        "mask_init": "kaiming",
+    },
     "threshold": {"pruning_method": "threshold", "final_threshold": 0.01},
-    "sigmoied": {"pruning_method": "sigmoied_threshold", "final_threshold": 0.51, "regularization": "l1", "final_lambda": 20},
+    "sigmoied": {
+        "pruning_method": "sigmoied_threshold",
+        "final_threshold": 0.51,
+        "regularization": "l1",
+        "final_lambda": 20,
+    },
     "magnitude": {"pruning_method": "magnitude", "final_threshold": 0.4},
     "l0": {"pruning_method": "l0", "mask_scale": 1.0, "regularization": "l0", "final_lambda": 5},
     "static": {"pruning_method": "topK", "final_threshold": 0.3, "train_weights": False},
@@ -71,8 +81,15 @@ def build(method: str):
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
         attn_implementation="eager",
     )
     phase = phase_of(method)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """`inputs` go to the model's forward; `labels` and `ids` (rows,) stay with the task. ids are positions in the split."""
+    """`inputs` go to the model's forward, `labels` and `ids` (rows,) stay with the task; ids are positions in the split."""
 
     inputs: dict[str, Tensor]
     labels: Tensor
@@ -40,12 +40,17 @@ class Batch:
 class Task(ABC):
     """One family of problems; one subclass a family."""
 
+    tokenizer: Any
     splits: tuple[str, ...] = ("validation",)
     """The splits to evaluate on."""
 
     @abstractmethod
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load the model of `folder` (or hub name) with this task's head, in fp32, on the CPU."""
+
+    @abstractmethod
+    def hidden_size(self, folder: str | Path) -> int:
+        """The model's width, known without loading it."""
 
     @abstractmethod
     def examples(self, split: str) -> Examples:

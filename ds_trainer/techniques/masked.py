@@ -18,17 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_trainer.losses import HIGH, L0_KEPT_ABOVE, LOW, PENALTY_SHIFT, TEMPERATURE, hard_concrete, score_penalty
+from ds_trainer.losses import (
+    HIGH,
+    L0_KEPT_ABOVE,
+    LOW,
+    PENALTY_SHIFT,
+    TEMPERATURE,
+    hard_concrete,
+    score_penalty,
+)
 from ds_trainer.techniques.selection import Cut, cut_at, just_below, select_largest
 
 _zero_where_at_most = torch.ops.aten.threshold_backward
-"""(values, scores, t) -> values where scores > t, else 0: one pass, where `torch.where` and a bool mask take several."""
+"""(values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several."""
 
 
 class Mask(Protocol):
     """How a weight is masked by its scores, and how gradients come back. All tensors have the weight's shape."""
 
-    kept: int
+    @property
+    def kept(self) -> int:
+        """How many weights it keeps."""
 
     def times(self, values: Tensor, scores: Tensor) -> Tensor:
         """values * mask."""
@@ -206,7 +216,13 @@ class _MaskedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, mask: Mask, kind: str | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scores: Tensor | None,
+        mask: Mask,
+        kind: str | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -219,7 +235,7 @@ class _MaskedLinear(torch.autograd.Function):
         return out, penalty
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, penalty_gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, penalty_gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, needs_scores = ctx.needs_input_grad[:4]
         by = _scores_of(weight, scores)

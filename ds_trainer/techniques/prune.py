@@ -59,11 +59,11 @@ class Prune(Technique):
             layer.plan(self._rule(step, index))
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
-        """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683, section 5)."""
+        """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
         if not self.term_names:
             return {}
         penalties = [layer.penalty for layer in self.layers.values() if layer.penalty is not None]
-        ramp = self.threshold / self._final()
+        ramp = self.threshold / self.spec.final_threshold
         return {"prune.penalty": torch.stack(penalties).mean() * ramp}
 
     def readings(self) -> dict[str, float]:
@@ -78,10 +78,6 @@ class Prune(Technique):
     def fold(self, model: nn.Module) -> nn.Module:
         swap(model, {name: layer.folded() for name, layer in self.layers.items()})
         return model
-
-    def _final(self) -> float:
-        assert self.spec.final_threshold is not None, "the recipe fills it by method"
-        return self.spec.final_threshold
 
     def _rule(self, step: int, index: int) -> MaskRule:
         method = self.spec.pruning_method
@@ -122,7 +118,6 @@ class Prune(Technique):
 
 def threshold_schedule(spec: PruneSpec, clock: Clock) -> Schedule:
     """Step -> threshold. An int warm-up is in units of the learning rate's warm-up steps, as the original's."""
-    assert spec.initial_threshold is not None and spec.final_threshold is not None, "the recipe fills them by method"
     start, tail = (
         units * clock.warmup if isinstance(units, int) else steps_of(units, clock.total)
         for units in (spec.initial_warmup, spec.final_warmup)

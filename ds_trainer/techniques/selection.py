@@ -77,7 +77,10 @@ def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float]:
     dtype, count = sample.dtype, sample.numel()
     share = k / total
     slack = _SLACK * math.sqrt(count * share * (1 - share)) + 2
-    first, last = math.floor(share * count - slack), math.ceil(share * count + slack)  # ranks from the largest
+    first, last = (
+        math.floor(share * count - slack),
+        math.ceil(share * count + slack),
+    )  # ranks from the largest
     sample = sample.float()
     high = float(sample.kthvalue(count - first + 1).values) if first >= 1 else math.inf
     low = float(sample.kthvalue(count - last + 1).values) if last <= count else -math.inf

@@ -1,0 +1,56 @@
+"""From a trained engine to an ordinary model folder: gather, fold the masks, save, reload and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer import distributed
+from ds_trainer.models import count_weights, save_folder, whole_state_dict
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques import Technique
+
+Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
+"""Builds the phase's model with its techniques attached, as it was before the engine took it."""
+
+TOLERANCE = 1e-5
+
+
+def export(engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path) -> dict[str, Any]:
+    """Write the folded model as a `transformers` folder, and say what was kept; on every rank.
+
+    The weights are gathered to rank 0, one at a time, and put in a model built anew: what a technique folds is then
+    whole under every ZeRO stage. They are saved in the precision they were trained in.
+    """
+    state = whole_state_dict(engine.module, keep=distributed.is_main())
+
+    def write() -> dict[str, Any]:
+        model, techniques = rebuild()
+        dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+        model.to(dtype).load_state_dict(state)
+        for technique in techniques:
+            technique.on_step(step)
+        return save_folded(model.eval(), techniques, task, folder)
+
+    return distributed.on_main(write)
+
+
+def save_folded(model: nn.Module, techniques: Sequence[Technique], task: Task, folder: Path) -> dict[str, Any]:
+    """Fold, save, reload and compare: the largest difference of any logit on real examples is in the report."""
+    examples = task.examples(task.splits[0])
+    batch = task.collate(examples, range(min(8, len(examples))))
+    with torch.no_grad():
+        before = task.logits(model(**batch.inputs), batch)
+        for technique in techniques:
+            model = technique.fold(model)
+        save_folder(model, task.tokenizer, folder)
+        reloaded = task.build_model(folder).to(next(model.parameters()).dtype).eval()
+        after = task.logits(reloaded(**batch.inputs), batch)
+    difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
+    scale = max(1.0, *(float(logits.abs().max()) for logits in before))
+    assert difference <= TOLERANCE * scale, f"the exported model's logits differ by {difference}"
+    return {"weights": count_weights(reloaded), "max_logit_difference": difference}

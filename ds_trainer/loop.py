@@ -1,0 +1,118 @@
+"""The training loop, the only one: the same for every task and every combination of techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_trainer import checkpoint, distributed, engine
+from ds_trainer.data import BatchPlan, shard
+from ds_trainer.evaluate import evaluate_splits
+from ds_trainer.export import export
+from ds_trainer.objective import Objective
+from ds_trainer.optim import Group, Hyperparameters, parameter_groups
+from ds_trainer.recipe import Phase
+from ds_trainer.report import Report
+from ds_trainer.schedules import lr_multiplier, steps_of
+from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase with everything resolved: where it starts, how long it runs, what DeepSpeed is told, where it writes."""
+
+    phase: Phase
+    task: Task
+    source: str
+    clock: Clock
+    engine_config: Mapping[str, Any]
+    base: Hyperparameters
+    folder: Path
+
+    def build(self) -> tuple[nn.Module, list[Technique]]:
+        """The phase's model as it starts, with its techniques attached; the same on every rank."""
+        torch.manual_seed(self.clock.seed)
+        techniques = build_techniques(self.phase.techniques, self.clock)
+        model = self.task.build_model(self.source)
+        for technique in techniques:
+            model = technique.attach(model)
+        return model, techniques
+
+    def groups(self, model: nn.Module, techniques: Sequence[Technique]) -> list[Group]:
+        """The model's parameter groups; freezes what the rules freeze."""
+        rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
+        return parameter_groups(model, self.phase.groups, rules, self.base)
+
+
+def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
+    """Train one phase and export its model; gives the results of training, evaluation and export, on every rank."""
+    phase, clock, task = plan.phase, plan.clock, plan.task
+    model, techniques = plan.build()
+    groups = plan.groups(model, techniques)
+    lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
+    ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+    objective = Objective(task, techniques, phase.loss)
+    step = checkpoint.resume(ds_engine, plan.folder) if resume else 0
+    batches = BatchPlan(task.examples("train").lengths, ds_engine.train_batch_size(), clock.seed)
+    log_every, eval_every, save_every = (
+        steps_of(every or 0, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
+    )
+
+    def evaluate_now() -> dict[str, float]:
+        for technique in techniques:
+            technique.on_step(step)
+        ds_engine.eval()
+        results = evaluate_splits(lambda batch: ds_engine(**batch.inputs), task, phase.per_device_eval_batch_size)
+        ds_engine.train()
+        report.write(step, {f"eval/{name}": value for name, value in results.items()})
+        report.say(f"{phase.name}: step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in results.items()))
+        return results
+
+    report.restart_clock()
+    while step < clock.total:
+        seed_step(clock.seed, step)
+        for technique in techniques:
+            technique.on_step(step)
+        for batch in micro_batches(task, batches.indices(step), ds_engine):
+            loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
+            ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
+            ds_engine.step()  # and updates on the last micro-batch only
+            report.add(terms, batch)
+        step = ds_engine.global_steps
+        if due(step, log_every, clock.total):
+            readings = [technique.readings() for technique in techniques]
+            report.flush(step, {k: v for found in (engine.readings(ds_engine), *readings) for k, v in found.items()})
+        if step < clock.total and due(step, eval_every):
+            evaluate_now()
+            report.restart_clock()
+        if due(step, save_every):
+            checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
+            report.restart_clock()
+    results = {"train": report.totals() | {"steps": step}, "eval": evaluate_now()}
+    results |= export(ds_engine, plan.build, task, step, plan.folder / "model")
+    engine.stop_engine(ds_engine)
+    return results
+
+
+def micro_batches(task: Task, positions: Any, ds_engine: engine.Engine) -> Iterator[Batch]:
+    """This rank's micro-batches of one optimizer step, on its device."""
+    examples = task.examples("train")
+    accumulation = ds_engine.gradient_accumulation_steps()
+    for rows in shard(positions, examples.lengths, distributed.rank(), distributed.world_size(), accumulation):
+        yield task.collate(examples, rows).to(ds_engine.device)
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Make the random state a function of run, step and rank: a resumed run draws what an uninterrupted one does."""
+    torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
+
+
+def due(step: int, every: int, last: int | None = None) -> bool:
+    """Whether something done every so many steps (0: never), and at the last, is to be done after `step` steps."""
+    return (every > 0 and step % every == 0) or step == last

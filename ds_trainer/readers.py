@@ -1,0 +1,370 @@
+"""Where the rows of a labelled-text task come from: GLUE's official files, a user's files, or a hub data set.
+
+The tasks of GLUE (arXiv 1804.07461) are a table here: files, columns, labels and metrics. Imports neither
+torch nor numpy, so that missing folders, files and columns are told before anything heavy is loaded. Does not
+tokenise; the embedded docstrings are in `tasks/docstrings.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ds_trainer.recipe import TaskSpec
+from ds_trainer.tabular import FileForm, check_columns, read_table
+
+REGRESSION_METRICS = ("pearson", "spearman")
+CLASS_METRICS = ("accuracy", "f1", "matthews")
+
+
+class TextRow(NamedTuple):
+    """One labelled example: one or two texts, a label name or a score, and its line in the file."""
+
+    texts: tuple[str, ...]
+    label: str | float
+    line: int
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of a split, where they are from, and how many malformed ones were passed over."""
+
+    rows: list[TextRow]
+    origin: str
+    skipped: int = 0
+
+
+class RowSource(Protocol):
+    """Rows of every split of a task, without a tokenizer."""
+
+    def rows(self, split: str) -> TextRows: ...
+
+    def fingerprint(self, split: str) -> str:
+        """Changes whenever the rows may have changed; the same on every host."""
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task of GLUE as it ships: `labels` maps what a file says to a label's name, in the hub's order."""
+
+    folder: str
+    columns: tuple[str, ...]
+    label: str
+    labels: Mapping[str, str]
+    metrics: tuple[str, ...] = ("accuracy",)
+    header: tuple[str, ...] | None = None
+    evaluation: Mapping[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
+    hub_columns: tuple[str, ...] = ("sentence1", "sentence2")
+    skip_malformed: bool = False
+    score_range: tuple[float, float] | None = None
+
+
+def _named(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+GLUE: dict[str, GlueTask] = {
+    "cola": GlueTask(
+        "CoLA",
+        ("sentence",),
+        "label",
+        {"0": "unacceptable", "1": "acceptable"},
+        metrics=("matthews",),
+        header=("source", "label", "mark", "sentence"),
+        hub_columns=("sentence",),
+    ),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", {"0": "negative", "1": "positive"}, hub_columns=("sentence",)),
+    "mrpc": GlueTask(
+        "MRPC",
+        ("#1 String", "#2 String"),
+        "Quality",
+        {"0": "not_equivalent", "1": "equivalent"},
+        metrics=("accuracy", "f1"),
+    ),
+    "stsb": GlueTask(
+        "STS-B", ("sentence1", "sentence2"), "score", {}, metrics=REGRESSION_METRICS, score_range=(0.0, 5.0)
+    ),
+    "qqp": GlueTask(
+        "QQP",
+        ("question1", "question2"),
+        "is_duplicate",
+        {"0": "not_duplicate", "1": "duplicate"},
+        metrics=("accuracy", "f1"),
+        hub_columns=("question1", "question2"),
+        skip_malformed=True,
+    ),
+    "mnli": GlueTask(
+        "MNLI",
+        ("sentence1", "sentence2"),
+        "gold_label",
+        _named("entailment", "neutral", "contradiction"),
+        evaluation={"validation": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"},
+        hub_columns=("premise", "hypothesis"),
+    ),
+    "qnli": GlueTask(
+        "QNLI",
+        ("question", "sentence"),
+        "label",
+        _named("entailment", "not_entailment"),
+        hub_columns=("question", "sentence"),
+    ),
+    "rte": GlueTask("RTE", ("sentence1", "sentence2"), "label", _named("entailment", "not_entailment")),
+    "wnli": GlueTask("WNLI", ("sentence1", "sentence2"), "label", {"0": "not_entailment", "1": "entailment"}),
+}
+TASK_NAMES = (*GLUE, "docstrings", "text")
+DOCSTRING_PACKAGES = ("deepspeed", "numpy", "python", "torch", "transformers")
+_HUB_GLUE = "nyu-mll/glue"
+
+
+def unknown_task(name: str) -> str:
+    """What to say of a task name that is none."""
+    near = difflib.get_close_matches(name.lower(), TASK_NAMES, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(TASK_NAMES)}"
+    return f"task name {name!r} is unknown: {hint}"
+
+
+def check_data_files(spec: TaskSpec, splits: Sequence[str] | None = None) -> list[str]:
+    """Every mistake in a task's settings, and every missing folder, file or column; loads nothing heavy.
+
+    `splits` defaults to training and all evaluation splits. Rows beyond the first are not looked at, nor
+    is a hub data set.
+    """
+    mistakes = _setting_mistakes(spec)
+    if mistakes or spec.name == "docstrings" or _from_hub(spec):
+        return mistakes
+    source = FileSource(spec)
+    found = (_file_mistake(source, split) for split in splits or ("train", *evaluation_splits(spec)))
+    return [mistake for mistake in found if mistake]
+
+
+def row_source(spec: TaskSpec) -> RowSource:
+    """The files or the hub data set of a GLUE task or of "text"; ValueError for mistakes in its settings."""
+    mistakes = _setting_mistakes(spec)
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return HubSource(spec) if _from_hub(spec) else FileSource(spec)
+
+
+def is_regression(spec: TaskSpec) -> bool:
+    return not GLUE[spec.name].labels if spec.name in GLUE else spec.regression
+
+
+def evaluation_splits(spec: TaskSpec) -> tuple[str, ...]:
+    return tuple(GLUE[spec.name].evaluation) if spec.name in GLUE else ("validation",)
+
+
+def known_labels(spec: TaskSpec) -> tuple[str, ...]:
+    """The classes in order; empty for regression, and for "text", where only the rows tell."""
+    if spec.name == "docstrings":
+        return DOCSTRING_PACKAGES
+    return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
+
+
+def metrics_of(spec: TaskSpec) -> tuple[str, ...]:
+    """The metrics asked for, or else the task's official ones."""
+    if spec.metrics:
+        return tuple(spec.metrics)
+    if spec.name in GLUE:
+        return GLUE[spec.name].metrics
+    return REGRESSION_METRICS if spec.regression else ("accuracy",)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """GLUE's official files, or the files a user names."""
+
+    spec: TaskSpec
+
+    @property
+    def form(self) -> FileForm:
+        glue = GLUE.get(self.spec.name)
+        if glue:
+            return FileForm((*glue.columns, glue.label), glue.header, glue.skip_malformed)
+        return FileForm((*_required(self.spec.text_columns), _required(self.spec.label_column)))
+
+    def path(self, split: str) -> Path:
+        """The file of a split; ValueError says which names were looked for."""
+        candidates = _candidates(self.spec, split)
+        found = next((path for path in candidates if path.is_file()), None)
+        if found:
+            return found
+        folder = Path(self.spec.data_dir or ".")
+        looked_for = ", ".join(map(str, candidates))
+        if not folder.is_dir():
+            raise ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
+        raise ValueError(f"no file for the {split} split of {self.spec.name}; looked for {looked_for}")
+
+    def rows(self, split: str) -> TextRows:
+        path, form = self.path(split), self.form
+        table = read_table(path, form)
+        reader = _LabelReader(self.spec, f"{path}, line")
+        rows = [reader.row(fields, form.wanted, line) for line, fields in table.records]
+        return TextRows(rows, str(path), table.skipped)
+
+    def fingerprint(self, split: str) -> str:
+        """Hash of the content: time stamps differ between hosts, and an edited file can keep its size."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self.path(split).open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A hub data set: GLUE's, or the one that "text" names. `fetch` gives a `datasets.Dataset` by split."""
+
+    spec: TaskSpec
+    fetch: Callable[[TaskSpec, str], Any] = field(default=lambda spec, split: _fetch(spec, split))
+
+    def rows(self, split: str) -> TextRows:
+        dataset = self.fetch(self.spec, split)
+        origin = f"{'/'.join(filter(None, _hub_address(self.spec)))} ({split})"
+        wanted = self._columns()
+        missing = [name for name in wanted if name not in dataset.column_names]
+        if missing:
+            raise ValueError(f"{origin}: no column {missing}; columns found: {dataset.column_names}")
+        class_names = getattr(dataset.features[wanted[-1]], "names", None)
+        reader = _LabelReader(self.spec, f"{origin}, row", class_names)
+        records = enumerate(dataset.select_columns(wanted), 1)
+        rows = [reader.row(fields, wanted, number) for number, fields in records]
+        if not rows:
+            raise ValueError(f"{origin} has no examples")
+        return TextRows(rows, origin)
+
+    def fingerprint(self, split: str) -> str:
+        return str(self.fetch(self.spec, split)._fingerprint)
+
+    def _columns(self) -> list[str]:
+        if self.spec.name in GLUE:
+            return [*GLUE[self.spec.name].hub_columns, "label"]
+        return [*_required(self.spec.text_columns), _required(self.spec.label_column)]
+
+
+@dataclass(frozen=True)
+class _LabelReader:
+    """Turns fields into rows; tells a bad text or label by its place. `class_names` are for hub integers."""
+
+    spec: TaskSpec
+    place: str
+    class_names: Sequence[str] | None = None
+
+    def row(self, fields: Mapping[str, Any], wanted: Sequence[str], line: int) -> TextRow:
+        texts = tuple(fields[name] for name in wanted[:-1])
+        for name, text in zip(wanted, texts, strict=False):
+            if not isinstance(text, str):
+                found = "null" if text is None else f"a {type(text).__name__}"
+                raise ValueError(f"{self.place} {line}: {name!r} is {found}, and must be text")
+        label = fields[wanted[-1]]
+        read = self._score if is_regression(self.spec) else self._name
+        return TextRow(texts, read(label, wanted[-1], line), line)
+
+    def _score(self, value: Any, column: str, line: int) -> float:
+        try:
+            score = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        glue = GLUE.get(self.spec.name)
+        low, high = (glue and glue.score_range) or (-math.inf, math.inf)
+        if math.isfinite(score) and low <= score <= high:
+            return score
+        allowed = "a finite number" if math.isinf(low) else f"a number from {low:g} to {high:g}"
+        raise ValueError(f"{self.place} {line}: {column!r} is {value!r}, and must be {allowed}")
+
+    def _name(self, value: Any, column: str, line: int) -> str:
+        if self.class_names is not None:
+            known = isinstance(value, int) and 0 <= value < len(self.class_names)
+            value = self.class_names[value] if known else None
+        elif isinstance(value, float) and value.is_integer():
+            value = int(value)  # a parquet column of integers that pandas wrote with gaps
+        name = "" if value is None or isinstance(value, float) else str(value).strip()
+        labels = GLUE[self.spec.name].labels if self.spec.name in GLUE else None
+        if labels is None and name:
+            return name
+        if labels and name in labels:
+            return labels[name]
+        if labels and self.class_names and name in labels.values():
+            return name
+        allowed = f"one of {', '.join(map(repr, labels))}" if labels else "a label"
+        raise ValueError(f"{self.place} {line}: unknown label {value!r} in {column!r}: it must be {allowed}")
+
+
+def _file_mistake(source: FileSource, split: str) -> str | None:
+    try:
+        check_columns(source.path(split), source.form)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _setting_mistakes(spec: TaskSpec) -> list[str]:
+    if spec.name not in TASK_NAMES:
+        return [unknown_task(spec.name)]
+    allowed = REGRESSION_METRICS if is_regression(spec) else CLASS_METRICS
+    mistakes = [
+        f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
+        for metric in spec.metrics or ()
+        if metric not in allowed
+    ]
+    if spec.name != "text":
+        return mistakes
+    if not spec.text_columns:
+        mistakes.append('the task "text" needs text_columns: one or two column names')
+    if not spec.label_column:
+        mistakes.append('the task "text" needs label_column: a column name')
+    files = spec.train_file or spec.validation_file
+    if spec.dataset and files:
+        mistakes.append(f"dataset ({spec.dataset}) and files ({files}) are both set: keep one")
+    if not spec.dataset and not spec.validation_file:
+        mistakes.append('the task "text" needs train_file and validation_file, or dataset for one on the hub')
+    return mistakes
+
+
+def _candidates(spec: TaskSpec, split: str) -> list[Path]:
+    """Where a split's file may lie; the task's own folder first, since data_dir may hold another's files."""
+    folder = Path(spec.data_dir or ".").expanduser()
+    if spec.name in GLUE:
+        glue = GLUE[spec.name]
+        official = glue.evaluation.get(split, "train.tsv")
+        return [base / official for base in (folder / glue.folder, folder / "glue" / glue.folder, folder)]
+    name = spec.train_file if split == "train" else spec.validation_file
+    if not name:
+        raise ValueError(f'the task "text" has no file for the {split} split: set {split}_file')
+    return [folder / Path(name).expanduser()]
+
+
+def _from_hub(spec: TaskSpec) -> bool:
+    return bool(spec.dataset) if spec.name == "text" else spec.data_dir is None
+
+
+def _hub_address(spec: TaskSpec) -> tuple[str, str | None]:
+    """Repository and configuration: "name", "owner/name" or "owner/name/configuration"."""
+    if spec.name in GLUE:
+        return _HUB_GLUE, spec.name
+    parts = _required(spec.dataset).split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+
+
+def _fetch(spec: TaskSpec, split: str) -> Any:
+    import datasets
+
+    path, configuration = _hub_address(spec)
+    if spec.name == "mnli" and split == "validation":
+        split = "validation_matched"
+    try:
+        return datasets.load_dataset(path, configuration, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the hub data set {path} ({configuration or 'default'}, {split}) cannot be had: {error}. "
+            f"Without a network give data_dir, the folder of the files"
+        ) from error
+
+
+def _required(value: Any) -> Any:
+    assert value, "_setting_mistakes saw to it"
+    return value

@@ -1,0 +1,142 @@
+"""What a run tells: `log.jsonl`, TensorBoard, and a progress bar or plain lines, all views of one record per flush.
+
+Loss terms stay on the device and are summed there; a flush costs one reduction over the ranks and one
+synchronisation. Rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ds_trainer import distributed
+from ds_trainer.tasks.task import Batch
+
+
+class Report:
+    """One phase's record. Close it, or use it as a context."""
+
+    def __init__(
+        self, folder: Path, phase: str, total_steps: int, weights: Mapping[str, float], tensorboard: bool
+    ) -> None:
+        self.phase, self.weights = phase, dict(weights)
+        self._sums: dict[str, Tensor] = {}
+        self._micro_batches = 0
+        self._counts = {"examples": 0, "tokens": 0}
+        self._total_examples, self._seconds = 0, 0.0
+        self._since = time.perf_counter()
+        self._log = self._events = self._bar = None
+        if distributed.is_main():
+            self._log = (folder / "log.jsonl").open("a", encoding="utf-8")
+            self._events = _event_writer(folder / "tensorboard" / phase) if tensorboard else None
+            terminal = sys.stderr.isatty()
+            self._bar = tqdm(total=total_steps, desc=phase, unit="step", dynamic_ncols=True) if terminal else None
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in (self._log, self._events, self._bar):
+            if sink is not None:
+                sink.close()
+
+    def restart_clock(self) -> None:
+        """Leave out of the throughput what was done since the last flush: start-up, evaluation, saving."""
+        self._since = time.perf_counter()
+
+    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
+        """Take one micro-batch's unweighted terms; nothing leaves the device."""
+        for name, term in terms.items():
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+        self._micro_batches += 1
+        self._counts["examples"] += len(batch.ids)
+        self._counts["tokens"] += batch.tokens
+
+    def flush(self, step: int, readings: Mapping[str, float]) -> dict[str, float]:
+        """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""
+        seconds = time.perf_counter() - self._since
+        world = distributed.world_size()
+        means = distributed.mean_(torch.stack(list(self._sums.values())).float() / self._micro_batches).tolist()
+        terms = dict(zip(self._sums, means, strict=True))
+        record = {"train/loss": sum(self.weights[name] * value for name, value in terms.items())}
+        record |= {f"train/term/{name}": value for name, value in terms.items()}
+        record |= {f"train/weight/{name}": self.weights[name] for name in terms}
+        record |= {f"train/{name}_per_s": count * world / seconds for name, count in self._counts.items()}
+        self._total_examples += self._counts["examples"] * world
+        self._seconds += seconds
+        self._sums, self._micro_batches = {}, 0
+        self._counts = dict.fromkeys(self._counts, 0)
+        record |= readings
+        self.write(step, record)
+        self._show(step, record)
+        self.restart_clock()
+        return record
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """Append a record to `log.jsonl` and TensorBoard."""
+        if self._log is None:
+            return
+        self._log.write(json.dumps({"phase": self.phase, "step": step, **record}) + "\n")
+        self._log.flush()
+        if self._events is not None:
+            for name, value in record.items():
+                self._events.add_scalar(name, value, step)
+
+    def say(self, message: str) -> None:
+        """A line on rank 0's console, above the progress bar."""
+        if self._bar is not None:
+            self._bar.write(message, file=sys.stderr)
+        else:
+            distributed.info(message)
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of training, without evaluation and saving, and examples per second over all ranks."""
+        return {
+            "train_seconds": self._seconds,
+            "examples_per_s": self._total_examples / max(self._seconds, 1e-9),
+        }
+
+    def _show(self, step: int, record: Mapping[str, float]) -> None:
+        if not distributed.is_main():
+            return
+        rate = max((value for name, value in record.items() if name.startswith("train/lr/")), default=0.0)
+        shown = {"loss": f"{record['train/loss']:.4f}", "lr": f"{rate:.2e}"}
+        if "prune/density" in record:
+            shown["density"] = f"{record['prune/density']:.3f}"
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+        distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+    """The phases side by side: metrics, encoder weights kept, training seconds, examples per second."""
+    rows = []
+    for name, found in results.items():
+        kept = found["weights"]["encoder"]
+        row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in found["eval"].items()}
+        row |= {"encoder weights": f"{kept['kept']:,} ({100 * kept['kept'] / kept['total']:.1f}%)"}
+        row |= {"seconds": f"{found['train']['train_seconds']:.0f}"}
+        rows.append(row | {"examples/s": f"{found['train']['examples_per_s']:.0f}"})
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _event_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

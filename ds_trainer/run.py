@@ -1,0 +1,172 @@
+"""A run: the phases of a recipe in order, each from a model folder to a model folder, and the results of all.
+
+The last phase writes into the output folder itself, the ones before it into a folder of their name.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_trainer import distributed
+from ds_trainer.command import Job, said_by
+from ds_trainer.data import steps_for
+from ds_trainer.engine import bytes_per_rank
+from ds_trainer.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
+from ds_trainer.loop import PhasePlan, train
+from ds_trainer.models import create_folder, train_tokenizer
+from ds_trainer.optim import Hyperparameters
+from ds_trainer.recipe import ModelSpec, Phase, TokenizerSpec
+from ds_trainer.report import Report, results_table
+from ds_trainer.run_folder import RunFolder
+from ds_trainer.schedules import steps_of
+from ds_trainer.tasks import build_task, training_texts
+from ds_trainer.techniques import Clock
+
+_INITIAL = "initial_model"
+_RESULTS = "all_results.json"
+
+
+def run(job: Job) -> None:
+    """Train every phase of the recipe; the last phase's model is `output/model`."""
+    distributed.start()
+    try:
+        folder = RunFolder(job.output)
+        results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
+        for phase in job.recipe.phases:
+            if phase.name not in results:
+                results[phase.name] = _run_phase(job, phase, folder)
+                distributed.on_main(partial(_write_results, folder, results))
+        distributed.info("\n" + results_table(results))
+        distributed.info(f"\nmodel: {job.output / 'model'}")
+    finally:
+        distributed.stop()
+
+
+def dry_run(job: Job) -> None:
+    """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
+    distributed.start()
+    try:
+        with tempfile.TemporaryDirectory() as aside:
+            print(json.dumps({"recipe": job.recipe.model_dump()}, indent=2))
+            for phase in job.recipe.phases:
+                start = job.recipe.model.name_or_path or distributed.on_main(partial(_create_model, job, Path(aside)))
+                plan = plan_phase(job, phase, start)
+                print(json.dumps({"phase": phase.name, **_described(plan)}, indent=2))
+    finally:
+        distributed.stop()
+
+
+def plan_phase(job: Job, phase: Phase, source: str) -> PhasePlan:
+    """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file."""
+    recipe, world = job.recipe, distributed.world_size()
+    task = build_task(phase.task or recipe.task, source, recipe.cache_dir)
+    numbers = settled_numbers(job.engine_config, said_by(phase), world)
+    examples = len(task.examples("train"))
+    total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, numbers.train_batch_size)
+    clock = Clock(total, steps_of(phase.warmup_steps, total), recipe.seed)
+    config = resolve_engine_file(
+        job.engine_config,
+        said_by(phase),
+        world,
+        hidden_size=task.hidden_size(source),
+        total_steps=total,
+        warmup_steps=clock.warmup,
+    )
+    base = Hyperparameters(
+        numbers.learning_rate,
+        numbers.weight_decay,
+        (numbers.adam_beta1, numbers.adam_beta2),
+        numbers.adam_epsilon,
+    )
+    last = phase is recipe.phases[-1]
+    folder = job.output if last else job.output / phase.name
+    return PhasePlan(phase, task, source, clock, config, base, folder)
+
+
+def _run_phase(job: Job, phase: Phase, folder: RunFolder) -> dict[str, Any]:
+    plan = plan_phase(job, phase, _source(job, phase, folder))
+    distributed.on_main(partial(_claim, folder, plan))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
+        return train(plan, report, job.resume)
+
+
+def _open(folder: RunFolder, job: Job) -> dict[str, Any]:
+    """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
+    folder.open(job.overwrite)
+    folder.write_json("recipe.json", job.recipe.model_dump())
+    for name in ("log.jsonl", "tensorboard"):
+        folder.claim(name)
+    done = folder.path / _RESULTS
+    return json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
+
+
+def _claim(folder: RunFolder, plan: PhasePlan) -> None:
+    relative = plan.folder.relative_to(folder.path)
+    for name in ("model", "checkpoint-*"):
+        folder.claim(str(relative / name))
+    folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
+
+
+def _source(job: Job, phase: Phase, folder: RunFolder) -> str:
+    """The model folder, or hub name, a phase starts from."""
+    phases = job.recipe.phases
+    start = phase.start_from
+    if not start.startswith("@"):
+        return start
+    before = phases[: phases.index(phase)]
+    name = start.removeprefix("@")
+    if name == "previous" and before:
+        name = before[-1].name
+    if name in ("previous", "model"):
+        return job.recipe.model.name_or_path or distributed.on_main(
+            lambda: _create_model(job, folder.claim(_INITIAL).parent)
+        )
+    return str(job.output / name / "model")
+
+
+def _create_model(job: Job, parent: Path) -> str:
+    """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
+    model: ModelSpec = job.recipe.model
+    assert model.config is not None, "read_job saw to it"
+    target = parent / _INITIAL
+    if not target.is_dir():
+        spec = model.tokenizer or TokenizerSpec()
+        texts = training_texts(job.recipe.phases[0].task or job.recipe.task)
+        create_folder(model.config, train_tokenizer(texts, spec.vocab_size, spec.lowercase), target, job.recipe.seed)
+    return str(target)
+
+
+def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:
+    for kind in ("train", "eval"):
+        folder.write_json(f"{kind}_results.json", {name: found[kind] for name, found in results.items()})
+    folder.write_json(_RESULTS, results)
+
+
+def _described(plan: PhasePlan) -> dict[str, Any]:
+    model, techniques = plan.build()
+    groups = plan.groups(model, techniques)
+    mistakes = scheduler_mistakes(dict(plan.engine_config), [group.learning_rate for group in groups])
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    trained = sum(group.size for group in groups)
+    return {
+        "starts_from": plan.source,
+        "steps": {"total": plan.clock.total, "warmup": plan.clock.warmup},
+        "engine_file": plan.engine_config,
+        "parameter_groups": [
+            {
+                "name": g.name,
+                "parameters": g.size,
+                "learning_rate": g.learning_rate,
+                "weight_decay": g.weight_decay,
+            }
+            for g in groups
+        ],
+        "frozen_parameters": frozen,
+        "bytes_per_rank": bytes_per_rank(trained, frozen, plan.engine_config, distributed.world_size()),
+    }

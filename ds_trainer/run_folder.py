@@ -1,0 +1,69 @@
+"""The folder of a run: what may be written there, and a list of what was, so that nothing else is ever deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+_LIST = ".ds_trainer.json"
+
+
+def check_output_folder(folder: Path, overwrite: bool, resume: bool) -> list[str]:
+    """The mistakes in writing a run to `folder`; creates and deletes nothing."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        return [f"the output folder {folder} cannot be made: {parent} is a file"]
+    if not os.access(parent, os.W_OK):
+        return [f"the output folder {folder} cannot be written: {parent} is read-only"]
+    if resume and not (folder / _LIST).is_file():
+        return [f"--resume: {folder} holds no run of this program"]
+    if not folder.is_dir() or overwrite or resume or not any(folder.iterdir()):
+        return []
+    return [f"the output folder {folder} is not empty: give another, or --overwrite_output_dir, or --resume"]
+
+
+class RunFolder:
+    """Hands out paths inside the folder and remembers them; to be used by rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._list = path / _LIST
+        self._own: set[str] = set(json.loads(self._list.read_text())) if self._list.is_file() else set()
+
+    def open(self, overwrite: bool) -> None:
+        """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for target in [path for name in self._own for path in self.path.glob(name)] if overwrite else ():
+            if target.is_dir():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+        self._own = set() if overwrite else self._own
+        self._write_list()
+
+    def claim(self, name: str) -> Path:
+        """A path to write, or a pattern of paths; one that is there and that no run of ours wrote is a ValueError."""
+        target = self.path / name
+        top = Path(name).parts[0]
+        foreign = [] if top in self._own else sorted(self.path.glob(top))
+        if foreign:
+            raise ValueError(f"{foreign[0]} is there and was not written by this program: move it, or write elsewhere")
+        self._own.add(top)
+        self._write_list()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file whole or not at all."""
+        target = self.claim(name)
+        aside = target.with_name(f".{target.name}.tmp")
+        aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        aside.replace(target)
+
+    def _write_list(self) -> None:
+        aside = self._list.with_name(f"{_LIST}.tmp")
+        aside.write_text(json.dumps(sorted(self._own)), encoding="utf-8")
+        aside.replace(self._list)

@@ -1,0 +1,237 @@
+"""Classification and regression of one text or a pair: GLUE, any labelled text, the embedded docstrings.
+
+Rows come from `readers.py` or `docstrings.py`, are tokenised once and cached as `Examples`, and are collated with
+numpy. Labels in the cache are in the task's order. The model's order is that of the folder the task is built for,
+where its trained head has the same names in another order: a downloaded MNLI model keeps its class ids.
+Models are loaded in `text_model.py`, metrics are in `metrics.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_trainer import distributed
+from ds_trainer.data import Examples, cached, fingerprint, pack
+from ds_trainer.readers import (
+    RowSource,
+    TextRow,
+    TextRows,
+    evaluation_splits,
+    is_regression,
+    known_labels,
+    metrics_of,
+    row_source,
+)
+from ds_trainer.recipe import TaskSpec
+from ds_trainer.tasks import text_model
+from ds_trainer.tasks.docstrings import DocstringSource
+from ds_trainer.tasks.metrics import score
+from ds_trainer.tasks.task import Batch, Task
+
+_DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
+_CHUNK = 4096
+
+
+class TextTask(Task):
+    """A text task for the model folder `source` (or hub name), whose tokenizer it takes.
+
+    Every rank must build it and ask for its splits. A tokenizer without a padding token is given the end of text
+    for one, in place.
+    """
+
+    def __init__(
+        self, spec: TaskSpec, tokenizer: Any, source: str | Path, cache_dir: Path, rows: RowSource | None = None
+    ) -> None:
+        self.spec, self.tokenizer, self._cache_dir = spec, tokenizer, cache_dir
+        self.splits = evaluation_splits(spec)
+        self._rows = rows or _rows_of(spec)
+        self._pad_token_id = _pad_token_id(tokenizer)
+        config = text_model.load_config(source)
+        head = text_model.trained_head(config)
+        self._task_labels = () if is_regression(spec) else _task_labels(spec, self._rows, head)
+        self.label_names = text_model.label_order(self._task_labels, head)
+        self._model_class = np.array([self.label_names.index(name) for name in self._task_labels], np.int64)
+        self._task_class = np.argsort(self._model_class)
+        self._inputs = ["input_ids", *(["token_type_ids"] if text_model.takes_token_types(config) else [])]
+        self._examples: dict[str, Examples] = {}
+
+    def build_model(self, folder: str | Path) -> nn.Module:
+        """Load `folder`'s model with a head for this task's classes, in `label_names`' order, in fp32, on the CPU.
+
+        A head of other classes is replaced by a new one, which is logged.
+        """
+        model = text_model.load_model(folder, self.label_names, self._pad_token_id)
+        text_model.check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        return model
+
+    def hidden_size(self, folder: str | Path) -> int:
+        """The model's width, for the engine file's "auto" bucket sizes."""
+        return int(text_model.load_config(folder).get_text_config().hidden_size)
+
+    def examples(self, split: str) -> Examples:
+        if split not in self._examples:
+            key = distributed.on_main(lambda: self._fingerprint(split))
+            self._examples[split] = cached(self._cache_dir, key, lambda: self._tokenised(split))
+        return self._examples[split]
+
+    def collate(self, examples: Examples, positions: Sequence[int]) -> Batch:
+        ids = np.asarray(positions, dtype=np.int64)
+        fill = {"input_ids": self._pad_token_id}
+        padded = examples.padded(ids, fill, self.spec.pad_to_multiple_of)
+        inputs = {name: torch.from_numpy(padded.columns[name]) for name in self._inputs if name in padded.columns}
+        labels = examples.fields["labels"][ids]
+        if self._task_labels:
+            labels = self._model_class[labels]
+        return Batch(
+            inputs | {"attention_mask": torch.from_numpy(padded.mask)}, torch.from_numpy(labels), torch.from_numpy(ids)
+        )
+
+    def loss(self, out: Any, batch: Batch) -> Tensor:
+        """Cross entropy, or squared error for regression."""
+        logits = out.logits.float()
+        if self._task_labels:
+            return F.cross_entropy(logits, batch.labels)
+        return F.mse_loss(logits.squeeze(-1), batch.labels)
+
+    def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
+        return (out.logits,)
+
+    def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
+        """The predicted class in the task's own order, or the predicted score."""
+        if self._task_labels:
+            found = self._task_class[out.logits.argmax(-1).cpu().numpy()].tolist()
+        else:
+            found = out.logits.float().squeeze(-1).tolist()
+        return dict(zip(batch.ids.tolist(), found, strict=True))
+
+    def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        labels = self.examples(split).fields["labels"]
+        predictions = torch.tensor([answers[position] for position in range(len(labels))])
+        gold = torch.from_numpy(np.array(labels))
+        return score(metrics_of(self.spec), predictions, gold, len(self._task_labels))
+
+    def _fingerprint(self, split: str) -> str:
+        fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
+        settings = {name: getattr(self.spec, name) for name in fields}
+        source = self._rows.fingerprint(split)
+        tokenizer = _tokenizer_state(self.tokenizer)
+        return fingerprint("text", split, source, settings, self._limit(split), self._task_labels, tokenizer)
+
+    def _limit(self, split: str) -> int | None:
+        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
+
+    def _tokenised(self, split: str) -> Examples:
+        started = time.monotonic()
+        found = self._rows.rows(split)
+        rows = _spread(found.rows, self._limit(split))
+        place = TextRows(rows, found.origin)
+        labels = _class_indices(place, self._task_labels) if self._task_labels else _scores(place)
+        examples = pack(self._encoded(rows), self._columns(), {"labels": labels})
+        _check_not_empty(examples, place)
+        full = int((examples.lengths >= self.spec.max_seq_length).sum())
+        skipped = f", {found.skipped} malformed rows passed over" if found.skipped else ""
+        distributed.info(
+            f"{self.spec.name} {split}: {len(rows):,} examples, {examples.lengths.mean():.1f} tokens on average, "
+            f"{full:,} at max_seq_length{skipped} ({time.monotonic() - started:.1f} s)"
+        )
+        return examples
+
+    def _columns(self) -> dict[str, Any]:
+        return {name: dtype for name, dtype in _DTYPES.items() if name in self.tokenizer.model_input_names}
+
+    def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Mapping[str, list[list[int]]]]:
+        for start in range(0, len(rows), _CHUNK):
+            texts = zip(*(row.texts for row in rows[start : start + _CHUNK]), strict=True)
+            yield self.tokenizer(
+                *map(list, texts),
+                truncation=True,
+                max_length=self.spec.max_seq_length,
+                return_attention_mask=False,
+                return_token_type_ids="token_type_ids" in self._columns(),
+            )
+
+
+def training_texts(spec: TaskSpec) -> list[str]:
+    """Every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
+    return [text for row in _rows_of(spec).rows("train").rows for text in row.texts]
+
+
+def _rows_of(spec: TaskSpec) -> RowSource:
+    return DocstringSource() if spec.name == "docstrings" else row_source(spec)
+
+
+def _task_labels(spec: TaskSpec, rows: RowSource, head: Sequence[str] | None) -> tuple[str, ...]:
+    """The classes in the task's own order: known, or those of the training rows, sorted, numbers by value.
+
+    Where there are only rows to evaluate on, which may lack a class, those of a model that names them.
+    """
+    names = known_labels(spec)
+    if names:
+        return names
+    can_train = bool(spec.train_file or spec.dataset)
+    if not can_train and head and not text_model.unnamed(head):
+        return tuple(head)
+    found = distributed.on_main(lambda: rows.rows("train" if can_train else "validation"))
+    names = tuple(sorted({str(row.label) for row in found.rows}, key=_numbers_first))
+    if len(names) < 2:
+        raise ValueError(f"{found.origin} has the one label {names[0]!r}: there is nothing to tell apart")
+    return names
+
+
+def _numbers_first(name: str) -> tuple[bool, int, str]:
+    number = name.isascii() and name.isdigit()
+    return not number, int(name) if number else 0, name
+
+
+def _class_indices(found: TextRows, names: Sequence[str]) -> np.ndarray:
+    places = {name: index for index, name in enumerate(names)}
+    for row in found.rows:
+        if row.label not in places:
+            allowed = ", ".join(map(repr, names))
+            raise ValueError(f"{found.origin}, line {row.line}: unknown label {row.label!r}: allowed are {allowed}")
+    return np.array([places[str(row.label)] for row in found.rows], dtype=np.int64)
+
+
+def _scores(found: TextRows) -> np.ndarray:
+    return np.array([row.label for row in found.rows], dtype=np.float32)
+
+
+def _check_not_empty(examples: Examples, found: TextRows) -> None:
+    empty = np.flatnonzero(examples.lengths == 0)
+    if len(empty):
+        line = found.rows[empty[0]].line
+        raise ValueError(f"{found.origin}, line {line}: the text is empty, and the tokenizer adds nothing to it")
+
+
+def _spread(rows: list[TextRow], limit: int | None) -> list[TextRow]:
+    """`limit` rows, evenly spaced: the first ones of a file that is sorted by label would be of one class."""
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[index * len(rows) // limit] for index in range(limit)]
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has neither a padding token nor an end of text: give it a pad_token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return int(tokenizer.pad_token_id)
+
+
+def _tokenizer_state(tokenizer: Any) -> Any:
+    """All that decides what a text becomes. Truncation and padding are left out: calls leave them in the object."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
+    else:
+        state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, state]

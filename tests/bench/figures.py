@@ -1,0 +1,59 @@
+"""Ratios measured interleaved, A B A B ..., in one process, and the line that says whether they hold."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value and its bar; `at_least` says on which side of it the value must be."""
+
+    name: str
+    value: float
+    bar: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+
+def ratio(
+    first: Callable[[], object], second: Callable[[], object], rounds: int, warmup: int = 2
+) -> tuple[float, float, float]:
+    """Median over rounds of seconds(first) / seconds(second), with the median seconds of each. The order alternates."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(warmup + rounds):
+        order = (0, 1) if index % 2 == 0 else (1, 0)
+        taken = [0.0, 0.0]
+        for which in order:
+            start = time.perf_counter()
+            (first, second)[which]()
+            taken[which] = time.perf_counter() - start
+        if index >= warmup:
+            for which in (0, 1):
+                times[which].append(taken[which])
+    medians = [statistics.median(series) for series in times]
+    return statistics.median(a / b for a, b in zip(*times, strict=True)), medians[0], medians[1]
+
+
+def report(*figures: Figure) -> None:
+    """Print one JSON line a figure and leave with 0 if all hold, else 1."""
+    for figure in figures:
+        print(
+            json.dumps(
+                {
+                    "name": figure.name,
+                    "value": round(figure.value, 4),
+                    "bar": figure.bar,
+                    "holds": figure.holds,
+                }
+            )
+        )
+    sys.exit(0 if all(figure.holds for figure in figures) else 1)

@@ -1,0 +1,117 @@
+"""What masking costs: an optimizer step, an evaluation, and memory, of a masked (topK) model over a plain one.
+
+BERT of 6 layers x 384 (22M parameters, random weights), 32 x 64 tokens, fp32, 2 threads, one rank, ZeRO 0, in one
+process: `python tests/bench/mask_cost.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+import torch.nn.functional as F
+from figures import Figure, ratio, report
+
+from ds_trainer import distributed, engine
+from ds_trainer.optim import Hyperparameters, parameter_groups
+from ds_trainer.recipe import PruneSpec
+from ds_trainer.techniques import Clock
+from ds_trainer.techniques.prune import Prune
+
+ROWS, TOKENS = 32, 64
+BASE = Hyperparameters(5e-5)
+STEPS = 1000
+
+
+class Run:
+    """A model under the engine, and how to step and evaluate it."""
+
+    def __init__(self, masked: bool, accumulation: int) -> None:
+        from transformers import AutoModelForSequenceClassification, BertConfig
+
+        torch.manual_seed(0)
+        config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+        model = AutoModelForSequenceClassification.from_config(config)
+        spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
+        self.techniques = [Prune(spec, Clock(STEPS, 0, seed=1))] if masked else []
+        for technique in self.techniques:
+            model = technique.attach(model)
+        rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]
+        settings = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+        }
+        self.accumulation = accumulation
+        self.engine = engine.start_engine(
+            model, parameter_groups(model, [], rules, BASE), settings, BASE, lambda _: 1.0
+        )
+        self.inputs = {
+            "input_ids": torch.randint(1000, 30000, (ROWS, TOKENS)),
+            "attention_mask": torch.ones(ROWS, TOKENS).long(),
+        }
+        self.labels = torch.randint(0, 2, (ROWS,))
+        self.step_number = 0
+
+    def step(self) -> None:
+        self.engine.train()
+        for technique in self.techniques:
+            technique.on_step(self.step_number)
+        for _ in range(self.accumulation):
+            loss = F.cross_entropy(self.engine(**self.inputs).logits, self.labels)
+            self.engine.backward(loss)
+            self.engine.step()
+        self.step_number += 1
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.engine.eval()
+        self.engine(**self.inputs)
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def peak_over(call) -> int:
+    """Bytes by which the resident memory rose during the call at most, sampled every half millisecond."""
+    peak, done = [resident()], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], resident())
+            time.sleep(0.0005)
+
+    start = resident()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    call()
+    done.set()
+    watcher.join()
+    return peak[0] - start
+
+
+def main() -> None:
+    distributed.start()
+    torch.set_num_threads(2)
+    figures = []
+    for accumulation, bar in ((1, 1.15), (4, 1.08)):
+        plain, masked = Run(False, accumulation), Run(True, accumulation)
+        rounds = 24 // accumulation
+        value, seconds, other = ratio(masked.step, plain.step, rounds)
+        print(f"accumulation {accumulation}: masked {seconds:.3f} s, plain {other:.3f} s a step")
+        figures.append(Figure(f"mask_cost/step/accumulation_{accumulation}", value, bar))
+        if accumulation == 1:
+            value, seconds, other = ratio(masked.evaluate, plain.evaluate, 40)
+            print(f"evaluation: masked {seconds * 1e3:.1f} ms, plain {other * 1e3:.1f} ms a batch")
+            figures.append(Figure("mask_cost/evaluation", value, 1.02))
+        plain.engine.destroy()
+        masked.engine.destroy()
+    report(*figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Examples, their cache, and how they are dealt out to steps and ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_trainer.data import (
+    BatchPlan,
+    Examples,
+    cached,
+    evaluation_shard,
+    fingerprint,
+    pack,
+    shard,
+    steps_for,
+)
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=120).map(np.array)
+
+
+def some_examples(rows: list[list[int]] | None = None) -> Examples:
+    rows = rows or [[1, 2, 3], [4], [5, 6]]
+    kinds = [[1] * len(row) for row in rows]
+    dtypes = {"input_ids": np.int32, "token_type_ids": np.uint8}
+    chunks = [{"input_ids": rows[:2], "token_type_ids": kinds[:2]}, {"input_ids": rows[2:], "token_type_ids": kinds[2:]}]
+    return pack(chunks, dtypes, {"labels": np.arange(len(rows))}, {"origin": "a test"})
+
+
+def test_packed_rows_come_back_in_place_and_without_a_copy() -> None:
+    """Rows that come in chunks are cut where they were put together, and are views of the flat array."""
+    examples = some_examples()
+    assert len(examples) == 3
+    assert examples.lengths.tolist() == [3, 1, 2]
+    assert [examples.row(i)["input_ids"].tolist() for i in range(3)] == [[1, 2, 3], [4], [5, 6]]
+    assert np.shares_memory(examples.row(2)["input_ids"], examples.tokens["input_ids"])
+    assert examples.tokens["input_ids"].dtype == np.int32
+
+
+def test_padding_fills_each_column_with_its_own_value_up_to_the_multiple() -> None:
+    """Rows are padded on the right, to the longest of the chosen rows rounded up, and the mask marks the tokens."""
+    padded = some_examples().padded([2, 1], {"input_ids": 9}, 4)
+    assert padded.columns["input_ids"].tolist() == [[5, 6, 9, 9], [4, 9, 9, 9]]
+    assert padded.columns["token_type_ids"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert padded.mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert some_examples().padded([2, 1], {}).mask.shape == (2, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, batch_size=st.integers(1, 40), seed=st.integers(0, 3))
+def test_every_epoch_holds_every_example_once(lengths: np.ndarray, batch_size: int, seed: int) -> None:
+    """The batches in a row, cut every n examples, hold each example exactly once, whatever the batch size."""
+    plan, n = BatchPlan(lengths, batch_size, seed), len(lengths)
+    stream = np.concatenate([plan.indices(step) for step in range(-(-3 * n // batch_size))])
+    for epoch in range(3):
+        assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, batch_size=st.integers(1, 20), steps=st.lists(st.integers(0, 200), min_size=1, max_size=6))
+def test_a_batch_depends_on_its_step_alone(lengths: np.ndarray, batch_size: int, steps: list[int]) -> None:
+    """Asked in any order, by any plan of the same data and seed, a step gets the same batch."""
+    plan = BatchPlan(lengths, batch_size, 7)
+    for step in steps:
+        assert plan.indices(step).tolist() == BatchPlan(lengths, batch_size, 7).indices(step).tolist()
+        assert plan.indices(step).shape == (batch_size,)
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    """Neither another epoch nor another seed repeats an order."""
+    lengths = np.full(64, 5)
+    plan, other = BatchPlan(lengths, 8, 0), BatchPlan(lengths, 8, 1)
+    assert plan.indices(0).tolist() != plan.indices(8).tolist()
+    assert plan.indices(0).tolist() != other.indices(0).tolist()
+
+
+def test_a_batch_holds_similar_lengths_and_steps_do_not_follow_length() -> None:
+    """Grouping saves most of the padding, without sorting the course of training by length."""
+    lengths = np.random.default_rng(0).integers(5, 60, 4000)
+    batches = [lengths[BatchPlan(lengths, 16, 0).indices(step)] for step in range(250)]
+    padding = 1 - sum(b.sum() for b in batches) / sum(b.max() * len(b) for b in batches)
+    assert padding < 0.05
+    assert abs(np.corrcoef(np.arange(250), [b.mean() for b in batches])[0, 1]) < 0.25
+
+
+def test_a_window_is_no_more_than_a_quarter_of_the_data() -> None:
+    """With little data too, the longest examples do not all land in one batch of the epoch."""
+    lengths = np.arange(80)
+    batches = [BatchPlan(lengths, 10, 0).indices(step) for step in range(8)]
+    assert max(len(set(batch) & set(range(70, 80))) for batch in batches) < 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(world=st.integers(1, 4), accumulation=st.integers(1, 3), micro=st.integers(1, 5), seed=st.integers(0, 9))
+def test_shards_partition_the_global_batch(world: int, accumulation: int, micro: int, seed: int) -> None:
+    """Over ranks and micro-batches each example is taken once, and micro-batches do not overlap in length."""
+    lengths = np.random.default_rng(seed).integers(1, 99, 200)
+    batch = np.random.default_rng(seed).permutation(200)[: world * accumulation * micro]
+    shards = [shard(batch, lengths, rank, world, accumulation) for rank in range(world)]
+    assert all(part.shape == (accumulation, micro) for part in shards)
+    assert sorted(np.concatenate([part.ravel() for part in shards])) == sorted(batch)
+    for m in range(accumulation - 1):
+        assert min(lengths[part[m]].min() for part in shards) >= max(lengths[part[m + 1]].max() for part in shards)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, world=st.integers(1, 5), batch_size=st.integers(1, 9))
+def test_evaluation_covers_all_with_equal_batches(lengths: np.ndarray, world: int, batch_size: int) -> None:
+    """Every example is evaluated, ranks have batches of the same sizes, and only padding is repeated."""
+    shards = [evaluation_shard(lengths, rank, world, batch_size) for rank in range(world)]
+    sizes = [[len(batch) for batch in batches] for batches in shards]
+    assert all(found == sizes[0] for found in sizes)
+    assert max(sizes[0]) <= batch_size
+    every = np.concatenate([batch for batches in shards for batch in batches])
+    assert set(every) == set(range(len(lengths)))
+    assert len(every) - len(lengths) < world
+    assert lengths[shards[0][0][0]] == lengths.max()
+
+
+def test_steps_for_epochs_round_up_without_float_dust() -> None:
+    """0.1 of 30 examples in batches of 3 is one step, though 0.1 * 30 / 3 is not exactly 1 in floating point."""
+    assert steps_for(0.1, 30, 3) == 1
+    assert steps_for(3, 10, 4) == 8
+
+
+def test_the_fingerprint_tells_settings_apart_but_not_their_order() -> None:
+    """Another value changes the key; another order of the same settings does not."""
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+def test_the_cache_builds_once_and_gives_back_what_was_built(tmp_path: Path) -> None:
+    """The second caller does not build; arrays, notes and dtypes survive; nothing else stays in the folder."""
+    built: list[int] = []
+
+    def build() -> Examples:
+        built.append(1)
+        return some_examples()
+
+    for _ in range(2):
+        found = cached(tmp_path / "deep" / "cache", "key", build)
+        assert found.row(0)["input_ids"].tolist() == [1, 2, 3]
+        assert found.fields["labels"].tolist() == [0, 1, 2]
+        assert found.notes == {"origin": "a test"}
+        assert found.tokens["input_ids"].base is not None
+    assert len(built) == 1
+    assert [path.name for path in (tmp_path / "deep" / "cache").iterdir()] == ["key"]
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "tokens.input_ids.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def _flip(folder: Path) -> None:
+    path = folder / "tokens.input_ids.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def _forget(folder: Path) -> None:
+    (folder / "fields.labels.npy").unlink()
+
+
+def _garble(folder: Path) -> None:
+    (folder / "index.json").write_text("{", encoding="utf-8")
+
+
+def _unindex(folder: Path) -> None:
+    (folder / "index.json").write_text(json.dumps({"checksums": {}}), encoding="utf-8")
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _forget, _garble, _unindex, _empty])
+def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: object) -> None:
+    """Truncated, altered, incomplete or garbled files are noticed, and replaced by whole ones."""
+    cached(tmp_path, "key", some_examples)
+    damage(tmp_path / "key")  # type: ignore[operator]
+    found = cached(tmp_path, "key", some_examples)
+    assert found.row(0)["input_ids"].tolist() == [1, 2, 3]
+    assert found.fields["labels"].tolist() == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_cache_that_cannot_be_written_names_the_folder(tmp_path: Path) -> None:
+    """A cache folder under a file is the user's mistake, and told as one."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cache_dir .*file.* cannot be written"):
+        cached(tmp_path / "file", "key", some_examples)
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What `build` raises is passed on, and the next call builds."""
+
+    def broken() -> Examples:
+        raise ValueError("line 3 is bad")
+
+    with pytest.raises(ValueError, match="line 3 is bad"):
+        cached(tmp_path, "key", broken)
+    assert not list(tmp_path.iterdir())
+    assert len(cached(tmp_path, "key", some_examples)) == 3
+
+
+_TWO_RANKS = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import torch.distributed as dist
+from ds_trainer.data import cached, pack
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2])
+rank, out = dist.get_rank(), Path(sys.argv[1])
+def build():
+    (out / f"built-{case}-{rank}").touch()
+    if case in ("bad", "elsewhere-bad") and rank == (case != "bad"):
+        raise ValueError("line 3 is bad")
+    return pack([{"input_ids": [[1, 2], [3]]}], {"input_ids": np.int32}, {})
+for case in ("good", "bad", "elsewhere", "elsewhere-bad"):
+    os.environ["LOCAL_RANK"] = "0" if case.startswith("elsewhere") else str(rank)
+    folder = out / (f"host{rank}" if case.startswith("elsewhere") else "shared")
+    try:
+        print(case, len(cached(folder, case, build)), flush=True)
+    except ValueError as error:
+        print(case, error, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_share_a_cache_and_fail_together(tmp_path: Path) -> None:
+    """Rank 0 alone builds; on a host that does not see its folder the local rank 0 does; an error reaches both."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", _TWO_RANKS, str(tmp_path), str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True) for r in (0, 1)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=60)
+        expected = ["good 2", "bad line 3 is bad", "elsewhere 2", "elsewhere-bad line 3 is bad"]
+        assert said.splitlines() == expected
+    built = sorted(path.name.removeprefix("built-") for path in tmp_path.glob("built-*"))
+    assert built == ["bad-0", "elsewhere-0", "elsewhere-1", "elsewhere-bad-0", "elsewhere-bad-1", "good-0"]
