@@ -37,6 +37,11 @@ class TextRows:
     rows: list[TextRow]
     origin: str
     skipped: int = 0
+    unit: str = "line"
+
+    def place(self, row: TextRow) -> str:
+        """Where a row stands, for a message."""
+        return f"{self.origin}, {self.unit} {row.line}"
 
 
 class RowSource(Protocol):
@@ -193,7 +198,7 @@ class FileSource:
         found = next((path for path in candidates if path.is_file()), None)
         if found:
             return found
-        folder = Path(self.spec.data_dir or ".")
+        folder = _folder(self.spec)
         looked_for = ", ".join(map(str, candidates))
         if not folder.is_dir():
             raise ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
@@ -202,9 +207,10 @@ class FileSource:
     def rows(self, split: str) -> TextRows:
         path, form = self.path(split), self.form
         table = read_table(path, form)
-        reader = _LabelReader(self.spec, f"{path}, line")
+        unit = "row" if path.suffix.lower() == ".parquet" else "line"
+        reader = _LabelReader(self.spec, f"{path}, {unit}")
         rows = [reader.row(fields, form.wanted, line) for line, fields in table.records]
-        return TextRows(rows, str(path), table.skipped)
+        return TextRows(rows, str(path), table.skipped, unit)
 
     def fingerprint(self, split: str) -> str:
         """Hash of the content: time stamps differ between hosts, and an edited file can keep its size."""
@@ -235,7 +241,7 @@ class HubSource:
         rows = [reader.row(fields, wanted, number) for number, fields in records]
         if not rows:
             raise ValueError(f"{origin} has no examples")
-        return TextRows(rows, origin)
+        return TextRows(rows, origin, unit="row")
 
     def fingerprint(self, split: str) -> str:
         return str(self.fetch(self.spec, split)._fingerprint)
@@ -257,9 +263,9 @@ class _LabelReader:
     def row(self, fields: Mapping[str, Any], wanted: Sequence[str], line: int) -> TextRow:
         texts = tuple(fields[name] for name in wanted[:-1])
         for name, text in zip(wanted, texts, strict=False):
-            if not isinstance(text, str):
-                found = "null" if text is None else f"a {type(text).__name__}"
-                raise ValueError(f"{self.place} {line}: {name!r} is {found}, and must be text")
+            fault = _text_fault(text)
+            if fault:
+                raise ValueError(f"{self.place} {line}: {name!r} {fault}")
         label = fields[wanted[-1]]
         read = self._score if is_regression(self.spec) else self._name
         return TextRow(texts, read(label, wanted[-1], line), line)
@@ -292,6 +298,18 @@ class _LabelReader:
             return name
         allowed = f"one of {', '.join(map(repr, labels))}" if labels else "a label"
         raise ValueError(f"{self.place} {line}: unknown label {value!r} in {column!r}: it must be {allowed}")
+
+
+def _text_fault(text: Any) -> str | None:
+    if text is None:
+        return "is null, and must be text"
+    if not isinstance(text, str):
+        return f"is a {type(text).__name__}, and must be text"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can say "\ud800" alone, and tokenizers cannot take it
+        return "holds half a surrogate pair"
+    return None
 
 
 def _file_mistake(source: FileSource, split: str) -> str | None:
@@ -327,7 +345,7 @@ def _setting_mistakes(spec: TaskSpec) -> list[str]:
 
 def _candidates(spec: TaskSpec, split: str) -> list[Path]:
     """Where a split's file may lie; the task's own folder first, since data_dir may hold another's files."""
-    folder = Path(spec.data_dir or ".").expanduser()
+    folder = _folder(spec)
     if spec.name in GLUE:
         glue = GLUE[spec.name]
         official = glue.evaluation.get(split, "train.tsv")
@@ -336,6 +354,10 @@ def _candidates(spec: TaskSpec, split: str) -> list[Path]:
     if not name:
         raise ValueError(f'the task "text" has no file for the {split} split: set {split}_file')
     return [folder / Path(name).expanduser()]
+
+
+def _folder(spec: TaskSpec) -> Path:
+    return Path(spec.data_dir or ".").expanduser()
 
 
 def _from_hub(spec: TaskSpec) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -42,6 +42,9 @@ Positive = Annotated[int, Field(strict=True, gt=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -59,7 +62,6 @@ class ModelSpec(Strict):
     name_or_path: str | None = None
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields; random weights")
     tokenizer: TokenizerSpec | None = Field(None, description="only with `config`")
-    trust_remote_code: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
@@ -73,7 +75,7 @@ class TaskSpec(Strict):
 
     name: str = "docstrings"
     data_dir: str | None = Field(None, description="folder of the task's files; without it the hub is asked")
-    dataset: str | None = Field(None, description='hub data set for the task "text", as "owner/name" or "name/config"')
+    dataset: str | None = Field(None, description='hub data set for the task "text": name, owner/name or owner/name/config')
     train_file: str | None = Field(None, description=".csv .tsv .jsonl .parquet, relative to data_dir")
     validation_file: str | None = None
     text_columns: list[str] | None = Field(None, min_length=1, max_length=2)
@@ -247,10 +249,19 @@ class Recipe(Strict):
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Check a recipe; every mistake is told in one `ValueError`, one line each."""
+    return _parse(Recipe, data, "recipe")
+
+
+def parse_task(data: dict[str, Any]) -> TaskSpec:
+    """Check a task by itself, as the evaluation of a model folder needs it."""
+    return _parse(TaskSpec, data, "task")
+
+
+def _parse(model: type[Parsed], data: dict[str, Any], what: str) -> Parsed:
     try:
-        return Recipe.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(_told(item) for item in error.errors())) from None
+        raise ValueError("\n".join(f"{what}: {_told(model, item)}" for item in error.errors())) from None
 
 
 def recipe_schema() -> str:
@@ -258,17 +269,17 @@ def recipe_schema() -> str:
     return json.dumps(Recipe.model_json_schema(), indent=2)
 
 
-def _told(error: Any) -> str:
+def _told(model: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
         found = error["input"]
         shown = "" if isinstance(found, dict | list) else f" (found {json.dumps(found, default=str)})"
-        return f"recipe: {path}: {message}{shown}" if path else f"recipe: {message}"
-    known = _fields_at(Recipe, error["loc"][:-1])
+        return f"{path}: {message}{shown}" if path else message
+    known = _fields_at(model, error["loc"][:-1])
     near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
-    return f"recipe: {path}: unknown key; {hint}"
+    return f"{path}: unknown key; {hint}"
 
 
 def _fields_at(model: Any, loc: tuple[Any, ...]) -> list[str]:

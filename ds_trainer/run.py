@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
-from ds_trainer.command import Job, said_by
+from ds_trainer.command import EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
+from ds_trainer.evaluate import evaluate_splits
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.models import create_folder, train_tokenizer
 from ds_trainer.optim import Hyperparameters
@@ -30,9 +31,9 @@ _INITIAL = "initial_model"
 _RESULTS = "all_results.json"
 
 
-def run(job: Job) -> None:
+def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
-    distributed.start()
+    _start()
     try:
         folder = RunFolder(job.output)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
@@ -46,9 +47,9 @@ def run(job: Job) -> None:
         distributed.stop()
 
 
-def dry_run(job: Job) -> None:
+def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
-    distributed.start()
+    _start()
     try:
         with tempfile.TemporaryDirectory() as aside:
             print(json.dumps({"recipe": job.recipe.model_dump()}, indent=2))
@@ -60,7 +61,24 @@ def dry_run(job: Job) -> None:
         distributed.stop()
 
 
-def plan_phase(job: Job, phase: Phase, source: str) -> PhasePlan:
+def evaluate_folder(job: EvaluateJob) -> None:
+    """Score a model folder on every split of a task, over all ranks; the scores are printed as JSON."""
+    _start()
+    try:
+        task = build_task(job.task, job.model, job.cache_dir)
+        task.check_trained(job.model)
+        device = distributed.device()
+        model = task.build_model(job.model).to(device).eval()
+        results = evaluate_splits(lambda batch: model(**batch.inputs), task, job.batch_size)
+        if distributed.is_main():
+            print(json.dumps(results, indent=2))
+            if job.output_file:
+                job.output_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    finally:
+        distributed.stop()
+
+
+def plan_phase(job: TrainJob, phase: Phase, source: str) -> PhasePlan:
     """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file."""
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(phase.task or recipe.task, source, recipe.cache_dir)
@@ -87,14 +105,23 @@ def plan_phase(job: Job, phase: Phase, source: str) -> PhasePlan:
     return PhasePlan(phase, task, source, clock, config, base, folder)
 
 
-def _run_phase(job: Job, phase: Phase, folder: RunFolder) -> dict[str, Any]:
+def _start() -> None:
+    """Join the other ranks, and keep `transformers` from telling on every rank what this library tells on one."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    distributed.start()
+
+
+def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder) -> dict[str, Any]:
     plan = plan_phase(job, phase, _source(job, phase, folder))
     distributed.on_main(partial(_claim, folder, plan))
     with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
         return train(plan, report, job.resume)
 
 
-def _open(folder: RunFolder, job: Job) -> dict[str, Any]:
+def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
     folder.open(job.overwrite)
     folder.write_json("recipe.json", job.recipe.model_dump())
@@ -111,7 +138,7 @@ def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
 
 
-def _source(job: Job, phase: Phase, folder: RunFolder) -> str:
+def _source(job: TrainJob, phase: Phase, folder: RunFolder) -> str:
     """The model folder, or hub name, a phase starts from."""
     phases = job.recipe.phases
     start = phase.start_from
@@ -128,7 +155,7 @@ def _source(job: Job, phase: Phase, folder: RunFolder) -> str:
     return str(job.output / name / "model")
 
 
-def _create_model(job: Job, parent: Path) -> str:
+def _create_model(job: TrainJob, parent: Path) -> str:
     """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
     model: ModelSpec = job.recipe.model
     assert model.config is not None, "read_job saw to it"

@@ -29,9 +29,9 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=120).map(np.array)
 
 def some_examples(rows: list[list[int]] | None = None) -> Examples:
     rows = rows or [[1, 2, 3], [4], [5, 6]]
-    kinds = [[1] * len(row) for row in rows]
+    columns = {"input_ids": rows, "token_type_ids": [[1] * len(row) for row in rows]}
     dtypes = {"input_ids": np.int32, "token_type_ids": np.uint8}
-    chunks = [{"input_ids": rows[:2], "token_type_ids": kinds[:2]}, {"input_ids": rows[2:], "token_type_ids": kinds[2:]}]
+    chunks = [{name: column[cut] for name, column in columns.items()} for cut in (slice(0, 2), slice(2, None))]
     return pack(chunks, dtypes, {"labels": np.arange(len(rows))}, {"origin": "a test"})
 
 
@@ -78,7 +78,8 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     """Neither another epoch nor another seed repeats an order."""
     lengths = np.full(64, 5)
     plan, other = BatchPlan(lengths, 8, 0), BatchPlan(lengths, 8, 1)
-    assert plan.indices(0).tolist() != plan.indices(8).tolist()
+    first, second = ({frozenset(plan.indices(epoch * 8 + i).tolist()) for i in range(8)} for epoch in (0, 1))
+    assert first.isdisjoint(second)
     assert plan.indices(0).tolist() != other.indices(0).tolist()
 
 
@@ -88,7 +89,7 @@ def test_a_batch_holds_similar_lengths_and_steps_do_not_follow_length() -> None:
     batches = [lengths[BatchPlan(lengths, 16, 0).indices(step)] for step in range(250)]
     padding = 1 - sum(b.sum() for b in batches) / sum(b.max() * len(b) for b in batches)
     assert padding < 0.05
-    assert abs(np.corrcoef(np.arange(250), [b.mean() for b in batches])[0, 1]) < 0.25
+    assert 0.35 < np.mean(np.diff([b.mean() for b in batches]) > 0) < 0.65
 
 
 def test_a_window_is_no_more_than_a_quarter_of_the_data() -> None:
@@ -190,7 +191,7 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: object) -> None:
     cached(tmp_path, "key", some_examples)
     damage(tmp_path / "key")  # type: ignore[operator]
     found = cached(tmp_path, "key", some_examples)
-    assert found.row(0)["input_ids"].tolist() == [1, 2, 3]
+    assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
     assert found.fields["labels"].tolist() == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
@@ -220,8 +221,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from ds_trainer.data import cached, pack
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2])
-rank, out = dist.get_rank(), Path(sys.argv[1])
+rank, out = int(os.environ["RANK"]), Path(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 def build():
     (out / f"built-{case}-{rank}").touch()
     if case in ("bad", "elsewhere-bad") and rank == (case != "bad"):
@@ -243,7 +244,8 @@ def test_two_ranks_share_a_cache_and_fail_together(tmp_path: Path) -> None:
     environment = {**os.environ, "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", _TWO_RANKS, str(tmp_path), str(tmp_path / "meeting")]
     ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True) for r in (0, 1)
+        subprocess.Popen(command, env={**environment, "RANK": rank}, stdout=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
     ]
     for rank in ranks:
         said, _ = rank.communicate(timeout=60)

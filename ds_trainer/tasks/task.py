@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ds_trainer.data import Examples
+    from ds_trainer.data import Examples, Positions
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`inputs` go to the model's forward, `labels` and `ids` (rows,) stay with the task; ids are positions in the split."""
+    """`inputs` go to the model's forward, `labels` and `ids` (rows,) stay here; ids are places in the split."""
 
     inputs: dict[str, Tensor]
     labels: Tensor
@@ -49,6 +49,10 @@ class Task(ABC):
         """Load the model of `folder` (or hub name) with this task's head, in fp32, on the CPU."""
 
     @abstractmethod
+    def check_trained(self, folder: str | Path) -> None:
+        """Refuse, by ValueError, a model that has no trained head for this task: its score would mean nothing."""
+
+    @abstractmethod
     def hidden_size(self, folder: str | Path) -> int:
         """The model's width, known without loading it."""
 
@@ -57,7 +61,7 @@ class Task(ABC):
         """The tokenised split, memory-mapped from the cache."""
 
     @abstractmethod
-    def collate(self, examples: Examples, positions: Sequence[int]) -> Batch:
+    def collate(self, examples: Examples, positions: Sequence[int] | Positions) -> Batch:
         """A batch on the CPU, padded to its longest row."""
 
     @abstractmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer import distributed
-from ds_trainer.data import Examples, cached, fingerprint, pack
+from ds_trainer.data import Examples, Positions, cached, fingerprint, pack
 from ds_trainer.readers import (
     RowSource,
     TextRow,
@@ -73,6 +74,13 @@ class TextTask(Task):
         text_model.check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
         return model
 
+    def check_trained(self, folder: str | Path) -> None:
+        head = text_model.trained_head(text_model.load_config(folder))
+        size = max(1, len(self.label_names))
+        if head is None or len(head) != size:
+            found = f"one of {len(head)} outputs" if head else "none"
+            raise ValueError(f"{folder} has no trained head of {size} outputs for {self.spec.name}, but {found}")
+
     def hidden_size(self, folder: str | Path) -> int:
         """The model's width, for the engine file's "auto" bucket sizes."""
         return int(text_model.load_config(folder).get_text_config().hidden_size)
@@ -83,7 +91,7 @@ class TextTask(Task):
             self._examples[split] = cached(self._cache_dir, key, lambda: self._tokenised(split))
         return self._examples[split]
 
-    def collate(self, examples: Examples, positions: Sequence[int]) -> Batch:
+    def collate(self, examples: Examples, positions: Sequence[int] | Positions) -> Batch:
         ids = np.asarray(positions, dtype=np.int64)
         fill = {"input_ids": self._pad_token_id}
         padded = examples.padded(ids, fill, self.spec.pad_to_multiple_of)
@@ -133,10 +141,10 @@ class TextTask(Task):
         started = time.monotonic()
         found = self._rows.rows(split)
         rows = _spread(found.rows, self._limit(split))
-        place = TextRows(rows, found.origin)
-        labels = _class_indices(place, self._task_labels) if self._task_labels else _scores(place)
+        found = replace(found, rows=rows)
+        labels = _class_indices(found, self._task_labels) if self._task_labels else _scores(found)
         examples = pack(self._encoded(rows), self._columns(), {"labels": labels})
-        _check_not_empty(examples, place)
+        _check_not_empty(examples, found)
         full = int((examples.lengths >= self.spec.max_seq_length).sum())
         skipped = f", {found.skipped} malformed rows passed over" if found.skipped else ""
         distributed.info(
@@ -180,7 +188,10 @@ def _task_labels(spec: TaskSpec, rows: RowSource, head: Sequence[str] | None) ->
     can_train = bool(spec.train_file or spec.dataset)
     if not can_train and head and not text_model.unnamed(head):
         return tuple(head)
-    found = distributed.on_main(lambda: rows.rows("train" if can_train else "validation"))
+    return distributed.on_main(lambda: _labels_found(rows.rows("train" if can_train else "validation")))
+
+
+def _labels_found(found: TextRows) -> tuple[str, ...]:
     names = tuple(sorted({str(row.label) for row in found.rows}, key=_numbers_first))
     if len(names) < 2:
         raise ValueError(f"{found.origin} has the one label {names[0]!r}: there is nothing to tell apart")
@@ -197,7 +208,7 @@ def _class_indices(found: TextRows, names: Sequence[str]) -> np.ndarray:
     for row in found.rows:
         if row.label not in places:
             allowed = ", ".join(map(repr, names))
-            raise ValueError(f"{found.origin}, line {row.line}: unknown label {row.label!r}: allowed are {allowed}")
+            raise ValueError(f"{found.place(row)}: unknown label {row.label!r}: allowed are {allowed}")
     return np.array([places[str(row.label)] for row in found.rows], dtype=np.int64)
 
 
@@ -208,8 +219,9 @@ def _scores(found: TextRows) -> np.ndarray:
 def _check_not_empty(examples: Examples, found: TextRows) -> None:
     empty = np.flatnonzero(examples.lengths == 0)
     if len(empty):
-        line = found.rows[empty[0]].line
-        raise ValueError(f"{found.origin}, line {line}: the text is empty, and the tokenizer adds nothing to it")
+        raise ValueError(
+            f"{found.place(found.rows[empty[0]])}: the text is empty, and the tokenizer adds nothing to it"
+        )
 
 
 def _spread(rows: list[TextRow], limit: int | None) -> list[TextRow]:

@@ -1,0 +1,53 @@
+"""`--set path.to.field=JSON`: change one field of a recipe or an engine file before it is checked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parse_setting(setting: str) -> tuple[list[str], Any]:
+    """Split PATH=JSON; what is no JSON is taken as text, for launchers strip quotes on the way. Raises ValueError."""
+    path, equals, text = setting.partition("=")
+    if not equals or not all(path.split(".")):
+        raise ValueError(f'--set "{setting}": write PATH=JSON, e.g. phases.prune.max_steps=100')
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        value = text
+    return path.split("."), value
+
+
+def assign(target: dict[str, Any], path: list[str], value: Any, who: str) -> None:
+    """Set a nested value in place, making objects on the way; list elements go by index, "name", or all by *.
+
+    `who` says in errors what asked for it. Raises ValueError for an element that is not there.
+    """
+    _assign(target, path, value, f"{who}: ")
+
+
+def _assign(target: Any, path: list[str], value: Any, who: str) -> None:
+    part, rest = path[0], path[1:]
+    if isinstance(target, list):
+        for index in _chosen(target, part, who):
+            if rest:
+                _assign(target[index], rest, value, who)
+            else:
+                target[index] = value
+    elif not isinstance(target, dict):
+        raise ValueError(f'{who}"{part}" is looked for inside {json.dumps(target)}, which is no object')
+    elif not rest:
+        target[part] = value
+    else:
+        if target.get(part) is None:
+            target[part] = {}
+        _assign(target[part], rest, value, who)
+
+
+def _chosen(items: list[Any], part: str, who: str) -> list[int]:
+    names = [str(item.get("name", "")) if isinstance(item, dict) else "" for item in items]
+    chosen = [index for index, name in enumerate(names) if part in ("*", name, str(index))]
+    if not chosen:
+        known = [name or str(index) for index, name in enumerate(names)]
+        raise ValueError(f'{who}there is no "{part}" in the list; there are {", ".join(known) or "none"}')
+    return chosen

@@ -1,0 +1,90 @@
+"""Small data, small recipes, and where the real ones are."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from launching import SHARED
+
+WORDS = {"fruit": "apple pear plum fig", "tool": "hammer saw drill file", "bird": "wren crow finch owl"}
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs ../shared where it is not there."""
+    if SHARED.is_dir():
+        return
+    for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.skip(reason="../shared is not there"))
+
+
+@pytest.fixture(scope="session")
+def csv_folder(tmp_path_factory) -> Path:
+    """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate."""
+    folder = tmp_path_factory.mktemp("csv")
+    rng = random.Random(0)
+    for name, rows in (("train.csv", 240), ("validation.csv", 61)):
+        lines = ["text,kind"]
+        for _ in range(rows):
+            kind = rng.choice(list(WORDS))
+            filler = ["the", "a", "some", "old", "new"]
+            words = rng.choices(WORDS[kind].split(), k=2) + rng.choices(filler, k=rng.randint(1, 9))
+            rng.shuffle(words)
+            lines.append(" ".join(words) + f",{kind}")
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
+    """Fine-tune and prune a BERT of 2 layers x 32 on the CSV task; a few steps of everything."""
+    common = {"train_batch_size": 16, "learning_rate": 3e-3, "logging_steps": 2, "per_device_eval_batch_size": 8}
+    prune = {
+        "final_threshold": 0.25,
+        "initial_warmup": 0,
+        "final_warmup": 0.3,
+        "mask_init": "uniform",
+        "mask_scale": 0.01,
+    }
+    return {
+        "model": {
+            "config": {
+                "model_type": "bert",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "max_position_embeddings": 32,
+            },
+            "tokenizer": {"vocab_size": 128},
+        },
+        "task": {
+            "name": "text",
+            "data_dir": str(csv_folder),
+            "train_file": "train.csv",
+            "validation_file": "validation.csv",
+            "text_columns": ["text"],
+            "label_column": "kind",
+            "max_seq_length": 24,
+        },
+        "cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "phases": [
+            {"name": "finetune", "max_steps": 12, "eval_steps": 6, **common},
+            {"name": "prune", "max_steps": 12, "save_steps": 4, "techniques": {"prune": prune}, **common},
+        ],
+    }
+
+
+@pytest.fixture
+def write_json(tmp_path):
+    """Write a value as JSON (or text as it is) into the test's folder and give the path."""
+
+    def write(name: str, value) -> str:
+        path = tmp_path / name
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return str(path)
+
+    return write

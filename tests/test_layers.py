@@ -1,0 +1,96 @@
+"""The architecture's own rules: imports run one way, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+PACKAGE = ROOT / "ds_trainer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each layer may import those after it, and its own.
+LAYERS = [
+    {"run"},
+    {"loop"},
+    {"engine", "export", "checkpoint", "report", "evaluate", "objective", "optim"},
+    {"techniques", "tasks"},
+    {"models", "data", "losses"},
+    {"command"},
+    {"engine_file", "engine_blocks", "engine_keys", "readers", "tabular", "run_folder", "settings"},
+    {"recipe", "json_file"},
+    {"schedules"},
+    {"distributed"},
+]
+BEFORE_TORCH = (
+    "command",
+    "engine_file",
+    "engine_blocks",
+    "engine_keys",
+    "readers",
+    "tabular",
+    "run_folder",
+    "settings",
+    "recipe",
+)
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The package's modules that a file imports when it is loaded."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        for inner in ast.walk(node) if isinstance(node, ast.ImportFrom | ast.Import) else ():
+            if isinstance(inner, ast.ImportFrom) and inner.module and inner.module.startswith("ds_trainer"):
+                parts = inner.module.split(".")[1:]
+                found |= {parts[0]} if parts else {alias.name for alias in inner.names}
+    return found
+
+
+def rank_of(module: str) -> int:
+    return next(index for index, layer in enumerate(LAYERS) if module in layer)
+
+
+@pytest.mark.parametrize(
+    "path", [f for f in FILES if f.name != "__init__.py" or f.parent != PACKAGE], ids=lambda p: p.stem
+)
+def test_imports_run_one_way(path):
+    """A module imports only layers below its own, or its own layer."""
+    wrong = {other for other in imports_of(path) if rank_of(other) < rank_of(module_of(path))}
+    assert wrong == set()
+
+
+def test_techniques_and_tasks_do_not_know_each_others_members():
+    """No technique imports another one or a task family; no task imports a technique."""
+    shared = {"technique", "masked", "selection", "__init__"}
+    for path in (PACKAGE / "techniques").glob("*.py"):
+        names = {n.module for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.module}
+        own = {name.rsplit(".", 1)[1] for name in names if name.startswith("ds_trainer.techniques.")}
+        if path.stem != "__init__":
+            assert own <= shared
+        assert {name for name in names if name.startswith("ds_trainer.tasks.")} <= {"ds_trainer.tasks.task"}
+    for path in (PACKAGE / "tasks").glob("*.py"):
+        assert "ds_trainer.techniques" not in path.read_text()
+
+
+def test_checks_load_neither_torch_nor_deepspeed():
+    """What checks a command can be imported without them."""
+    from launching import run_python
+
+    code = f"import sys; [__import__('ds_trainer.' + m) for m in {BEFORE_TORCH!r}]; print({{'torch', 'deepspeed', 'transformers'}} & set(sys.modules))"
+    done = run_python("-c", code)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_and_functions_stay_small(path):
+    """No file over 450 lines, no function over 60."""
+    text = path.read_text()
+    assert text.count("\n") <= 450
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > 60] == []

@@ -1,0 +1,165 @@
+"""The prune technique on the library's own models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ds_trainer.losses import hard_concrete, score_penalty
+from ds_trainer.models import encoder_layers, encoder_linears
+from ds_trainer.recipe import PruneSpec
+from ds_trainer.techniques import Clock, Forward
+from ds_trainer.techniques.masked import MaskedLinear
+from ds_trainer.techniques.prune import Prune
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
+FAMILIES = {
+    "bert": SMALL,
+    "roberta": SMALL,
+    "electra": SMALL | {"embedding_size": 16},
+    "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 48, "vocab_size": 64},
+    "deberta-v2": SMALL,
+    "modernbert": SMALL
+    | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+}
+LINEARS_A_LAYER = {"modernbert": 4}
+
+
+def make_model(family: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, num_labels=3, **FAMILIES[family])
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def make_prune(total: int = 10, **spec) -> Prune:
+    return Prune(PruneSpec(**({"initial_warmup": 0, "final_warmup": 0} | spec)), Clock(total, 0, seed=3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_encoder_is_masked_trained_and_folded(family):
+    """Only the encoder's linear layers are swapped; folding gives back plain ones with the same logits and the asked zeros."""
+    model = make_model(family)
+    linears = encoder_linears(model)
+    assert len(linears) == 3 * LINEARS_A_LAYER.get(family, 6)
+    prune = make_prune(final_threshold=0.3, mask_init="kaiming")
+    model = prune.attach(model)
+    assert {name for name, m in model.named_modules() if isinstance(m, MaskedLinear)} == set(linears)
+    prune.on_step(10)
+    inputs = {"input_ids": torch.randint(3, 60, (2, 7)), "attention_mask": torch.ones(2, 7).long()}
+    out = model(**inputs).logits
+    out.sum().backward()
+    assert all(layer.mask_scores.grad.abs().sum() > 0 for layer in prune.layers.values())
+    folded = prune.fold(model)
+    assert not any(isinstance(module, MaskedLinear) for module in folded.modules())
+    assert type(folded.get_submodule(next(iter(linears)))) is nn.Linear
+    torch.testing.assert_close(folded(**inputs).logits, out)
+    for name in linears:
+        weight = folded.get_submodule(name).weight
+        assert int(weight.count_nonzero()) == round(0.3 * weight.numel())
+    assert not any("mask_scores" in name for name in folded.state_dict())
+
+
+def test_every_step_keeps_exactly_the_scheduled_share():
+    """Within 0.1% of each matrix at every step, in fp32 and bf16, from constant scores (all tied) on."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model("bert").to(dtype)
+        prune = make_prune(final_threshold=0.1)
+        model = prune.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(11):
+            prune.on_step(step)
+            model(input_ids=torch.randint(0, 60, (2, 5))).logits.float().square().sum().backward()
+            for layer in prune.layers.values():
+                scores = layer.scores()
+                kept = layer.mask.times(torch.ones_like(scores), scores).float().sum() / scores.numel()
+                assert abs(float(kept) - prune.threshold) <= 0.001 + 0.5 / scores.numel()
+            assert prune.readings()["prune/density"] == pytest.approx(prune.threshold, abs=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_patterns_choose_layers_and_never_heads():
+    """A pattern picks what it matches; one that matches nothing, or only embeddings, pooler or heads, is refused by name."""
+    prune = make_prune(modules=["*.attention.self.query", "*.layer.2.output.dense"])
+    prune.attach(make_model("bert"))
+    assert sorted(prune.layers) == [f"bert.encoder.layer.{i}.attention.self.query" for i in range(3)] + [
+        "bert.encoder.layer.2.output.dense"
+    ]
+    for pattern in ("*.quary", "classifier", "bert.pooler.dense", "*embeddings*"):
+        with pytest.raises(ValueError, match=rf'"{pattern}" matches no linear layer'.replace("*", r"\*")):
+            make_prune(modules=["*.query", pattern]).attach(make_model("bert"))
+
+
+def test_global_topk_shares_one_threshold():
+    """Over all layers together exactly the share is kept, and single layers differ from it."""
+    prune = make_prune(final_threshold=0.2, global_topk=True, mask_init="uniform", mask_scale=1.0)
+    model = prune.attach(make_model("bert"))
+    with torch.no_grad():
+        next(iter(prune.layers.values())).mask_scores.add_(2.0)
+    prune.on_step(10)
+    model(input_ids=torch.randint(0, 60, (2, 5)))
+    readings = prune.readings()
+    size = sum(layer.weight_size for layer in prune.layers.values())
+    assert readings["prune/density"] == round(0.2 * size) / size
+    densities = [value for name, value in readings.items() if name.startswith("prune/density/")]
+    assert densities[0] == 1.0
+    assert max(densities[1:]) < 0.2
+
+
+def test_global_threshold_is_held_between_refreshes():
+    """With a refresh every 4 steps the cut changes at 0, 4, 8 and at the phase's end only."""
+    prune = make_prune(global_topk=True, global_topk_frequency_compute=4, mask_init="kaiming", final_threshold=0.1)
+    prune.attach(make_model("bert"))
+    rules = []
+    for step in range(11):
+        prune.on_step(step)
+        rules.append(next(iter(prune.layers.values())).rule)
+    changed = [step for step in range(1, 11) if rules[step] is not rules[step - 1]]
+    assert changed == [4, 8, 10]
+
+
+@pytest.mark.parametrize(("kind", "method"), [("l1", "sigmoied_threshold"), ("l0", "l0")])
+def test_the_penalty_is_the_mean_over_layers_scaled_by_the_threshold(kind, method):
+    """threshold / final_threshold x the mean penalty of the layers, from the closed form."""
+    prune = make_prune(pruning_method=method, regularization=kind, mask_init="uniform", mask_scale=2.0)
+    model = prune.attach(make_model("bert"))
+    prune.on_step(5)
+    out = model(input_ids=torch.randint(0, 60, (2, 5)))
+    term = prune.terms(Forward(None, out, 5))["prune.penalty"]
+    penalties = [score_penalty(layer.mask_scores, kind) for layer in prune.layers.values()]
+    ramp = prune.threshold / prune.spec.final_threshold
+    assert 0 < ramp < 1
+    torch.testing.assert_close(term, torch.stack(penalties).mean() * ramp)
+
+
+def test_l0_penalty_is_the_chance_of_an_open_gate():
+    """The closed form agrees with sampling: the share of gates above 0."""
+    scores = torch.linspace(-3, 3, 7).repeat(40_000, 1)
+    uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).clamp(1e-6, 1 - 1e-6)
+    open_share = (hard_concrete(scores, uniform) > 0).float().mean()
+    assert float(score_penalty(scores, "l0")) == pytest.approx(float(open_share), abs=3e-3)
+
+
+def test_initial_scores():
+    """constant is mask_scale, uniform lies within it, kaiming within 1/sqrt(fan in); the same on every rank."""
+    layers = {}
+    for init in ("constant", "uniform", "kaiming"):
+        prune = make_prune(mask_init=init, mask_scale=0.5)
+        prune.attach(make_model("bert"))
+        layers[init] = next(iter(prune.layers.values())).mask_scores
+    assert bool((layers["constant"] == 0.5).all())
+    assert 0.45 < float(layers["uniform"].abs().max()) <= 0.5
+    assert 0.15 < float(layers["kaiming"].abs().max()) <= 32**-0.5
+    torch.manual_seed(99)
+    again = make_prune(mask_init="uniform", mask_scale=0.5)
+    again.attach(make_model("bert"))
+    assert torch.equal(next(iter(again.layers.values())).mask_scores, layers["uniform"])
+
+
+def test_a_model_without_layers_is_refused():
+    """The message says what was looked for."""
+    with pytest.raises(ValueError, match="no list of equal layers"):
+        encoder_layers(nn.Sequential(nn.Linear(2, 2)))

@@ -1,0 +1,152 @@
+"""The recipe: strict, and every mistake told with its path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launching import ROOT
+
+from ds_trainer.json_file import read_json
+from ds_trainer.recipe import Recipe, parse_recipe, parse_task, recipe_schema
+
+
+def with_prune(**prune) -> dict:
+    return {"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]}
+
+
+def mistakes_of(data) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_recipe(data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"phases": [{"max_stepps": 5, "max_steps": 5}]}, ["phases.0.max_stepps", 'did you mean "max_steps"?']),
+        (with_prune(final_treshold=0.1), ["prune.final_treshold", '"final_threshold"']),
+        (with_prune(zzz=1), ["prune.zzz", "known here", "pruning_method"]),
+        ({"phases": []}, ["phases", "at least 1"]),
+        ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
+        ({"phases": [{"max_steps": 1.5}]}, ["phases.0.max_steps", "1.5"]),
+        ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
+        ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
+        ({"phases": [{"max_steps": 10, "warmup_steps": -1}]}, ["warmup_steps", "-1"]),
+        ({"phases": [{"max_steps": 10, "warmup_steps": True}]}, ["warmup_steps", "true"]),
+        (with_prune(pruning_method="topk"), ["pruning_method", "'topK'", '"topk"']),
+        (with_prune(final_threshold=1.5), ["final_threshold is 1.5", "(0, 1]"]),
+        (with_prune(final_threshold=0), ["final_threshold", "(0, 1]"]),
+        (with_prune(pruning_method="l0", global_topk=True), ["global_topk", "topK or magnitude"]),
+        (with_prune(pruning_method="magnitude", regularization="l1", final_lambda=1), ["magnitude has none"]),
+        (with_prune(pruning_method="magnitude", train_weights=False), ["nothing would be trained"]),
+        (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
+        (with_prune(modules=[]), ["modules", "at least 1"]),
+        ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
+        ({"phases": [{"max_steps": 1, "start_from": "@nope"}]}, ['starts from "@nope"', '"@previous"']),
+        ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
+        ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
+        ({"phases": [{"max_steps": 1, "learning_rate": float("inf")}]}, ["learning_rate", "finite"]),
+    ],
+)
+def test_mistakes_are_told_with_path_and_way_out(data, words):
+    """Each mistake names where it is, what was found and what is allowed."""
+    message = mistakes_of(data)
+    assert [word for word in words if word not in message] == []
+
+
+def test_all_mistakes_come_at_once():
+    """Three mistakes in three places give three lines."""
+    lines = mistakes_of({"sed": 1, "phases": [{"max_stps": 1}], "task": {"max_seq_length": 0}}).splitlines()
+    assert len(lines) >= 3
+    assert all(any(word in line for line in lines) for word in ("sed", "max_stps", "max_seq_length"))
+
+
+def test_the_originals_spellings_are_taken():
+    """sigmoid_threshold is sigmoied_threshold, and the text "null" is no regularization."""
+    prune = (
+        parse_recipe(with_prune(pruning_method="sigmoid_threshold", regularization="null")).phases[0].techniques.prune
+    )
+    assert (prune.pruning_method, prune.regularization) == ("sigmoied_threshold", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "thresholds"),
+    [
+        ("topK", (1, 0.15)),
+        ("magnitude", (1, 0.15)),
+        ("threshold", (0, 0.1)),
+        ("sigmoied_threshold", (0, 0.1)),
+        ("l0", (0, 1)),
+    ],
+)
+def test_thresholds_follow_the_method(method, thresholds):
+    """A method that keeps a share starts at 1, one that compares scores at 0; a value that is said wins."""
+    prune = parse_recipe(with_prune(pruning_method=method)).phases[0].techniques.prune
+    assert (prune.initial_threshold, prune.final_threshold) == thresholds
+    assert (
+        parse_recipe(with_prune(pruning_method=method, final_threshold=0.5)).phases[0].techniques.prune.final_threshold
+        == 0.5
+    )
+
+
+def test_final_lambda_becomes_the_loss_weight():
+    """It lands in the phase's loss table, and another number there is refused, naming both."""
+    data = with_prune(regularization="l1", final_lambda=400)
+    assert parse_recipe(data).phases[0].loss == {"task": 1.0, "prune.penalty": 400}
+    data["phases"][0]["loss"] = {"task": 1.0, "prune.penalty": 3}
+    message = mistakes_of(data)
+    assert "400" in message
+    assert "3" in message
+
+
+def test_a_resolved_recipe_reads_back_as_itself():
+    """model_dump through JSON and back is the same recipe: what a run writes can be run again."""
+    recipe = parse_recipe(with_prune(regularization="l0", final_lambda=2, pruning_method="l0", initial_warmup=0.25))
+    assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path):
+    """Every recipe of ds_configs/recipes parses."""
+    assert isinstance(parse_recipe(read_json(path, "the recipe")), Recipe)
+
+
+def test_the_schema_knows_every_field():
+    """The JSON schema for editors lists techniques' fields and forbids others."""
+    schema = json.loads(recipe_schema())
+    assert "mask_scores_learning_rate" in schema["$defs"]["PruneSpec"]["properties"]
+    assert schema["additionalProperties"] is False
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*Recipe.model_fields, "name", "loss", "prune", "techniques", "max_steps", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(list(Recipe.model_fields)), JSON))
+def test_no_recipe_breaks_the_check(data):
+    """Whatever JSON is given, the answer is a recipe or a ValueError in words."""
+    try:
+        parse_recipe(data)
+    except ValueError as error:
+        assert str(error).startswith("recipe: ")
+
+
+def test_a_task_is_checked_by_itself():
+    """parse_task tells the task's own mistakes."""
+    with pytest.raises(ValueError, match=r'task: max_seq_lenght: unknown key; did you mean "max_seq_length"'):
+        parse_task({"name": "sst2", "max_seq_lenght": 3})

@@ -1,0 +1,204 @@
+"""The main job end to end, by the command a user types: two ranks, two phases, everything it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import SHARED, run_deepspeed, run_python
+
+
+def train(ranks: int, recipe: Path, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
+    arguments = ["launch/train.py", "--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(output)]
+    done = run_deepspeed(ranks, *arguments, *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def read(path: Path):
+    return json.loads(path.read_text())
+
+
+def log_of(output: Path, phase: str) -> list[dict]:
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["phase"] == phase]
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.json"
+    path.write_text("// a comment\n" + json.dumps(tiny_recipe))
+    return path
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
+def output(request, recipe_file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    train(2, recipe_file, folder, engine=f"ds_configs/zero{request.param}.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(recipe_file, tmp_path_factory) -> Path:
+    """The same recipe in one process under ZeRO 0, with accumulation, started by plain python."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    done = run_python(
+        *("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe_file)),
+        *("--output_dir", str(folder), "--set", "phases.*.gradient_accumulation_steps=2"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_the_run_folder_is_complete(output):
+    """Resolved files, log, events, results, checkpoints and models are all where the README says."""
+    names = ["recipe.json", "deepspeed_config.json", "log.jsonl", "tensorboard", "model/model.safetensors"]
+    names += ["train_results.json", "eval_results.json", "all_results.json", "checkpoint-4", "checkpoint-12"]
+    names += ["finetune/model/model.safetensors", "finetune/deepspeed_config.json", "model/tokenizer.json"]
+    assert [name for name in names if not (output / name).exists()] == []
+    assert "auto" not in (output / "deepspeed_config.json").read_text()
+    assert read(output / "deepspeed_config.json")["gradient_clipping"] == 1.0
+    assert read(output / "recipe.json")["phases"][1]["techniques"]["prune"]["schedule"] == "cubic"
+
+
+def test_two_ranks_train_as_one_process_does(output, alone):
+    """Sharded over 2 ranks under ZeRO 2 or 3, or accumulated in one process: the same losses without dropout's noise.
+
+    Dropout differs by rank, so losses agree only roughly; the density, the rates and the metrics' sizes agree exactly.
+    """
+    for phase in ("finetune", "prune"):
+        for one, two in zip(log_of(alone, phase), log_of(output, phase), strict=True):
+            assert one["step"] == two["step"]
+            if "train/loss" in one:
+                assert one["train/loss"] == pytest.approx(two["train/loss"], rel=0.25, abs=0.15)
+                same = [
+                    k for k in one if k.startswith(("train/lr", "prune/density", "prune/threshold", "train/weight"))
+                ]
+                assert {k: one[k] for k in same} == {k: two[k] for k in same}
+
+
+def test_the_loss_is_the_weighted_sum_of_the_logged_terms(output):
+    """sum(weight * term) == loss in every record of the log."""
+    records = [record for record in log_of(output, "prune") if "train/loss" in record]
+    assert len(records) == 6
+    for record in records:
+        terms = {name.removeprefix("train/term/"): value for name, value in record.items() if "/term/" in name}
+        assert record["train/loss"] == pytest.approx(sum(record[f"train/weight/{n}"] * v for n, v in terms.items()))
+
+
+def test_the_log_has_every_reading(output):
+    """Rates of every group, gradient norm, loss scale, skipped steps, throughput, threshold and densities."""
+    record = [r for r in log_of(output, "prune") if "train/loss" in r][-1]
+    wanted = {
+        "train/grad_norm",
+        "train/loss_scale",
+        "train/skipped_steps",
+        "train/examples_per_s",
+        "train/tokens_per_s",
+    }
+    wanted |= {"prune/threshold", "prune/density", "train/lr/*.mask_scores", "train/lr/weights", "train/lr/vectors"}
+    assert wanted <= record.keys()
+    assert len([name for name in record if name.startswith("prune/density/")]) == 12
+
+
+def test_tensorboard_has_what_the_log_has(output):
+    """Every scalar of the log's last training record is in the event file, at its step, with its value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard" / "prune"))
+    events.Reload()
+    record = [r for r in log_of(output, "prune") if "train/loss" in r][-1]
+    for name in record.keys() - {"phase", "step"}:
+        last = events.Scalars(name)[-1]
+        assert (last.step, last.value) == (record["step"], pytest.approx(record[name], rel=1e-6))
+
+
+def test_plain_transformers_loads_the_pruned_model(output):
+    """AutoModel loads the folder; its encoder has exactly the asked zeros, as all_results.json counts them."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(output / "model")
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    assert model(**tokenizer("some apple", return_tensors="pt")).logits.shape == (1, 3)
+    assert sorted(model.config.id2label.values()) == ["bird", "fruit", "tool"]
+    weights = read(output / "all_results.json")["prune"]["weights"]
+    assert len(weights["layers"]) == 12
+    for name, counts in weights["layers"].items():
+        matrix = model.get_submodule(name).weight
+        assert counts == {"kept": int(matrix.count_nonzero()), "total": matrix.numel()}
+        assert counts["kept"] == round(0.25 * matrix.numel())
+    assert weights["encoder"]["kept"] == sum(counts["kept"] for counts in weights["layers"].values())
+    assert weights["model"]["total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_evaluating_the_folder_gives_the_runs_score(output, recipe_file, tmp_path):
+    """launch/evaluate.py, alone and on 2 ranks, gives the accuracy that the run reported, over 61 examples."""
+    expected = read(output / "eval_results.json")["prune"]["accuracy"]
+    assert round(expected * 61, 3) == round(expected * 61)
+    command = ("launch/evaluate.py", str(output / "model"), "--recipe", str(recipe_file))
+    for ranks in (0, 2):
+        file = tmp_path / f"scores{ranks}.json"
+        run = (
+            run_deepspeed(ranks, *command, "--output_file", str(file))
+            if ranks
+            else run_python(*command, "--output_file", str(file))
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        assert read(file)["accuracy"] == pytest.approx(expected)
+
+
+def test_both_phases_learn(output):
+    """The dense model beats chance clearly, and the pruned one is still above it."""
+    results = read(output / "eval_results.json")
+    assert results["finetune"]["accuracy"] > 0.6
+    assert results["prune"]["accuracy"] > 0.45
+
+
+def test_a_run_resumed_in_the_middle_ends_as_if_it_had_not_stopped(output, recipe_file, tmp_path):
+    """From checkpoint-8 of the second phase the remaining records equal the uninterrupted run's, and so do the weights."""
+    import shutil
+
+    if "zero3" in read(output / "deepspeed_config.json"):
+        pytest.skip("one stage is enough")
+    again = tmp_path / "again"
+    shutil.copytree(output, again)
+    shutil.rmtree(again / "checkpoint-12")
+    shutil.rmtree(again / "model")
+    for name in ("all_results.json", "eval_results.json", "train_results.json"):
+        (again / name).write_text(json.dumps({"finetune": read(output / name)["finetune"]}))
+    (again / "log.jsonl").write_text("")
+    stage = read(output / "deepspeed_config.json")["zero_optimization"]["stage"]
+    train(2, recipe_file, again, "--resume", engine=f"ds_configs/zero{stage}.json")
+    losses = {r["step"]: r["train/loss"] for r in log_of(output, "prune") if "train/loss" in r}
+    resumed = {r["step"]: r["train/loss"] for r in log_of(again, "prune") if "train/loss" in r}
+    assert resumed == {step: loss for step, loss in losses.items() if step > 8}
+    from safetensors.torch import load_file
+
+    first, second = (load_file(folder / "model" / "model.safetensors") for folder in (output, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.real
+def test_real_sst2_learns_and_prunes(tmp_path):
+    """MiniLM on SST-2: 40 steps fine-tune it well above chance, and pruning leaves exactly 15% of the encoder."""
+    done = run_deepspeed(
+        2,
+        *("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--set", "bf16.enabled=true"),
+        *("--recipe", "ds_configs/recipes/sst2_prune.json", "--model_name_or_path", str(SHARED / "models/minilm-l6")),
+        *(
+            "--data_dir",
+            str(SHARED / "data"),
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--set",
+            "phases.*.train_batch_size=32",
+        ),
+        *("--set", "phases.finetune.max_steps=60", "--set", "phases.prune.max_steps=10"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = read(tmp_path / "out" / "all_results.json")
+    assert results["finetune"]["eval"]["accuracy"] > 0.65
+    kept = results["prune"]["weights"]["encoder"]
+    assert kept == {"kept": pytest.approx(0.15 * 10_616_832, abs=36), "total": 10_616_832}

@@ -1,0 +1,57 @@
+"""The run folder never loses what it did not write."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_trainer.run_folder import RunFolder, check_output_folder
+
+
+def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
+    """Unless asked to overwrite, and a resume needs an earlier run there."""
+    (tmp_path / "mine.txt").write_text("precious")
+    assert "--overwrite_output_dir" in check_output_folder(tmp_path, overwrite=False, resume=False)[0]
+    assert check_output_folder(tmp_path, overwrite=True, resume=False) == []
+    assert "holds no run" in check_output_folder(tmp_path, overwrite=False, resume=True)[0]
+
+
+def test_checking_makes_nothing(tmp_path):
+    """A folder that is not there is fine, and still not there afterwards; a file in the way is told."""
+    assert check_output_folder(tmp_path / "a" / "b", overwrite=False, resume=False) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert "is a file" in check_output_folder(tmp_path / "file" / "out", overwrite=False, resume=False)[0]
+
+
+def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
+    """Files of the user's, also inside the same folder, stay; the run's own go, patterns included."""
+    folder = RunFolder(tmp_path)
+    folder.open(overwrite=False)
+    folder.write_json("all_results.json", {"a": 1})
+    folder.claim("checkpoint-*")
+    (folder.claim("model")).mkdir()
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "mine.txt").write_text("precious")
+    again = RunFolder(tmp_path)
+    again.open(overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ds_trainer.json", "mine.txt"]
+
+
+def test_a_foreign_file_in_the_way_is_refused(tmp_path):
+    """A model folder that no run wrote is not written into, even with overwrite."""
+    (tmp_path / "model").mkdir()
+    folder = RunFolder(tmp_path)
+    folder.open(overwrite=True)
+    with pytest.raises(ValueError, match="was not written by this program"):
+        folder.claim("model")
+    assert (tmp_path / "model").is_dir()
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    """A value that is no JSON leaves the file as it was."""
+    folder = RunFolder(tmp_path)
+    folder.open(overwrite=False)
+    folder.write_json("results.json", {"a": 1})
+    with pytest.raises(TypeError):
+        folder.write_json("results.json", {"a": object()})
+    assert (tmp_path / "results.json").read_text() == '{\n  "a": 1\n}\n'
