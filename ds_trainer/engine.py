@@ -28,6 +28,7 @@ def start_engine(
     """
     import deepspeed
 
+    model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     own_optimizer = "optimizer" in config
     engine, *_ = deepspeed.initialize(
         model=model,

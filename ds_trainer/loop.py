@@ -76,18 +76,9 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
 
     report.restart_clock()
     while step < clock.total:
-        seed_step(clock.seed, step)
-        for technique in techniques:
-            technique.on_step(step)
-        for batch in micro_batches(task, batches.indices(step), ds_engine):
-            loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
-            ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
-            ds_engine.step()  # and updates on the last micro-batch only
-            report.add(terms, batch)
-        step = ds_engine.global_steps
+        step = train_step(objective, ds_engine, batches, report, clock.seed)
         if due(step, log_every, clock.total):
-            readings = [technique.readings() for technique in techniques]
-            report.flush(step, {k: v for found in (engine.readings(ds_engine), *readings) for k, v in found.items()})
+            flush(report, techniques, ds_engine)
         if step < clock.total and due(step, eval_every):
             evaluate_now()
             report.restart_clock()
@@ -98,6 +89,26 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
     results |= export(ds_engine, plan.build, task, step, plan.folder / "model")
     engine.stop_engine(ds_engine)
     return results
+
+
+def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
+    """Take the engine's next optimizer step; gives the number of steps it has now taken."""
+    step = ds_engine.global_steps
+    seed_step(seed, step)
+    for technique in objective.techniques:
+        technique.on_step(step)
+    for batch in micro_batches(objective.task, batches.indices(step), ds_engine):
+        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
+        ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
+        ds_engine.step()  # and updates on the last micro-batch only
+        report.add(terms, batch)
+    return int(ds_engine.global_steps)
+
+
+def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Engine) -> None:
+    """Write a record of the steps since the last one, with what the engine and the techniques read now."""
+    readings = [engine.readings(ds_engine), *(technique.readings() for technique in techniques)]
+    report.flush(ds_engine.global_steps, {name: value for found in readings for name, value in found.items()})
 
 
 def micro_batches(task: Task, positions: Any, ds_engine: engine.Engine) -> Iterator[Batch]:

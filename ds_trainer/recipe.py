@@ -75,7 +75,9 @@ class TaskSpec(Strict):
 
     name: str = "docstrings"
     data_dir: str | None = Field(None, description="folder of the task's files; without it the hub is asked")
-    dataset: str | None = Field(None, description='hub data set for the task "text": name, owner/name or owner/name/config')
+    dataset: str | None = Field(
+        None, description='hub data set for the task "text": name, owner/name or owner/name/config'
+    )
     train_file: str | None = Field(None, description=".csv .tsv .jsonl .parquet, relative to data_dir")
     validation_file: str | None = None
     text_columns: list[str] | None = Field(None, min_length=1, max_length=2)

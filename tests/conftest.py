@@ -41,7 +41,7 @@ def csv_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
     """Fine-tune and prune a BERT of 2 layers x 32 on the CSV task; a few steps of everything."""
-    common = {"train_batch_size": 16, "learning_rate": 3e-3, "logging_steps": 2, "per_device_eval_batch_size": 8}
+    common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 2, "per_device_eval_batch_size": 8}
     prune = {
         "final_threshold": 0.25,
         "initial_warmup": 0,
@@ -58,6 +58,8 @@ def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
                 "num_attention_heads": 2,
                 "intermediate_size": 64,
                 "max_position_embeddings": 32,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
             },
             "tokenizer": {"vocab_size": 128},
         },
@@ -72,7 +74,7 @@ def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
         },
         "cache_dir": str(tmp_path_factory.mktemp("cache")),
         "phases": [
-            {"name": "finetune", "max_steps": 12, "eval_steps": 6, **common},
+            {"name": "finetune", "max_steps": 60, "eval_steps": 30, **common},
             {"name": "prune", "max_steps": 12, "save_steps": 4, "techniques": {"prune": prune}, **common},
         ],
     }

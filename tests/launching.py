@@ -23,9 +23,9 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the launcher looks for ninja there
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
-    }
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # one thread: tiny models gain nothing from two, and two processes of two threads on 2 cores wait for each other
+    environment = inherited | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command,
         cwd=ROOT,

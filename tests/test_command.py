@@ -59,7 +59,7 @@ def test_a_good_command_is_taken(command, monkeypatch):
         ({"--set": "phases.nope.max_steps=3"}, ['no "nope"', "finetune", "prune"]),
         ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
         ({"--set": "nonsense"}, ["PATH=JSON"]),
-        ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag", '"stage"']),
+        ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
         ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
         ({"--set": "fp16.enabled=1"}, []),
     ],
@@ -113,7 +113,7 @@ def test_one_rank_tells_it(command, write_json):
     spoilt = command | {"--deepspeed_config": write_json("bad.json", {"fp61": {}})}
     done = run_deepspeed(2, "launch/train.py", *arguments_of(spoilt))
     assert done.returncode == 2
-    assert (done.stdout + done.stderr).count('did you mean "fp16"') == 1
+    assert (done.stdout + done.stderr).count("did you mean fp16") == 1
 
 
 def test_mistakes_found_only_with_the_data_still_end_with_2(command, tiny_recipe, write_json, tmp_path, csv_folder):
@@ -146,7 +146,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
         text = text[start + end :]
     recipe, finetune, prune = found
     assert recipe["recipe"]["seed"] == 42
-    assert finetune["steps"] == {"total": 12, "warmup": 0}
+    assert finetune["steps"] == {"total": 60, "warmup": 0}
     assert finetune["engine_file"]["train_batch_size"] == 16
     assert "auto" not in json.dumps(prune["engine_file"])
     scores = next(group for group in prune["parameter_groups"] if group["name"] == "*.mask_scores")

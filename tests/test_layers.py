@@ -82,7 +82,8 @@ def test_checks_load_neither_torch_nor_deepspeed():
     """What checks a command can be imported without them."""
     from launching import run_python
 
-    code = f"import sys; [__import__('ds_trainer.' + m) for m in {BEFORE_TORCH!r}]; print({{'torch', 'deepspeed', 'transformers'}} & set(sys.modules))"
+    heavy = {"torch", "deepspeed", "transformers"}
+    code = f"import sys; [__import__('ds_trainer.' + m) for m in {BEFORE_TORCH!r}]; print({heavy!r} & set(sys.modules))"
     done = run_python("-c", code)
     assert done.stdout.strip() == "set()", done.stderr
 

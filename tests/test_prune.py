@@ -40,7 +40,7 @@ def make_prune(total: int = 10, **spec) -> Prune:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_encoder_is_masked_trained_and_folded(family):
-    """Only the encoder's linear layers are swapped; folding gives back plain ones with the same logits and the asked zeros."""
+    """Only the encoder's linear layers are swapped; folding gives plain ones with the same logits and the asked zeros."""
     model = make_model(family)
     linears = encoder_linears(model)
     assert len(linears) == 3 * LINEARS_A_LAYER.get(family, 6)
@@ -82,7 +82,7 @@ def test_every_step_keeps_exactly_the_scheduled_share():
 
 
 def test_patterns_choose_layers_and_never_heads():
-    """A pattern picks what it matches; one that matches nothing, or only embeddings, pooler or heads, is refused by name."""
+    """A pattern picks what it matches; one that matches nothing, or only pooler or heads, is refused by name."""
     prune = make_prune(modules=["*.attention.self.query", "*.layer.2.output.dense"])
     prune.attach(make_model("bert"))
     assert sorted(prune.layers) == [f"bert.encoder.layer.{i}.attention.self.query" for i in range(3)] + [

@@ -1,0 +1,133 @@
+"""Training examples per second of this project over those of Hugging Face's Trainer.
+
+Both train BERT of 6 layers x 384 (random weights, dropout on) on the same 6,400 sentences of SST-2 at their real
+lengths (without ../shared: on the embedded docstrings), tokenised beforehand and in memory, 32 a step, by the engine
+file ds_configs/zero2.json, with fused AdamW, in fp32, 2 threads, one rank. The Trainer is as it comes, in random order,
+each batch padded to its longest by DataCollatorWithPadding, but does not save or report. Ours collates batches of like
+lengths, and writes log and TensorBoard every 10 steps; the shares of padding are printed, for most of the difference
+is there. They take turns of a quarter of an epoch in one process, the first of which is not counted:
+`python tests/bench/against_hf_trainer.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import Figure, report
+from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+
+from ds_trainer import distributed
+from ds_trainer.loop import PhasePlan
+
+ENGINE_FILE = ROOT / "ds_configs/zero2.json"
+STEPS = 50
+"""Optimizer steps of a turn: a window of `BatchPlan`, so that each of our turns has short and long batches alike."""
+ROUNDS, WARMUP = 5, 1
+
+
+class Turns(TrainerCallback):
+    """Let ours have a turn after every `STEPS` steps of the Trainer's, and time both.
+
+    The Trainer's time is all that passes between two of our turns: fetching, collating and its own callbacks too.
+    """
+
+    def __init__(self, ours: Loop) -> None:
+        self.loop = ours
+        self.theirs: list[float] = []
+        self.ours: list[float] = []
+        self._since = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % STEPS:
+            return
+        start = time.perf_counter()
+        self.theirs.append(start - self._since)
+        for _ in range(STEPS // LOG_EVERY):
+            self.loop.steps()
+        self._since = time.perf_counter()
+        self.ours.append(self._since - start)
+
+
+@dataclass
+class RecordingCollator(DataCollatorWithPadding):
+    """Keeps the lengths of every batch it pads."""
+
+    lengths: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, features: list[dict[str, Any]]) -> Any:
+        self.lengths.append([len(row["input_ids"]) for row in features])
+        return super().__call__(features)
+
+
+def rows_of(plan: PhasePlan) -> list[dict[str, Any]]:
+    """The phase's examples as the Trainer takes them, in memory, as lists of ints."""
+    examples = plan.task.examples("train")
+    rows = []
+    for position, label in enumerate(examples.fields["labels"].tolist()):
+        ids = examples.row(position)["input_ids"].tolist()
+        rows.append(
+            {"input_ids": ids, "token_type_ids": [0] * len(ids), "attention_mask": [1] * len(ids), "labels": label}
+        )
+    return rows
+
+
+def trainer_of(plan: PhasePlan, collator: RecordingCollator, turns: Turns, folder: Path) -> Trainer:
+    """Hugging Face's Trainer on the same model, examples and engine file, else with its default settings."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=str(ENGINE_FILE),
+        per_device_train_batch_size=ROWS,
+        max_steps=(WARMUP + ROUNDS) * STEPS,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model, _ = plan.build()
+    return Trainer(model, arguments, data_collator=collator, train_dataset=rows_of(plan), callbacks=[turns])
+
+
+def padding_share(batches: Iterable[Sequence[int]]) -> float:
+    """Share of padding among the positions computed, from the lengths in each batch."""
+    pairs = [(sum(lengths), len(lengths) * max(lengths)) for lengths in batches]
+    return 1 - sum(tokens for tokens, _ in pairs) / sum(positions for _, positions in pairs)
+
+
+def our_batches(plan: PhasePlan) -> list[list[int]]:
+    lengths, batches = plan.task.examples("train").lengths, batches_of(plan)
+    return [lengths[batches.indices(step)].tolist() for step in range((WARMUP + ROUNDS) * STEPS)]
+
+
+def main() -> None:
+    distributed.start_logging()
+    distributed.start()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = planned(ENGINE_FILE, folder)
+        with record_of(plan) as record:
+            turns = Turns(Loop(plan, record))
+            collator = RecordingCollator(plan.task.tokenizer)
+            trainer_of(plan, collator, turns, folder / "trainer").train()
+        for side, seconds, batches in (
+            ("ours", turns.ours, our_batches(plan)),
+            ("Trainer", turns.theirs, collator.lengths),
+        ):
+            rate = STEPS * ROWS / statistics.median(seconds[WARMUP:])
+            print(f"{side}: {rate:.1f} examples/s, {100 * padding_share(batches):.1f}% of the positions are padding")
+    pairs = zip(turns.theirs[WARMUP:], turns.ours[WARMUP:], strict=True)
+    report(Figure("against_hf_trainer", statistics.median(theirs / ours for theirs, ours in pairs), 1.2, at_least=True))
+
+
+if __name__ == "__main__":
+    main()
