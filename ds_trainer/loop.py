@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_trainer import checkpoint, distributed, engine
 from ds_trainer.data import BatchPlan, shard
+from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import evaluate_splits
 from ds_trainer.export import export
 from ds_trainer.objective import Objective
@@ -45,9 +46,16 @@ class PhasePlan:
         return model, techniques
 
     def groups(self, model: nn.Module, techniques: Sequence[Technique]) -> list[Group]:
-        """The model's parameter groups; freezes what the rules freeze."""
+        """The model's parameter groups; freezes what the rules freeze.
+
+        Raises ValueError where the engine file's scheduler would set one rate on groups of different ones.
+        """
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
-        return parameter_groups(model, self.phase.groups, rules, self.base)
+        groups = parameter_groups(model, self.phase.groups, rules, self.base)
+        mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return groups
 
 
 def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:

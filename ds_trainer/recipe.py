@@ -42,6 +42,7 @@ Positive = Annotated[int, Field(strict=True, gt=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+_RESERVED = {"model", "previous", "initial_model", "tensorboard"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -237,6 +238,8 @@ class Recipe(Strict):
     def _phases_connect(self) -> Recipe:
         names: list[str] = []
         for phase in self.phases:
+            if phase.name in _RESERVED or phase.name.startswith("checkpoint-"):
+                raise ValueError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
                 raise ValueError(f'two phases are named "{phase.name}": rename one')
             source = phase.start_from.removeprefix("@")

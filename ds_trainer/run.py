@@ -15,7 +15,7 @@ from ds_trainer import distributed
 from ds_trainer.command import EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
-from ds_trainer.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
+from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.evaluate import evaluate_splits
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.models import create_folder, train_tokenizer
@@ -52,11 +52,11 @@ def dry_run(job: TrainJob) -> None:
     _start()
     try:
         with tempfile.TemporaryDirectory() as aside:
-            print(json.dumps({"recipe": job.recipe.model_dump()}, indent=2))
+            _tell({"recipe": job.recipe.model_dump()})
             for phase in job.recipe.phases:
                 start = job.recipe.model.name_or_path or distributed.on_main(partial(_create_model, job, Path(aside)))
-                plan = plan_phase(job, phase, start)
-                print(json.dumps({"phase": phase.name, **_described(plan)}, indent=2))
+                _tell({"phase": phase.name, **_described(plan_phase(job, phase, start))})
+            distributed.barrier()  # rank 0's folder is everyone's
     finally:
         distributed.stop()
 
@@ -70,10 +70,9 @@ def evaluate_folder(job: EvaluateJob) -> None:
         device = distributed.device()
         model = task.build_model(job.model).to(device).eval()
         results = evaluate_splits(lambda batch: model(**batch.inputs), task, job.batch_size)
-        if distributed.is_main():
-            print(json.dumps(results, indent=2))
-            if job.output_file:
-                job.output_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        _tell(results)
+        if distributed.is_main() and job.output_file:
+            job.output_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     finally:
         distributed.stop()
 
@@ -112,6 +111,12 @@ def _start() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     distributed.start()
+
+
+def _tell(value: dict[str, Any]) -> None:
+    """Print JSON on rank 0's standard output."""
+    if distributed.is_main():
+        print(json.dumps(value, indent=2), flush=True)
 
 
 def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder) -> dict[str, Any]:
@@ -176,9 +181,6 @@ def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:
 def _described(plan: PhasePlan) -> dict[str, Any]:
     model, techniques = plan.build()
     groups = plan.groups(model, techniques)
-    mistakes = scheduler_mistakes(dict(plan.engine_config), [group.learning_rate for group in groups])
-    if mistakes:
-        raise ValueError("\n".join(mistakes))
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trained = sum(group.size for group in groups)
     return {

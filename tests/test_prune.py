@@ -40,7 +40,7 @@ def make_prune(total: int = 10, **spec) -> Prune:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_encoder_is_masked_trained_and_folded(family):
-    """Only the encoder's linear layers are swapped; folding gives plain ones with the same logits and the asked zeros."""
+    """Only linear layers of the encoder are swapped; folding gives plain ones, the same logits and the asked zeros."""
     model = make_model(family)
     linears = encoder_linears(model)
     assert len(linears) == 3 * LINEARS_A_LAYER.get(family, 6)

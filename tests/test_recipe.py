@@ -48,6 +48,7 @@ def mistakes_of(data) -> str:
         (with_prune(modules=[]), ["modules", "at least 1"]),
         ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
         ({"phases": [{"max_steps": 1, "start_from": "@nope"}]}, ['starts from "@nope"', '"@previous"']),
+        ({"phases": [{"max_steps": 1, "name": "model"}]}, ['named "model"', "rename it"]),
         ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
         ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
         ({"phases": [{"max_steps": 1, "learning_rate": float("inf")}]}, ["learning_rate", "finite"]),

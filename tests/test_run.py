@@ -10,7 +10,7 @@ import torch
 from launching import SHARED, run_deepspeed, run_python
 
 
-def train(ranks: int, recipe: Path, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
+def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
     arguments = ["launch/train.py", "--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(output)]
     done = run_deepspeed(ranks, *arguments, *more)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -64,7 +64,7 @@ def test_the_run_folder_is_complete(output):
 
 
 def test_two_ranks_train_as_one_process_does(output, alone):
-    """Sharded over 2 ranks under ZeRO 2 or 3, or accumulated in one process: the same losses (the model has no dropout)."""
+    """Sharded over 2 ranks under ZeRO 2 or 3, or accumulated in one process: the same losses (without dropout)."""
     for phase in ("finetune", "prune"):
         for one, two in zip(log_of(alone, phase), log_of(output, phase), strict=True):
             assert one["step"] == two["step"]
@@ -175,6 +175,30 @@ def test_a_run_resumed_in_the_middle_ends_as_if_it_had_not_stopped(output, recip
 
     first, second = (load_file(folder / "model" / "model.safetensors") for folder in (output, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_optimizer_block_gets_our_groups(alone, recipe_file, tmp_path):
+    """DeepSpeed's own AdamW, named in the engine file, trains as the one handed over, with the groups' own rates."""
+    engine = tmp_path / "engine.json"
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    engine.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}))
+    more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant")
+    for name, config in (("block", str(engine)), ("none", "ds_configs/zero0.json")):
+        train(1, recipe_file, tmp_path / name, *more, engine=config)
+    for one, two in zip(log_of(tmp_path / "block", "prune"), log_of(tmp_path / "none", "prune"), strict=True):
+        assert one.get("train/loss") == pytest.approx(two.get("train/loss"), rel=1e-4)
+        rates = {name: value for name, value in two.items() if name.startswith("train/lr/")}
+        assert {name: one[name] for name in rates} == rates
+        assert len(set(rates.values())) == (2 if rates else 0)
+
+
+def test_the_embedded_default_runs(tmp_path):
+    """The quickstart's recipe, shortened: data from docstrings, a tokenizer trained on them, both phases, one table."""
+    done = train(1, "ds_configs/recipes/quickstart.json", tmp_path / "out", "--set", "phases.*.max_steps=10")
+    table = [line.split() for line in done.stderr.splitlines() if line.startswith(("finetune ", "prune "))]
+    assert [row[0] for row in table] == ["finetune", "prune"]
+    assert "(10.0%)" in table[1]
+    assert len(read(tmp_path / "out" / "model" / "config.json")["id2label"]) == 5
 
 
 @pytest.mark.real

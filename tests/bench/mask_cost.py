@@ -6,8 +6,8 @@ process: `python tests/bench/mask_cost.py`.
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -71,27 +71,34 @@ class Run:
         self.engine(**self.inputs)
 
 
-def resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * 4096
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator held at once during the call, beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in memory))
 
 
-def peak_over(call) -> int:
-    """Bytes by which the resident memory rose during the call at most, sampled every half millisecond."""
-    peak, done = [resident()], threading.Event()
+def extra_buffers(plain: Run, masked: Run) -> float:
+    """Buffers of the largest weight's size that forward and backward hold at once beyond the scores' gradients."""
 
-    def watch() -> None:
-        while not done.is_set():
-            peak[0] = max(peak[0], resident())
-            time.sleep(0.0005)
+    def pass_of(run: Run) -> Callable[[], None]:
+        model = run.engine.module.train()
+        return lambda: F.cross_entropy(model(**run.inputs).logits, run.labels).backward()
 
-    start = resident()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    call()
-    done.set()
-    watcher.join()
-    return peak[0] - start
+    for technique in masked.techniques:
+        technique.on_step(masked.step_number)
+    peaks = []
+    for run in (plain, masked):
+        pass_of(run)()  # finds the thresholds
+        run.engine.module.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        peaks.append(peak_bytes(pass_of(run)))
+    layers = [layer for technique in masked.techniques for layer in technique.layers.values()]
+    width = layers[0].weight.element_size()
+    scores = sum(layer.weight_size for layer in layers) * width
+    return (peaks[1] - peaks[0] - scores) / (max(layer.weight_size for layer in layers) * width)
 
 
 def main() -> None:
@@ -108,6 +115,7 @@ def main() -> None:
             value, seconds, other = ratio(masked.evaluate, plain.evaluate, 40)
             print(f"evaluation: masked {seconds * 1e3:.1f} ms, plain {other * 1e3:.1f} ms a batch")
             figures.append(Figure("mask_cost/evaluation", value, 1.02))
+            figures.append(Figure("mask_cost/extra_weight_buffers", extra_buffers(plain, masked), 1.0))
         plain.engine.destroy()
         masked.engine.destroy()
     report(*figures)
