@@ -31,7 +31,7 @@ class Report:
         self._sums: dict[str, Tensor] = {}
         self._micro_batches = 0
         self._counts = {"examples": 0, "tokens": 0}
-        self._total_examples, self._seconds = 0, 0.0
+        self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
         self._log = self._events = self._bar = None
         if distributed.is_main():
@@ -70,6 +70,7 @@ class Report:
         record |= {f"train/term/{name}": value for name, value in terms.items()}
         record |= {f"train/weight/{name}": self.weights[name] for name in terms}
         record |= {f"train/{name}_per_s": count * world / seconds for name, count in self._counts.items()}
+        self._loss_sum += record["train/loss"] * self._counts["examples"] * world
         self._total_examples += self._counts["examples"] * world
         self._seconds += seconds
         self._sums, self._micro_batches = {}, 0
@@ -98,8 +99,9 @@ class Report:
             distributed.info(message)
 
     def totals(self) -> dict[str, float]:
-        """Seconds of training, without evaluation and saving, and examples per second over all ranks."""
+        """Mean loss over examples, seconds of training without evaluation and saving, examples/s over all ranks."""
         return {
+            "train_loss": self._loss_sum / max(self._total_examples, 1),
             "train_seconds": self._seconds,
             "examples_per_s": self._total_examples / max(self._seconds, 1e-9),
         }
