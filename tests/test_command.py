@@ -136,7 +136,7 @@ def test_mistakes_found_only_with_the_data_still_end_with_2(command, tiny_recipe
 
 def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json):
     """With scores at a rate of their own, a WarmupLR of one rate is told, with the way out."""
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
     engine = write_json("engine.json", {"scheduler": scheduler})
     done = run_python("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
     assert done.returncode == 2, done.stderr
