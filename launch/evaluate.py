@@ -3,6 +3,7 @@
 import sys
 
 from ds_trainer.command import evaluate_command, run_command
+from ds_trainer.distributed import leave
 
 if __name__ == "__main__":
-    sys.exit(run_command(evaluate_command, sys.argv[1:]))
+    leave(run_command(evaluate_command, sys.argv[1:]))

@@ -3,6 +3,7 @@
 import sys
 
 from ds_trainer.command import run_command, train_command
+from ds_trainer.distributed import leave
 
 if __name__ == "__main__":
-    sys.exit(run_command(train_command, sys.argv[1:]))
+    leave(run_command(train_command, sys.argv[1:]))

@@ -78,7 +78,7 @@ def test_the_objective_is_the_weighted_sum():
     """And the terms it gives are unweighted and detached."""
     value = torch.tensor(1.5, requires_grad=True)
     loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(Forward(None, value, 0))
-    assert float(loss) == 1.5 + 0.5 * 3 + 10 * 4.5
+    assert float(loss.detach()) == 1.5 + 0.5 * 3 + 10 * 4.5
     assert {name: float(term) for name, term in terms.items()} == {"task": 1.5, "toy.a": 3.0, "toy.b": 4.5}
     assert not any(term.requires_grad for term in terms.values())
     loss.backward()
