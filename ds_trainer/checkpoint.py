@@ -7,6 +7,7 @@ is kept beside what the engine saves. A checkpoint counts only once its `complet
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ds_trainer import distributed
 
 _MARKER = "complete.json"
+_NAME = re.compile(r"checkpoint-\d+")
 
 
 def save(engine: Any, folder: Path, keep: int | None) -> Path:
@@ -24,7 +26,9 @@ def save(engine: Any, folder: Path, keep: int | None) -> Path:
     distributed.barrier()
     if distributed.is_main():
         marker = {"step": step, "world_size": distributed.world_size()}
-        (target / _MARKER).write_text(json.dumps(marker), encoding="utf-8")
+        aside = target / f".{_MARKER}"
+        aside.write_text(json.dumps(marker), encoding="utf-8")
+        aside.replace(target / _MARKER)
         if keep is not None:
             for old in complete_checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
@@ -33,7 +37,7 @@ def save(engine: Any, folder: Path, keep: int | None) -> Path:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a phase, oldest first."""
-    found = [path.parent for path in folder.glob(f"checkpoint-*/{_MARKER}")]
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{_MARKER}") if _NAME.fullmatch(path.parent.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 

@@ -113,7 +113,9 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     flags = _evaluate_parser().parse_args(list(arguments))
     mistakes = _Mistakes()
     data = (mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}) if flags.recipe else {}
-    task_data = data.get("task", {}) if isinstance(data.get("task", {}), dict) else {}
+    recipe = mistakes.of(lambda: parse_recipe(data)) if data else None
+    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
+    task_data = spec.model_dump() if spec else {}
     for name, value in (("name", flags.task_name), ("data_dir", flags.data_dir)):
         if value is not None:
             task_data[name] = value
@@ -122,11 +124,15 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     task = mistakes.of(lambda: parse_task(task_data))
     mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += model_mistakes(flags.model)
+    if flags.batch_size < 1:
+        mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
+    if flags.output_file and not flags.output_file.absolute().parent.is_dir():
+        mistakes.append(f"--output_file: the folder {flags.output_file.absolute().parent} does not exist")
     if "name" not in task_data:
         mistakes.append("no task: give --task_name, or --recipe with a task")
     mistakes.tell()
     assert task is not None
-    return EvaluateJob(flags.model, task, flags.batch_size, data.get("cache_dir"), flags.output_file)
+    return EvaluateJob(flags.model, task, flags.batch_size, recipe.cache_dir if recipe else None, flags.output_file)
 
 
 def said_by(phase: Phase) -> Said:

@@ -69,7 +69,9 @@ def start() -> None:
     import deepspeed
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())  # collectives over objects go through the current device
+    else:
         share_threads()
         keep_freed_memory()
     if not torch.distributed.is_initialized():
@@ -141,7 +143,8 @@ def on_main(call: Callable[[], T]) -> T:
         try:
             outcome = (call(), None)
         except Exception as error:
-            broadcast((None, type(error)(*error.args)))
+            told = isinstance(error, ValueError)
+            broadcast((None, ValueError(str(error)) if told else RuntimeError(f"{type(error).__name__}: {error}")))
             raise
         broadcast(outcome)
     value, mistake = outcome

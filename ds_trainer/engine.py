@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.engine_file import zero_stage
 from ds_trainer.optim import Group, Hyperparameters, as_torch, build_optimizer
 
 Engine = Any
@@ -39,7 +41,16 @@ def start_engine(
         if "scheduler" in config
         else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor),
     )
+    engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
     return engine
+
+
+def _clip_and_keep_norm(engine: Engine) -> None:
+    """What the engine does without ZeRO in fp32, except that it forgets the norm."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    norm = clip_grad_norm_(parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu)
+    engine._global_grad_norm = float(norm)
 
 
 def readings(engine: Engine) -> dict[str, float]:
@@ -67,8 +78,8 @@ def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: 
 
     In mixed precision the 2-byte parameters have a 4-byte master copy, which goes with the optimizer's states.
     """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    mixed = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    stage = zero_stage(dict(config))
+    mixed = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "bfloat16", "fp16"))
     width = 2 if mixed else 4
     shares = [world if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
     sizes = {

@@ -235,5 +235,9 @@ def _other_conflicts(config: dict[str, Any]) -> Iterator[str]:
             yield f'gradient_allreduce_op is "sum", which {" and ".join(on)} cannot do: write "mean"'
     if flag_at(config, "torch_autocast.enabled") and flag_at(config, "zero_optimization.zero_quantized_weights"):
         yield "torch_autocast and zero_optimization.zero_quantized_weights cannot both be on"
+    for path in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
+        ranks = value_at(config, path)
+        if is_number(ranks) and ranks > 1:
+            yield f"{path} is {ranks}, but ds_trainer gives every rank its own data: write 1 or remove it"
     if flag_at(config, "managed_gradient_accumulation") is False:
         yield "managed_gradient_accumulation is false, but ds_trainer leaves that to DeepSpeed: remove it"

@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_trainer import distributed
 from ds_trainer.models import count_weights, save_folder, whole_state_dict
-from ds_trainer.tasks.task import Task
+from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques import Technique
 
 Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
@@ -27,6 +27,8 @@ def export(engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path) -
     whole under every ZeRO stage. They are saved in the precision they were trained in.
     """
     state = whole_state_dict(engine.module, keep=distributed.is_main())
+    examples = task.examples(task.splits[0])
+    batch = task.collate(examples, range(min(8, len(examples))))
 
     def write() -> dict[str, Any]:
         model, techniques = rebuild()
@@ -34,23 +36,29 @@ def export(engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path) -
         model.to(dtype).load_state_dict(state)
         for technique in techniques:
             technique.on_step(step)
-        return save_folded(model.eval(), techniques, task, folder)
+        return save_folded(model.eval(), techniques, task, batch, folder)
 
     return distributed.on_main(write)
 
 
-def save_folded(model: nn.Module, techniques: Sequence[Technique], task: Task, folder: Path) -> dict[str, Any]:
-    """Fold, save, reload and compare: the largest difference of any logit on real examples is in the report."""
-    examples = task.examples(task.splits[0])
-    batch = task.collate(examples, range(min(8, len(examples))))
-    with torch.no_grad():
-        before = task.logits(model(**batch.inputs), batch)
-        for technique in techniques:
-            model = technique.fold(model)
-        save_folder(model, task.tokenizer, folder)
-        reloaded = task.build_model(folder).to(next(model.parameters()).dtype).eval()
+@torch.no_grad()
+def save_folded(
+    model: nn.Module, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path
+) -> dict[str, Any]:
+    """Fold and save, once the reloaded folder's logits on a real batch are those of the masked model."""
+    before = task.logits(model(**batch.inputs), batch)
+    for technique in techniques:
+        model = technique.fold(model)
+    results: dict[str, Any] = {}
+
+    def check(aside: Path) -> None:
+        reloaded = task.build_model(aside).to(next(model.parameters()).dtype).eval()
         after = task.logits(reloaded(**batch.inputs), batch)
-    difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
-    scale = max(1.0, *(float(logits.abs().max()) for logits in before))
-    assert difference <= TOLERANCE * scale, f"the exported model's logits differ by {difference}"
-    return {"weights": count_weights(reloaded), "max_logit_difference": difference}
+        difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
+        scale = max(1.0, *(float(logits.abs().max()) for logits in before))
+        if not difference <= TOLERANCE * scale:
+            raise RuntimeError(f"the exported model's logits differ by {difference}: {folder} is left as it was")
+        results.update(weights=count_weights(reloaded), max_logit_difference=difference)
+
+    save_folder(model, task.tokenizer, folder, check)
+    return results

@@ -19,7 +19,7 @@ from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.recipe import Phase
 from ds_trainer.report import Report
-from ds_trainer.schedules import lr_multiplier, steps_of
+from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
@@ -45,6 +45,11 @@ class PhasePlan:
             model = technique.attach(model)
         return model, techniques
 
+    def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
+        """All of a phase that a user can get wrong, before the engine takes it. Raises ValueError."""
+        model, techniques = self.build()
+        return model, self.groups(model, techniques), Objective(self.task, techniques, self.phase.loss)
+
     def groups(self, model: nn.Module, techniques: Sequence[Technique]) -> list[Group]:
         """The model's parameter groups; freezes what the rules freeze.
 
@@ -61,15 +66,14 @@ class PhasePlan:
 def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
     """Train one phase and export its model; gives the results of training, evaluation and export, on every rank."""
     phase, clock, task = plan.phase, plan.clock, plan.task
-    model, techniques = plan.build()
-    groups = plan.groups(model, techniques)
+    model, groups, objective = plan.prepare()
+    techniques = objective.techniques
     lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
     ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
-    objective = Objective(task, techniques, phase.loss)
     step = checkpoint.resume(ds_engine, plan.folder) if resume else 0
     batches = BatchPlan(task.examples("train").lengths, ds_engine.train_batch_size(), clock.seed)
     log_every, eval_every, save_every = (
-        steps_of(every or 0, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
+        interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
     )
 
     def evaluate_now() -> dict[str, float]:
@@ -82,17 +86,16 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
         report.say(f"{phase.name}: step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in results.items()))
         return results
 
-    report.restart_clock()
     while step < clock.total:
         step = train_step(objective, ds_engine, batches, report, clock.seed)
         if due(step, log_every, clock.total):
             flush(report, techniques, ds_engine)
         if step < clock.total and due(step, eval_every):
-            evaluate_now()
-            report.restart_clock()
+            with report.paused():
+                evaluate_now()
         if due(step, save_every):
-            checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
-            report.restart_clock()
+            with report.paused():
+                checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
     results = {"train": report.totals() | {"steps": step}, "eval": evaluate_now()}
     results |= export(ds_engine, plan.build, task, step, plan.folder / "model")
     engine.stop_engine(ds_engine)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -106,14 +106,21 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     return {"layers": layers, "encoder": dict(total), "model": dict(everything)}
 
 
-def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a `transformers` folder (safetensors), aside first, so that a folder of that name is always whole."""
+def save_folder(model: Any, tokenizer: Any, folder: Path, check: Callable[[Path], None] = lambda _: None) -> None:
+    """Write a `transformers` folder (safetensors): aside, then checked, then put in its place file by file.
+
+    Files of other names that are in the folder stay there. If `check`, given the folder aside, raises, nothing changes.
+    """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.rename(folder)
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        check(aside)
+        folder.mkdir(exist_ok=True)
+        for path in aside.iterdir():
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:

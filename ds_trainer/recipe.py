@@ -66,6 +66,8 @@ class ModelSpec(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
+        if self.tokenizer is not None and self.config is None:
+            raise ValueError("tokenizer is trained for a model of `config` only: remove it, the model brings its own")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError('config has no "model_type": add one that transformers knows, e.g. "bert"')
         return self
@@ -141,7 +143,8 @@ class PruneSpec(Strict):
         if not isinstance(data, dict):
             return data
         method = data.get("pruning_method", "topK")
-        initial, final = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}.get(method, (0.0, 0.1))
+        by_method = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}
+        initial, final = by_method.get(method if isinstance(method, str) else "topK", (0.0, 0.1))
         return {"initial_threshold": initial, "final_threshold": final} | data
 
     @model_validator(mode="after")
@@ -155,6 +158,8 @@ class PruneSpec(Strict):
             raise ValueError(f"global_topk goes with topK or magnitude, not with {self.pruning_method}")
         if self.regularization and self.pruning_method == "magnitude":
             raise ValueError("regularization needs learned scores, and magnitude has none: set it to null")
+        if self.final_lambda is not None and not self.regularization:
+            raise ValueError('final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"')
         if self.regularization and self.final_threshold == 0:
             raise ValueError("final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it")
         if not self.train_weights and self.pruning_method == "magnitude":

@@ -6,10 +6,12 @@ synchronisation. Rank 0 alone writes.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,12 @@ class Report:
             if sink is not None:
                 sink.close()
 
-    def restart_clock(self) -> None:
-        """Leave out of the throughput what was done since the last flush: start-up, evaluation, saving."""
-        self._since = time.perf_counter()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done inside, evaluation or saving, out of the throughput."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
 
     def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
         """Take one micro-batch's unweighted terms; nothing leaves the device."""
@@ -62,9 +67,9 @@ class Report:
 
     def flush(self, step: int, readings: Mapping[str, float]) -> dict[str, float]:
         """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""
-        seconds = time.perf_counter() - self._since
         world = distributed.world_size()
         means = distributed.mean_(torch.stack(list(self._sums.values())).float() / self._micro_batches).tolist()
+        seconds = time.perf_counter() - self._since  # after .tolist(), which waits for the device
         terms = dict(zip(self._sums, means, strict=True))
         record = {"train/loss": sum(self.weights[name] * value for name, value in terms.items())}
         record |= {f"train/term/{name}": value for name, value in terms.items()}
@@ -78,14 +83,15 @@ class Report:
         record |= readings
         self.write(step, record)
         self._show(step, record)
-        self.restart_clock()
+        self._since = time.perf_counter()
         return record
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Append a record to `log.jsonl` and TensorBoard."""
         if self._log is None:
             return
-        self._log.write(json.dumps({"phase": self.phase, "step": step, **record}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in record.items()}  # JSON has no inf
+        self._log.write(json.dumps({"phase": self.phase, "step": step, **finite}) + "\n")
         self._log.flush()
         if self._events is not None:
             for name, value in record.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
     _start()
     try:
+        for plan in _rehearsed(job):
+            plan.prepare()
         folder = RunFolder(job.output)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
         for phase in job.recipe.phases:
@@ -51,12 +54,9 @@ def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
     _start()
     try:
-        with tempfile.TemporaryDirectory() as aside:
-            _tell({"recipe": job.recipe.model_dump()})
-            for phase in job.recipe.phases:
-                start = job.recipe.model.name_or_path or distributed.on_main(partial(_create_model, job, Path(aside)))
-                _tell({"phase": phase.name, **_described(plan_phase(job, phase, start))})
-            distributed.barrier()  # rank 0's folder is everyone's
+        _tell({"recipe": job.recipe.model_dump()})
+        for plan in _rehearsed(job):
+            _tell({"phase": plan.phase.name, **_described(plan)})
     finally:
         distributed.stop()
 
@@ -113,6 +113,17 @@ def _start() -> None:
     distributed.start()
 
 
+def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
+    """The plan of every phase before any is run: one that starts from another's model is given the recipe's instead."""
+    with tempfile.TemporaryDirectory() as aside:
+        for phase in job.recipe.phases:
+            start = phase.start_from
+            if start.startswith("@"):
+                start = job.recipe.model.name_or_path or distributed.on_main(partial(_create_model, job, Path(aside)))
+            yield plan_phase(job, phase, start)
+        distributed.barrier()  # rank 0's folder is everyone's
+
+
 def _tell(value: dict[str, Any]) -> None:
     """Print JSON on rank 0's standard output."""
     if distributed.is_main():
@@ -138,7 +149,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
 
 def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
-    for name in ("model", "checkpoint-*"):
+    for name in ("model", "checkpoint-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
 
@@ -179,8 +190,7 @@ def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:
 
 
 def _described(plan: PhasePlan) -> dict[str, Any]:
-    model, techniques = plan.build()
-    groups = plan.groups(model, techniques)
+    model, groups, _ = plan.prepare()
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     trained = sum(group.size for group in groups)
     return {

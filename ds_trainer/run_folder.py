@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 _LIST = ".ds_trainer.json"
+_WRITTEN = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "complete.json", "*_states.pt", "events.out.tfevents.*"),
+)
+"""The names of files inside folders that a run writes: models, checkpoints, TensorBoard."""
 
 
 def check_output_folder(folder: Path, overwrite: bool, resume: bool) -> list[str]:
@@ -36,22 +42,19 @@ class RunFolder:
     def open(self, overwrite: bool) -> None:
         """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for target in [path for name in self._own for path in self.path.glob(name)] if overwrite else ():
-            if target.is_dir():
-                shutil.rmtree(target)
-            else:
-                target.unlink()
-        self._own = set() if overwrite else self._own
+        if overwrite:
+            for target in [path for name in self._own for path in self.path.glob(name)]:
+                _delete_written(target, self.path)
+            self._own = {name for name in self._own if any(self.path.glob(name))}
         self._write_list()
 
     def claim(self, name: str) -> Path:
         """A path to write, or a pattern of paths; one that is there and that no run of ours wrote is a ValueError."""
         target = self.path / name
-        top = Path(name).parts[0]
-        foreign = [] if top in self._own else sorted(self.path.glob(top))
+        foreign = [] if name in self._own else sorted(self.path.glob(name))
         if foreign:
             raise ValueError(f"{foreign[0]} is there and was not written by this program: move it, or write elsewhere")
-        self._own.add(top)
+        self._own.add(name)
         self._write_list()
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
@@ -67,3 +70,18 @@ class RunFolder:
         aside = self._list.with_name(f"{_LIST}.tmp")
         aside.write_text(json.dumps(sorted(self._own)), encoding="utf-8")
         aside.replace(self._list)
+
+
+def _delete_written(target: Path, root: Path) -> None:
+    """Delete a file of ours, or in a folder of ours the files a run writes; folders go once they are empty."""
+    if target.is_dir():
+        for path in target.rglob("*"):
+            if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _WRITTEN):
+                path.unlink()
+        folders = [*sorted((path for path in target.rglob("*") if path.is_dir()), reverse=True), target, target.parent]
+    else:
+        target.unlink()
+        folders = [target.parent]
+    for folder in folders:
+        if folder != root and not any(folder.iterdir()):
+            folder.rmdir()

@@ -29,6 +29,11 @@ def steps_of(duration: Duration, total: int) -> int:
     return duration if isinstance(duration, int) else round(duration * total)
 
 
+def interval(every: Duration | None, total: int) -> int:
+    """Steps between two flushes, evaluations or checkpoints, at least 1; 0, for never, where 0 or None is asked."""
+    return max(1, steps_of(every, total)) if every else 0
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Hold `initial` through step `start`, ramp to `final` at step `end`, hold it.

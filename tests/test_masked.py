@@ -178,6 +178,21 @@ def test_the_mask_is_found_once_a_step():
     assert len(asked) == 2
 
 
+@torch.no_grad()
+def test_an_evaluation_masks_once_and_follows_the_next_step():
+    """The masked weight is kept between batches of an evaluation, and made anew after the next plan()."""
+    layer = make_layer().eval()
+    layer.plan(KeepShare(0.5))
+    hidden = torch.randn(2, 24)
+    first = layer(hidden)
+    kept = layer.evaluation_weight
+    assert layer(hidden).equal(first)
+    assert layer.evaluation_weight is kept
+    layer.weight.mul_(2)
+    layer.plan(KeepShare(0.5))
+    torch.testing.assert_close(layer(hidden) - layer.bias, 2 * (first - layer.bias))
+
+
 def test_a_frozen_weight_gets_no_gradient():
     """Static model pruning: with the weight frozen, the scores alone learn, and from the same gradient."""
     layer, frozen = make_layer(), make_layer()

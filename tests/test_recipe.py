@@ -44,6 +44,8 @@ def mistakes_of(data) -> str:
         (with_prune(pruning_method="l0", global_topk=True), ["global_topk", "topK or magnitude"]),
         (with_prune(pruning_method="magnitude", regularization="l1", final_lambda=1), ["magnitude has none"]),
         (with_prune(pruning_method="magnitude", train_weights=False), ["nothing would be trained"]),
+        (with_prune(final_lambda=3), ["final_lambda", "regularization"]),
+        (with_prune(pruning_method=["topK"]), ["pruning_method"]),
         (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
         (with_prune(modules=[]), ["modules", "at least 1"]),
         ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),

@@ -28,13 +28,19 @@ def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
     folder.write_json("all_results.json", {"a": 1})
-    folder.claim("checkpoint-*")
-    (folder.claim("model")).mkdir()
-    (tmp_path / "checkpoint-8").mkdir()
-    (tmp_path / "mine.txt").write_text("precious")
+    folder.claim("checkpoint-[0-9]*")
+    for name in ("model/model.safetensors", "checkpoint-8/complete.json", "first/model/config.json"):
+        folder.claim(name.rpartition("/")[0] if "checkpoint" not in name else "checkpoint-[0-9]*")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("ours")
+    mine = ["mine.txt", "model/handler.py", "first/notes.txt", "checkpoint-best/complete.json"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
     again = RunFolder(tmp_path)
     again.open(overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".ds_trainer.json", "mine.txt"]
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted([".ds_trainer.json", *mine])
 
 
 def test_a_foreign_file_in_the_way_is_refused(tmp_path):

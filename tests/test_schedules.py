@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_trainer.recipe import PruneSpec
-from ds_trainer.schedules import Schedule, lr_multiplier, steps_of
+from ds_trainer.schedules import Schedule, interval, lr_multiplier, steps_of
 from ds_trainer.techniques import Clock
 from ds_trainer.techniques.prune import threshold_schedule
 
@@ -75,6 +75,11 @@ def test_learning_rates_are_those_of_transformers(kind):
         assert factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         scheduler.step()
+
+
+def test_a_small_fraction_is_not_never():
+    """An interval of 10% of 5 steps is every step; only 0 and None are never."""
+    assert [interval(every, 5) for every in (0.1, 0.4, 3, 0, 0.0, None)] == [1, 2, 3, 0, 0, 0]
 
 
 def test_durations():

@@ -1,7 +1,7 @@
 """A linear layer whose weights are masked: exactly, by a cut through its scores, or softly, by hard-concrete gates.
 
-The mask is never stored: it is a comparison, made again where it is needed, so that a masked layer costs its scores
-and, while it computes, one more buffer of the size of its weight. The gradient of the scores is straight-through,
+The mask is never stored in training: it is a comparison, made again where it is needed, so that a layer masked by its
+scores costs these and, while it computes, one more buffer of the size of its weight. Evaluation keeps the masked weight. The gradient of the scores is straight-through,
 dL/dscores = dL/dW' * W (arXiv 2005.07683, eq. 5). The penalty on the scores is computed in the layer's own forward
 and its gradient in the layer's own backward: there ZeRO-3 has the scores at hand.
 
@@ -27,7 +27,7 @@ from ds_trainer.losses import (
     hard_concrete,
     score_penalty,
 )
-from ds_trainer.techniques.selection import Cut, cut_at, just_below, select_largest
+from ds_trainer.techniques.selection import Cut, cut_at, just_below, recount, select_largest
 
 _zero_where_at_most = torch.ops.aten.threshold_backward
 """(values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several."""
@@ -130,12 +130,12 @@ class KeepAbove:
 
 @dataclass(frozen=True)
 class KeepCut:
-    """Keep a cut that was found over all layers together (global top-k)."""
+    """Keep a cut that was found over all layers together (global top-k), maybe some steps ago."""
 
     cut: Cut
 
     def __call__(self, scores: Tensor) -> Mask:
-        return HardMask(self.cut)
+        return HardMask(recount(self.cut, scores))
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,11 @@ class MaskedLinear(nn.Linear):
         self.rule: MaskRule | None = None
         self.mask: Mask | None = None
         self.draws = 0
+        self.evaluation_weight: Tensor | None = None
 
     def plan(self, rule: MaskRule) -> None:
         """Say how the next forward finds its mask."""
-        self.rule, self.mask, self.draws = rule, None, 0
+        self.rule, self.mask, self.draws, self.evaluation_weight = rule, None, 0, None
 
     def scores(self) -> Tensor:
         """What the cut goes through: the learned scores, or the magnitude of the weights."""
@@ -185,10 +186,21 @@ class MaskedLinear(nn.Linear):
         return self._drawn(self.mask)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training and not torch.is_grad_enabled():
+            return F.linear(hidden, self._evaluation_weight(), self.bias)
         mask = self.find_mask()
         out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, mask, self.penalty_kind)
         self.penalty = penalty if self.penalty_kind else None
         return out
+
+    def _evaluation_weight(self) -> Tensor:
+        """The masked weight, made once an evaluation; at every forward under ZeRO-3, which could not spare the memory."""
+        if self.evaluation_weight is not None:
+            return self.evaluation_weight
+        weight = self.find_mask().times(self.weight, self.scores())
+        if not hasattr(self.weight, "ds_id"):
+            self.evaluation_weight = weight
+        return weight
 
     @torch.no_grad()
     def folded(self) -> nn.Linear:

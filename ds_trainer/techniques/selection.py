@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,16 +41,18 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
         return [Cut(math.inf, 0, 0) for _ in sizes]
     if k == sum(sizes):
         return [Cut(-math.inf, size, size) for size in sizes]
-    low, high = _bracket(chunks, sum(sizes), k)
+    low, high, dtype = _bracket(chunks, sum(sizes), k)
     above, inside = _split(chunks, low, high)
     if not 0 < k - sum(above) <= sum(part.numel() for part in inside):
         above, inside = _split(chunks, *_EVERYTHING)  # the sample misled
     wanted = k - sum(above)
     joined = torch.cat(inside)
+    if joined.numel() < wanted:
+        raise RuntimeError("the scores hold NaN: the run has diverged")
     value = float(joined.kthvalue(joined.numel() - wanted + 1).values)
     greater = [count + int((part > value).count_nonzero()) for count, part in zip(above, inside, strict=True)]
     ties = [int((part == value).count_nonzero()) for part in inside]
-    return _cuts(chunks, value, greater, ties, k - sum(greater))
+    return _cuts(chunks, value, just_below(value, dtype), greater, ties, k - sum(greater))
 
 
 def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
@@ -62,6 +64,13 @@ def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
     return select_largest(lambda: [values], [values.numel()], at_least)[0]
 
 
+def recount(cut: Cut, values: Tensor) -> Cut:
+    """The same cut with `kept` counted anew, for values that have changed since."""
+    flat = values.flatten()
+    ties = int((flat[: cut.ties_end] == cut.threshold).count_nonzero())
+    return replace(cut, kept=int((flat > cut.threshold).count_nonzero()) + ties)
+
+
 def just_below(value: float, dtype: torch.dtype) -> float:
     """The largest number of `dtype` under `value`: x > just_below(value) is x >= value."""
     if math.isinf(value):
@@ -69,10 +78,10 @@ def just_below(value: float, dtype: torch.dtype) -> float:
     return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)))
 
 
-def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float]:
-    """Values such that (low, high] very likely holds the k-th largest."""
+def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float, torch.dtype]:
+    """Values such that (low, high] very likely holds the k-th largest, and the chunks' dtype."""
     stride = max(1, total // _SAMPLE) | 1  # odd, so that it does not fall in step with the width of a matrix
-    parts = [chunk.detach().flatten()[::stride] for chunk in chunks()]
+    parts = [chunk.detach().flatten()[::stride].clone() for chunk in chunks()]  # a view would keep the chunk alive
     sample = torch.cat(parts)
     dtype, count = sample.dtype, sample.numel()
     share = k / total
@@ -84,7 +93,7 @@ def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float]:
     sample = sample.float()
     high = float(sample.kthvalue(count - first + 1).values) if first >= 1 else math.inf
     low = float(sample.kthvalue(count - last + 1).values) if last <= count else -math.inf
-    return just_below(low, dtype), high
+    return just_below(low, dtype), high, dtype
 
 
 def _split(chunks: Chunks, low: float, high: float) -> tuple[list[int], list[Tensor]]:
@@ -98,17 +107,20 @@ def _split(chunks: Chunks, low: float, high: float) -> tuple[list[int], list[Ten
     return above, inside
 
 
-def _cuts(chunks: Chunks, value: float, greater: list[int], ties: list[int], wanted: int) -> list[Cut]:
-    """Share the `wanted` ties out to the chunks in order; only a chunk that keeps some of its ties is looked at."""
-    cuts = []
-    for chunk, more, equal in zip(chunks(), greater, ties, strict=True):
+def _cuts(chunks: Chunks, value: float, below: float, greater: list[int], ties: list[int], wanted: int) -> list[Cut]:
+    """Share the `wanted` ties at `value` out to the chunks in order; `below` is the number just below it.
+
+    The chunks are visited only if one of them keeps some of its ties and drops others.
+    """
+    cuts, partial = [], {}
+    for index, (more, equal) in enumerate(zip(greater, ties, strict=True)):
         taken = min(equal, wanted)
         wanted -= taken
-        if taken == 0:
-            cuts.append(Cut(value, 0, more))
-        elif taken == equal:
-            cuts.append(Cut(just_below(value, chunk.dtype), 0, more + equal))
-        else:
+        cuts.append(Cut(below if taken == equal else value, 0, more + taken))
+        if 0 < taken < equal:
+            partial[index] = taken
+    for index, chunk in enumerate(chunks() if partial else ()):
+        if index in partial:
             at = (chunk.detach().flatten() == value).nonzero().flatten()
-            cuts.append(Cut(value, int(at[taken - 1]) + 1, more + taken))
+            cuts[index] = replace(cuts[index], ties_end=int(at[partial[index] - 1]) + 1)
     return cuts
