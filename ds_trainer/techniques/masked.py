@@ -1,9 +1,10 @@
 """A linear layer whose weights are masked: exactly, by a cut through its scores, or softly, by hard-concrete gates.
 
 The mask is never stored in training: it is a comparison, made again where it is needed, so that a layer masked by its
-scores costs these and, while it computes, one more buffer of the size of its weight. Evaluation keeps the masked weight. The gradient of the scores is straight-through,
-dL/dscores = dL/dW' * W (arXiv 2005.07683, eq. 5). The penalty on the scores is computed in the layer's own forward
-and its gradient in the layer's own backward: there ZeRO-3 has the scores at hand.
+scores costs these and, while it computes, one more buffer of the size of its weight. Evaluation keeps the masked
+weight. The gradient of the scores is straight-through, dL/dscores = dL/dW' * W (arXiv 2005.07683, eq. 5). The penalty
+on the scores is computed in the layer's own forward and its gradient in the layer's own backward: there ZeRO-3 has
+the scores at hand.
 
 Which share is kept, and when, is not decided here.
 """
@@ -194,7 +195,7 @@ class MaskedLinear(nn.Linear):
         return out
 
     def _evaluation_weight(self) -> Tensor:
-        """The masked weight, made once an evaluation; at every forward under ZeRO-3, which could not spare the memory."""
+        """The masked weight, made once an evaluation; at every forward under ZeRO-3, which is to spare the memory."""
         if self.evaluation_weight is not None:
             return self.evaluation_weight
         weight = self.find_mask().times(self.weight, self.scores())
