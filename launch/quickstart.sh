@@ -9,4 +9,4 @@ case $output in /*) ;; *) output=$here/$output ;; esac
 
 deepspeed launch/train.py --deepspeed_config ds_configs/zero2.json --recipe ds_configs/recipes/quickstart.json \
     --output_dir "$output" --overwrite_output_dir
-python launch/evaluate.py "$output/model" --task_name docstrings
+python launch/evaluate.py "$output/model" --recipe "$output/recipe.json"
