@@ -153,13 +153,6 @@ def on_main(call: Callable[[], T]) -> T:
     return value
 
 
-def on_main_first(call: Callable[[], T]) -> T:
-    """Run `call` on rank 0, and once it is done there on the other ranks; if rank 0's raises, all ranks raise."""
-    results: list[T] = []
-    on_main(lambda: results.append(call()))
-    return results[0] if is_main() else call()
-
-
 def broadcast(value: T) -> T:
     """Rank 0's value, on every rank. Any value that pickles."""
     if world_size() == 1:

@@ -120,7 +120,7 @@ def check_engine_file(
 
 def settled_numbers(config: dict[str, Any], said: Said, world_size: int) -> Settled:
     """Settle every value between a file without mistakes and what the recipe says."""
-    train, micro, steps = _batch_triangle(config, said, _ranks(config, world_size))
+    train, micro, steps = _batch_triangle(config, said, world_size)
     betas = value_at(config, "optimizer.params.betas") or [
         _first(said.adam_beta1, 0.9),
         _first(said.adam_beta2, 0.999),
@@ -203,12 +203,6 @@ def _disagreement(path: str, here: Any, name: str, field: str, there: Any) -> st
     )
 
 
-def _ranks(config: dict[str, Any], world_size: int) -> int:
-    """Ranks that see different data: DeepSpeed divides by sequence_parallel_size in its batch triangle."""
-    parallel = value_at(config, "sequence_parallel_size")
-    return world_size // int(parallel) if is_batch_number(parallel) else world_size
-
-
 def _batch_numbers(config: dict[str, Any], said: Said) -> dict[str, Any]:
     there = {key: getattr(said, NAMES_IN_RECIPE[key]) for key in (TRAIN, MICRO, STEPS)}
     return {key: _first(value_at(config, key), value) for key, value in there.items()}
@@ -230,23 +224,18 @@ def _batch_triangle(config: dict[str, Any], said: Said, ranks: int) -> tuple[int
 
 def _batch_mistakes(config: dict[str, Any], said: Said, world_size: int) -> Iterator[str]:
     numbers = _batch_numbers(config, said)
-    parallel = value_at(config, "sequence_parallel_size")
-    if is_batch_number(parallel) and world_size % parallel:
-        yield f"sequence_parallel_size is {parallel}, which does not divide {_counted(world_size)}"
-        return
     for key, value in numbers.items():
         if value is not None and not is_batch_number(value):
             if value_at(config, key) is None:
                 yield f"{NAMES_IN_RECIPE[key]} is {shown(value)} in the recipe: write a whole number above 0"
             return
-    ranks = _ranks(config, world_size)
-    train, micro, steps = _batch_triangle(config, said, ranks)
-    if train == micro * steps * ranks:
+    train, micro, steps = _batch_triangle(config, said, world_size)
+    if train == micro * steps * world_size:
         return
     given = [f"{key} {int(value)}" for key, value in numbers.items() if value is not None and key != TRAIN]
-    factors = " x ".join([*given, _counted(ranks)])
+    factors = " x ".join([*given, _counted(world_size)])
     if len(given) == 2:
-        product = micro * steps * ranks
+        product = micro * steps * world_size
         yield f'{TRAIN} is {train}, but {factors} = {product}: change one of them or write "auto"'
     else:
         yield f'{TRAIN} is {train}, which {factors} does not divide: change one of them or write "auto"'

@@ -29,8 +29,32 @@ def score_penalty(scores: Tensor, kind: str) -> Tensor:
     return torch.sigmoid(scores.float() + PENALTY_SHIFT[kind]).mean()
 
 
+def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
+    """Gradient of `score_penalty` by the scores, in their shape and dtype."""
+    share = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
+    return (share * (1 - share)).div_(scores.numel()).to(scores.dtype)
+
+
 def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     """Gates in [0, 1] of log-alpha's shape; `uniform` is the noise in (0, 1), None at evaluation (eq. 10 to 13)."""
+    return _stretched(_concrete(log_alpha, uniform)).clamp(0, 1)
+
+
+def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
+    """Derivative of `hard_concrete` by log-alpha, elementwise: 0 where a gate is clamped."""
+    concrete = _concrete(log_alpha, uniform)
+    gates = _stretched(concrete)
+    return concrete * (1 - concrete) * (_scale(uniform) * (HIGH - LOW)) * ((gates > 0) & (gates < 1))
+
+
+def _concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     noise = 0.0 if uniform is None else torch.logit(uniform)
-    scale = 1.0 if uniform is None else 1 / TEMPERATURE
-    return torch.sigmoid((log_alpha + noise) * scale).mul(HIGH - LOW).add(LOW).clamp(0, 1)
+    return torch.sigmoid((log_alpha + noise) * _scale(uniform))
+
+
+def _scale(uniform: Tensor | None) -> float:
+    return 1.0 if uniform is None else 1 / TEMPERATURE
+
+
+def _stretched(concrete: Tensor) -> Tensor:
+    return concrete * (HIGH - LOW) + LOW

@@ -20,13 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.losses import (
-    HIGH,
     L0_KEPT_ABOVE,
-    LOW,
-    PENALTY_SHIFT,
-    TEMPERATURE,
     hard_concrete,
+    hard_concrete_slope,
     score_penalty,
+    score_penalty_slope,
 )
 from ds_trainer.techniques.selection import Cut, cut_at, just_below, recount, select_largest
 
@@ -85,11 +83,7 @@ class SoftMask:
         return values * hard_concrete(scores.float(), self._noise(scores)).to(values.dtype)
 
     def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-        noise = self._noise(scores)
-        scale = 1.0 if noise is None else 1 / TEMPERATURE
-        opened = torch.sigmoid((scores.float() + (0.0 if noise is None else torch.logit(noise))) * scale)
-        gates = opened * (HIGH - LOW) + LOW
-        slope = opened * (1 - opened) * (scale * (HIGH - LOW)) * ((gates > 0) & (gates < 1))
+        slope = hard_concrete_slope(scores.float(), self._noise(scores))
         return gradient * weight * slope.to(weight.dtype)
 
     def _noise(self, scores: Tensor) -> Tensor | None:
@@ -265,7 +259,7 @@ class _MaskedLinear(torch.autograd.Function):
             if needs_scores:
                 scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores)
                 if ctx.kind:
-                    scores_gradient += penalty_gradient * _penalty_slope(scores, ctx.kind)
+                    scores_gradient += penalty_gradient * score_penalty_slope(scores, ctx.kind)
             weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
         return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None
@@ -273,11 +267,6 @@ class _MaskedLinear(torch.autograd.Function):
 
 def _scores_of(weight: Tensor, scores: Tensor | None) -> Tensor:
     return weight.abs() if scores is None else scores
-
-
-def _penalty_slope(scores: Tensor, kind: str) -> Tensor:
-    opened = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
-    return (opened * (1 - opened)).div_(scores.numel()).to(scores.dtype)
 
 
 def _logit(share: float) -> float:
