@@ -142,20 +142,27 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> Any:
-    """A WordPiece tokenizer in BERT's form, trained on `texts`."""
+    """A WordPiece tokenizer in BERT's form, trained on `texts`; the same texts give the same vocabulary."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
+    words = {word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))}
+    # The trainer numbers the characters inside words as it meets them, in an order that differs from run to run, and
+    # breaks ties of merges by number: told them beforehand, it has nothing left to chance.
+    inside = sorted({f"##{character}" for word in words for character in word[1:]})
+    learner = Tokenizer(models.WordPiece(unk_token=special["unk"]))
+    learner.normalizer, learner.pre_tokenizer = normalizer, pre_tokenizer
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(special.values()), show_progress=False
+        vocab_size=vocab_size, special_tokens=[*special.values(), *inside], show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    ids = tokenizer.get_vocab()
+    learner.train_from_iterator(texts, trainer)
+
+    ids = learner.get_vocab()
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=special["unk"]))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece()
     sep, cls = ((special[name], ids[special[name]]) for name in ("sep", "cls"))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
     return PreTrainedTokenizerFast(
