@@ -16,10 +16,10 @@ from typing import Any, NoReturn, TypeVar
 from ds_trainer import distributed
 from ds_trainer.engine_file import Said, check_engine_file, read_engine_file
 from ds_trainer.json_file import read_json
-from ds_trainer.readers import check_data_files
 from ds_trainer.recipe import Phase, Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
 from ds_trainer.run_folder import check_output_folder
 from ds_trainer.settings import assign, parse_setting
+from ds_trainer.task_files import check_data_files
 
 USER_ERROR = 2
 T = TypeVar("T")

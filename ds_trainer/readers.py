@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ds_trainer.recipe import TaskSpec
+from ds_trainer.recipe import TextSpec
 from ds_trainer.tabular import FileForm, check_columns, read_table
 
 REGRESSION_METRICS = ("pearson", "spearman")
@@ -128,12 +128,13 @@ _HUB_GLUE = "nyu-mll/glue"
 
 def unknown_task(name: str) -> str:
     """What to say of a task name that is none."""
-    near = difflib.get_close_matches(name.lower(), TASK_NAMES, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(TASK_NAMES)}"
+    names = (*TASK_NAMES, "squad", "mlm", "clm")
+    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(names)}"
     return f"task name {name!r} is unknown: {hint}"
 
 
-def check_data_files(spec: TaskSpec, splits: Sequence[str] | None = None) -> list[str]:
+def check_data_files(spec: TextSpec, splits: Sequence[str] | None = None) -> list[str]:
     """Every mistake in a task's settings, and every missing folder, file or column; loads nothing heavy.
 
     `splits` defaults to training and all evaluation splits. Rows beyond the first are not looked at, nor
@@ -147,7 +148,7 @@ def check_data_files(spec: TaskSpec, splits: Sequence[str] | None = None) -> lis
     return [mistake for mistake in found if mistake]
 
 
-def row_source(spec: TaskSpec) -> RowSource:
+def row_source(spec: TextSpec) -> RowSource:
     """The files or the hub data set of a GLUE task or of "text"; ValueError for mistakes in its settings."""
     mistakes = _setting_mistakes(spec)
     if mistakes:
@@ -155,22 +156,22 @@ def row_source(spec: TaskSpec) -> RowSource:
     return HubSource(spec) if _from_hub(spec) else FileSource(spec)
 
 
-def is_regression(spec: TaskSpec) -> bool:
+def is_regression(spec: TextSpec) -> bool:
     return not GLUE[spec.name].labels if spec.name in GLUE else spec.regression
 
 
-def evaluation_splits(spec: TaskSpec) -> tuple[str, ...]:
+def evaluation_splits(spec: TextSpec) -> tuple[str, ...]:
     return tuple(GLUE[spec.name].evaluation) if spec.name in GLUE else ("validation",)
 
 
-def known_labels(spec: TaskSpec) -> tuple[str, ...]:
+def known_labels(spec: TextSpec) -> tuple[str, ...]:
     """The classes in order; empty for regression, and for "text", where only the rows tell."""
     if spec.name == "docstrings":
         return DOCSTRING_PACKAGES
     return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
 
 
-def metrics_of(spec: TaskSpec) -> tuple[str, ...]:
+def metrics_of(spec: TextSpec) -> tuple[str, ...]:
     """The metrics asked for, or else the task's official ones."""
     if spec.metrics:
         return tuple(spec.metrics)
@@ -183,7 +184,7 @@ def metrics_of(spec: TaskSpec) -> tuple[str, ...]:
 class FileSource:
     """GLUE's official files, or the files a user names."""
 
-    spec: TaskSpec
+    spec: TextSpec
 
     @property
     def form(self) -> FileForm:
@@ -225,8 +226,8 @@ class FileSource:
 class HubSource:
     """A hub data set: GLUE's, or the one that "text" names. `fetch` gives a `datasets.Dataset` by split."""
 
-    spec: TaskSpec
-    fetch: Callable[[TaskSpec, str], Any] = field(default=lambda spec, split: _fetch(spec, split))
+    spec: TextSpec
+    fetch: Callable[[TextSpec, str], Any] = field(default=lambda spec, split: _fetch(spec, split))
 
     def rows(self, split: str) -> TextRows:
         dataset = self.fetch(self.spec, split)
@@ -256,7 +257,7 @@ class HubSource:
 class _LabelReader:
     """Turns fields into rows; tells a bad text or label by its place. `class_names` are for hub integers."""
 
-    spec: TaskSpec
+    spec: TextSpec
     place: str
     class_names: Sequence[str] | None = None
 
@@ -320,7 +321,7 @@ def _file_mistake(source: FileSource, split: str) -> str | None:
     return None
 
 
-def _setting_mistakes(spec: TaskSpec) -> list[str]:
+def _setting_mistakes(spec: TextSpec) -> list[str]:
     if spec.name not in TASK_NAMES:
         return [unknown_task(spec.name)]
     allowed = REGRESSION_METRICS if is_regression(spec) else CLASS_METRICS
@@ -343,7 +344,7 @@ def _setting_mistakes(spec: TaskSpec) -> list[str]:
     return mistakes
 
 
-def _candidates(spec: TaskSpec, split: str) -> list[Path]:
+def _candidates(spec: TextSpec, split: str) -> list[Path]:
     """Where a split's file may lie; the task's own folder first, since data_dir may hold another's files."""
     folder = _folder(spec)
     if spec.name in GLUE:
@@ -356,15 +357,15 @@ def _candidates(spec: TaskSpec, split: str) -> list[Path]:
     return [folder / Path(name).expanduser()]
 
 
-def _folder(spec: TaskSpec) -> Path:
+def _folder(spec: TextSpec) -> Path:
     return Path(spec.data_dir or ".").expanduser()
 
 
-def _from_hub(spec: TaskSpec) -> bool:
+def _from_hub(spec: TextSpec) -> bool:
     return bool(spec.dataset) if spec.name == "text" else spec.data_dir is None
 
 
-def _hub_address(spec: TaskSpec) -> tuple[str, str | None]:
+def _hub_address(spec: TextSpec) -> tuple[str, str | None]:
     """Repository and configuration: "name", "owner/name" or "owner/name/configuration"."""
     if spec.name in GLUE:
         return _HUB_GLUE, spec.name
@@ -372,7 +373,7 @@ def _hub_address(spec: TaskSpec) -> tuple[str, str | None]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
 
 
-def _fetch(spec: TaskSpec, split: str) -> Any:
+def _fetch(spec: TextSpec, split: str) -> Any:
     import datasets
 
     path, configuration = _hub_address(spec)

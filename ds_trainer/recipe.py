@@ -11,43 +11,37 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ds_trainer.schedules import LrSchedule, Shape
+from ds_trainer.fields import Fraction, Positive, Rate, Steps, Strict
+from ds_trainer.schedules import LrSchedule
+from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec
+from ds_trainer.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights
 
-
-def _whole_or_fraction(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if whole or (isinstance(value, float) and 0 <= value <= 1):
-        return value
-    raise ValueError("write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
-
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
-"""An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
-Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
-"""An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
-Positive = Annotated[int, Field(strict=True, gt=0)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
+__all__ = [
+    "DistillSpec",
+    "GroupRule",
+    "LmSpec",
+    "ModelSpec",
+    "Phase",
+    "PruneSpec",
+    "Recipe",
+    "SquadSpec",
+    "StudentSpec",
+    "TaskSpec",
+    "Techniques",
+    "TextSpec",
+    "TokenizerSpec",
+    "parse_recipe",
+    "parse_task",
+    "recipe_schema",
+    "task_of",
+]
 
 _RESERVED = {"model", "previous", "initial_model", "tensorboard"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TokenizerSpec(Strict):
@@ -73,26 +67,6 @@ class ModelSpec(Strict):
         return self
 
 
-class TaskSpec(Strict):
-    """A labelled-text task: a GLUE name, "docstrings" (embedded), or "text" with files or a hub data set."""
-
-    name: str = "docstrings"
-    data_dir: str | None = Field(None, description="folder of the task's files; without it the hub is asked")
-    dataset: str | None = Field(
-        None, description='hub data set for the task "text": name, owner/name or owner/name/config'
-    )
-    train_file: str | None = Field(None, description=".csv .tsv .jsonl .parquet, relative to data_dir")
-    validation_file: str | None = None
-    text_columns: list[str] | None = Field(None, min_length=1, max_length=2)
-    label_column: str | None = None
-    regression: bool = False
-    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
-    max_seq_length: Annotated[int, Field(strict=True, ge=4)] = 128
-    pad_to_multiple_of: Positive = Field(1, description="8 suits tensor cores")
-    max_train_samples: Positive | None = None
-    max_eval_samples: Positive | None = None
-
-
 class GroupRule(Strict):
     """What holds for the parameters whose names match; the first rule that matches a parameter decides."""
 
@@ -102,84 +76,16 @@ class GroupRule(Strict):
     frozen: bool = False
 
 
-class PruneSpec(Strict):
-    """Movement pruning (arXiv 2005.07683), magnitude pruning, hard-concrete L0 (arXiv 1712.01312)."""
-
-    pruning_method: Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"] = "topK"
-    modules: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="name patterns of linear layers; by default every linear layer of the encoder",
-    )
-    mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
-    mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
-    initial_threshold: float = Field(1.0, description="by method: 1 for topK and magnitude, else 0")
-    final_threshold: float = Field(
-        0.15, description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1)"
-    )
-    initial_warmup: Units = 1
-    final_warmup: Units = 2
-    schedule: Shape = "cubic"
-    regularization: Literal["l1", "l0"] | None = None
-    final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
-    global_topk: bool = Field(False, description="one threshold over all layers")
-    global_topk_frequency_compute: Positive = Field(1, description="optimizer steps between its refreshes")
-    mask_scores_learning_rate: Rate = 1e-2
-    train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
-
-    @field_validator("pruning_method", mode="before")
-    @classmethod
-    def _spelling(cls, value: Any) -> Any:
-        return "sigmoied_threshold" if value == "sigmoid_threshold" else value
-
-    @field_validator("regularization", mode="before")
-    @classmethod
-    def _null(cls, value: Any) -> Any:
-        return None if value == "null" else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _thresholds_by_method(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        method = data.get("pruning_method", "topK")
-        by_method = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}
-        initial, final = by_method.get(method if isinstance(method, str) else "topK", (0.0, 0.1))
-        return {"initial_threshold": initial, "final_threshold": final} | data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PruneSpec:
-        by_share = self.pruning_method in ("topK", "magnitude")
-        for name in ("initial_threshold", "final_threshold"):
-            share = getattr(self, name)
-            if by_share and not 0 < share <= 1:
-                raise ValueError(f"{name} is {share}: {self.pruning_method} takes the share to keep, in (0, 1]")
-        if self.global_topk and self.pruning_method not in ("topK", "magnitude"):
-            raise ValueError(f"global_topk goes with topK or magnitude, not with {self.pruning_method}")
-        if self.regularization and self.pruning_method == "magnitude":
-            raise ValueError("regularization needs learned scores, and magnitude has none: set it to null")
-        if self.final_lambda is not None and not self.regularization:
-            raise ValueError('final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"')
-        if self.regularization and self.final_threshold == 0:
-            raise ValueError("final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it")
-        if not self.train_weights and self.pruning_method == "magnitude":
-            raise ValueError("train_weights is false and magnitude has no scores: nothing would be trained")
-        return self
-
-
-class Techniques(Strict):
-    prune: PruneSpec | None = None
-
-
 class Phase(Strict):
     """What to train, how long, from which model, with which techniques and loss weights."""
 
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
-    task: TaskSpec | None = Field(None, description="by default the recipe's")
+    student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
+    task: AnyTask | None = Field(None, description="by default the recipe's")
     techniques: Techniques = Techniques()
     loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")
-    groups: list[GroupRule] = []
+    groups: list[GroupRule] = Field(default_factory=list)
 
     num_train_epochs: Annotated[float, Field(gt=0)] | None = None
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
@@ -205,18 +111,25 @@ class Phase(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _penalty_weight(cls, data: Any) -> Any:
-        """Move `final_lambda` into the loss table, the one home of loss weights."""
-        prune = data.get("techniques", {}).get("prune") if _is_nested(data) else None
-        if not isinstance(prune, dict) or prune.get("final_lambda") is None:
+    def _one_home_of_weights(cls, data: Any) -> Any:
+        """Take the weights that techniques name into the loss table; distil the terms that it weighs."""
+        if not _is_nested(data):
             return data
-        loss = data.get("loss", {"task": 1.0})
-        said = loss.get("prune.penalty", prune["final_lambda"]) if isinstance(loss, dict) else None
-        if said != prune["final_lambda"]:
-            raise ValueError(
-                f"final_lambda is {prune['final_lambda']} and loss['prune.penalty'] is {said}: write only one of them"
-            )
-        return data | {"loss": loss | {"prune.penalty": prune["final_lambda"]}} if isinstance(loss, dict) else data
+        loss, asked = data.get("loss"), loss_weights(data.get("techniques") or {})
+        for name, weight in asked.items():
+            if loss and loss.get(name, weight) != weight:
+                raise ValueError(
+                    f"loss[{name!r}] is {loss[name]}, and the techniques say {weight} (final_lambda and the alpha_* "
+                    f"are names of loss weights): write only one of them"
+                )
+        table = ({"task": 1.0} if loss is None else loss) | asked
+        distill = (data.get("techniques") or {}).get("distill")
+        if distill and distill.get("terms") is None:
+            terms = [name.removeprefix("distill.") for name in table if name.startswith("distill.")]
+            if not terms:
+                raise ValueError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
+            data = data | {"techniques": data["techniques"] | {"distill": distill | {"terms": terms}}}
+        return data | {"loss": table}
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -225,6 +138,9 @@ class Phase(Strict):
         prune = self.techniques.prune
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             raise ValueError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
+        for term in self.techniques.distill.terms if self.techniques.distill else []:
+            if f"distill.{term}" not in self.loss:
+                raise ValueError(f'distill has the term {term} but no weight for it: set loss["distill.{term}"]')
         return self
 
 
@@ -232,7 +148,7 @@ class Recipe(Strict):
     """A whole run."""
 
     model: ModelSpec = ModelSpec()
-    task: TaskSpec = TaskSpec()
+    task: AnyTask = TextSpec()
     phases: list[Phase] = Field(min_length=1)
     output_dir: str | None = None
     cache_dir: str | None = Field(None, description="tokenised data; by default ~/.cache/ds_trainer")
@@ -247,12 +163,13 @@ class Recipe(Strict):
                 raise ValueError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
                 raise ValueError(f'two phases are named "{phase.name}": rename one')
-            source = phase.start_from.removeprefix("@")
-            if phase.start_from.startswith("@") and source not in (*names, "previous", "model"):
-                raise ValueError(
-                    f'phase "{phase.name}" starts from "@{source}": allowed are "@previous", "@model"'
-                    + "".join(f', "@{name}"' for name in names)
-                )
+            distill = phase.techniques.distill
+            for what, source in (("starts from", phase.start_from), ("has the teacher", distill and distill.teacher)):
+                if source and source.startswith("@") and source[1:] not in (*names, "previous", "model"):
+                    raise ValueError(
+                        f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
+                        + "".join(f', "@{name}"' for name in names)
+                    )
             names.append(phase.name)
         return self
 
@@ -264,14 +181,27 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
 
 def parse_task(data: dict[str, Any]) -> TaskSpec:
     """Check a task by itself, as the evaluation of a model folder needs it."""
-    return _parse(TaskSpec, data, "task")
+    return _parse(_LoneTask, {"task": data}, "").task
+
+
+def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
+    """The phase's task. MLM gives logits at every position where distillation is not restricted to the masked ones."""
+    task, distill = phase.task or recipe.task, phase.techniques.distill
+    if task.name == "mlm" and distill and not distill.restrict_ce_to_mask:
+        return task.model_copy(update={"head_positions": "all"})
+    return task
+
+
+class _LoneTask(Strict):
+    task: AnyTask
 
 
 def _parse(model: type[Parsed], data: dict[str, Any], what: str) -> Parsed:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{what}: {_told(model, item)}" for item in error.errors())) from None
+        prefix = f"{what}: " if what else ""
+        raise ValueError("\n".join(f"{prefix}{_told(model, item)}" for item in error.errors())) from None
 
 
 def recipe_schema() -> str:
@@ -280,32 +210,44 @@ def recipe_schema() -> str:
 
 
 def _told(model: type[BaseModel], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    owner, path = _walk(model, error["loc"])
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
         found = error["input"]
         shown = "" if isinstance(found, dict | list) else f" (found {json.dumps(found, default=str)})"
-        return f"{path}: {message}{shown}" if path else message
-    known = _fields_at(model, error["loc"][:-1])
-    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.6)
+        return f"{'.'.join(path)}: {message}{shown}" if path else message
+    known = list(owner.model_fields)
+    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
-    return f"{path}: unknown key; {hint}"
+    return f"{'.'.join(path)}: unknown key; {hint}"
 
 
-def _fields_at(model: Any, loc: tuple[Any, ...]) -> list[str]:
+def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:
+    """The model that holds the last part of an error's place, and the place as the user wrote it."""
+    path: list[str] = []
+    annotation: Any = model
     for part in loc:
-        if isinstance(part, int):
+        if part in FAMILIES and _models_in(annotation) >= set(FAMILIES.values()):
+            annotation = FAMILIES[part]  # pydantic puts in the tag of the member it chose
             continue
-        model = _model_in(model.model_fields[part].annotation)
-    return list(model.model_fields)
+        path.append(str(part))
+        inside = _models_in(annotation)
+        model = next(iter(inside)) if inside else model
+        if isinstance(part, str) and part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+    return model, path
 
 
-def _model_in(annotation: Any) -> Any:
-    """The pydantic model inside `X`, `X | None` or `list[X]`."""
+def _models_in(annotation: Any) -> set[type[BaseModel]]:
+    """The pydantic models inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(found for arg in typing.get_args(annotation) if (found := _model_in(arg)) is not None)
+        return {annotation}
+    return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
 
 
 def _is_nested(data: Any) -> bool:
-    return isinstance(data, dict) and isinstance(data.get("techniques", {}), dict)
+    """Whether a phase has the shape that its validator looks into; what has not is told by its fields."""
+    if not isinstance(data, dict) or not isinstance(data.get("loss") or {}, dict):
+        return False
+    techniques = data.get("techniques") or {}
+    return isinstance(techniques, dict) and all(isinstance(t or {}, dict) for t in techniques.values())

@@ -14,13 +14,26 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer may import those after it, and its own.
 LAYERS = [
     {"run"},
-    {"loop"},
+    {"loop", "student"},
     {"engine", "export", "checkpoint", "report", "evaluate", "objective", "optim"},
     {"techniques", "tasks"},
     {"models", "data", "losses"},
     {"command"},
-    {"engine_file", "engine_blocks", "engine_keys", "readers", "tabular", "run_folder", "settings"},
+    {"task_files"},
+    {
+        "engine_file",
+        "engine_blocks",
+        "engine_keys",
+        "readers",
+        "tabular",
+        "squad_file",
+        "lm_text",
+        "run_folder",
+        "settings",
+    },
     {"recipe", "json_file"},
+    {"task_specs", "technique_specs"},
+    {"fields"},
     {"schedules"},
     {"distributed"},
 ]
@@ -34,6 +47,7 @@ BEFORE_TORCH = (
     "run_folder",
     "settings",
     "recipe",
+    "task_files",
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_trainer.readers import GLUE, HubSource, TextRow, check_data_files, is_regression, row_source
-from ds_trainer.recipe import TaskSpec
+from ds_trainer.recipe import TextSpec
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 
@@ -67,9 +67,9 @@ def write_glue(name: str, folder: Path) -> Path:
     return folder
 
 
-def text_spec(folder: Path, file: str, **fields: object) -> TaskSpec:
+def text_spec(folder: Path, file: str, **fields: object) -> TextSpec:
     settings = {"text_columns": ["text"], "label_column": "label", "train_file": file, "validation_file": file}
-    return TaskSpec.model_validate({"name": "text", "data_dir": str(folder), **settings, **fields})
+    return TextSpec.model_validate({"name": "text", "data_dir": str(folder), **settings, **fields})
 
 
 @pytest.mark.parametrize("name", GLUE)
@@ -77,7 +77,7 @@ def text_spec(folder: Path, file: str, **fields: object) -> TaskSpec:
 def test_official_files_are_read_wherever_they_lie(name: str, place: str, tmp_path: Path) -> None:
     """Every task's files, in data_dir or in its own folder there, give the texts and labels of the right columns."""
     write_glue(name, tmp_path / place.format(GLUE[name].folder))
-    spec = TaskSpec(name=name, data_dir=str(tmp_path))
+    spec = TextSpec(name=name, data_dir=str(tmp_path))
     assert check_data_files(spec) == []
     for split in ("train", *GLUE[name].evaluation):
         found = row_source(spec).rows(split)
@@ -90,7 +90,7 @@ def test_the_files_of_the_tasks_own_folder_win(tmp_path: Path) -> None:
     """Where data_dir itself holds another task's train.tsv, the task's own folder is read."""
     write_glue("rte", tmp_path)
     write_glue("sst2", tmp_path / "SST-2")
-    assert row_source(TaskSpec(name="sst2", data_dir=str(tmp_path))).rows("train").rows[0].label == "positive"
+    assert row_source(TextSpec(name="sst2", data_dir=str(tmp_path))).rows("train").rows[0].label == "positive"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_score_that_is_no_number_in_range_is_refused(value: str, tmp_path: Pat
     header, rows = OFFICIAL["stsb"]
     (tmp_path / "train.tsv").write_text(header + rows.replace("3.800", value), encoding="utf-8")
     with pytest.raises(ValueError, match=r"train\.tsv, line 3: 'score' is .* a number from 0 to 5"):
-        row_source(TaskSpec(name="stsb", data_dir=str(tmp_path))).rows("train")
+        row_source(TextSpec(name="stsb", data_dir=str(tmp_path))).rows("train")
 
 
 @pytest.mark.parametrize("value", ["Infinity", "NaN", "true", "null", '"high"'])
@@ -177,14 +177,14 @@ def test_an_unknown_label_is_told_with_the_allowed_ones(tmp_path: Path) -> None:
     """A label that GLUE does not know names its line and the known ones."""
     (tmp_path / "train.tsv").write_text("sentence\tlabel\nfine\t1\nbad\t2\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"train\.tsv, line 3: unknown label '2' in 'label': .* one of '0', '1'"):
-        row_source(TaskSpec(name="sst2", data_dir=str(tmp_path))).rows("train")
+        row_source(TextSpec(name="sst2", data_dir=str(tmp_path))).rows("train")
 
 
 def test_missing_files_and_bad_settings_are_all_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """One call collects them, naming what was looked for, within three seconds and without torch or numpy."""
     script = (
-        "import sys, json; from ds_trainer.readers import check_data_files; from ds_trainer.recipe import TaskSpec\n"
-        "specs = [TaskSpec.model_validate(data) for data in json.loads(sys.argv[1])]\n"
+        "import sys, json; from ds_trainer.readers import check_data_files; from ds_trainer.recipe import TextSpec\n"
+        "specs = [TextSpec.model_validate(data) for data in json.loads(sys.argv[1])]\n"
         "print(json.dumps([check_data_files(spec) for spec in specs])); print({'torch', 'numpy'} & set(sys.modules))"
     )
     (tmp_path / "train.tsv").write_text("sentence\tlabel\n", encoding="utf-8")
@@ -222,15 +222,15 @@ def test_hub_rows_equal_those_of_the_official_files(name: str, tmp_path: Path) -
     """A data set in the hub's form gives the same texts and label names as the files."""
     datasets = pytest.importorskip("datasets")
     write_glue(name, tmp_path)
-    expected = row_source(TaskSpec(name=name, data_dir=str(tmp_path))).rows("train").rows
-    glue, regression = GLUE[name], is_regression(TaskSpec(name=name))
+    expected = row_source(TextSpec(name=name, data_dir=str(tmp_path))).rows("train").rows
+    glue, regression = GLUE[name], is_regression(TextSpec(name=name))
     names = list(glue.labels.values())
     kind = datasets.Value("float32") if regression else datasets.ClassLabel(names=names)
     columns = {column: [row.texts[i] for row in expected] for i, column in enumerate(glue.hub_columns)}
     columns["label"] = [row.label if regression else names.index(str(row.label)) for row in expected]
     features = datasets.Features({column: datasets.Value("string") for column in glue.hub_columns} | {"label": kind})
     dataset = datasets.Dataset.from_dict(columns, features=features)
-    source = HubSource(TaskSpec(name=name), fetch=lambda spec, split: dataset)
+    source = HubSource(TextSpec(name=name), fetch=lambda spec, split: dataset)
     found = source.rows("train").rows
     assert [row.texts for row in found] == [row.texts for row in expected]
     assert [row.label for row in found] == pytest.approx([row.label for row in expected]) or not regression
@@ -244,7 +244,7 @@ def test_a_hub_split_without_labels_is_told() -> None:
     features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
     dataset = datasets.Dataset.from_dict({"sentence": ["x"], "label": [-1]}, features=features)
     with pytest.raises(ValueError, match=r"nyu-mll/glue/sst2 \(train\), row 1: unknown label"):
-        HubSource(TaskSpec(name="sst2"), fetch=lambda spec, split: dataset).rows("train")
+        HubSource(TextSpec(name="sst2"), fetch=lambda spec, split: dataset).rows("train")
 
 
 @pytest.mark.real
@@ -254,5 +254,5 @@ def test_a_hub_split_without_labels_is_told() -> None:
 )
 def test_the_real_files_are_read_whole(name: str, train: int, validation: int) -> None:
     """GLUE as it ships has the published numbers of examples."""
-    source = row_source(TaskSpec(name=name, data_dir=str(REAL)))
+    source = row_source(TextSpec(name=name, data_dir=str(REAL)))
     assert [len(source.rows(split).rows) for split in ("train", "validation")] == [train, validation]

@@ -150,5 +150,5 @@ def test_no_recipe_breaks_the_check(data):
 
 def test_a_task_is_checked_by_itself():
     """parse_task tells the task's own mistakes."""
-    with pytest.raises(ValueError, match=r'task: max_seq_lenght: unknown key; did you mean "max_seq_length"'):
+    with pytest.raises(ValueError, match=r'task.max_seq_lenght: unknown key; did you mean "max_seq_length"'):
         parse_task({"name": "sst2", "max_seq_lenght": 3})

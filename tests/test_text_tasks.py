@@ -23,11 +23,12 @@ from transformers import (
 
 from ds_trainer.data import evaluation_shard
 from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import TaskSpec
+from ds_trainer.recipe import TextSpec
 from ds_trainer.tasks import TASKS, build_task, training_texts
 from ds_trainer.tasks.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
 from ds_trainer.tasks.metrics import score
-from ds_trainer.tasks.text import _spread, _tokenizer_state
+from ds_trainer.tasks.pretrained import tokenizer_state
+from ds_trainer.tasks.text import _spread
 
 SHARED = Path(__file__).parents[2] / "shared"
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
@@ -63,7 +64,7 @@ def classifier(tokenizer: Any, folder: Path, labels: tuple[str, ...]) -> Path:
 
 
 @pytest.fixture
-def mnli(tmp_path: Path) -> TaskSpec:
+def mnli(tmp_path: Path) -> TextSpec:
     """Three rows a split, one of each class, in the task's order."""
     folder = tmp_path / "MNLI"
     folder.mkdir()
@@ -71,14 +72,14 @@ def mnli(tmp_path: Path) -> TaskSpec:
     rows = "".join(f"{a}\t{b}\t{label}\n" for (a, b), label in zip(pairs, MNLI, strict=True))
     for file in ("train", "dev_matched", "dev_mismatched"):
         (folder / f"{file}.tsv").write_text(f"sentence1\tsentence2\tgold_label\n{rows}", encoding="utf-8")
-    return TaskSpec(name="mnli", data_dir=str(tmp_path))
+    return TextSpec(name="mnli", data_dir=str(tmp_path))
 
 
-def write_csv(folder: Path, labels: list[Any]) -> TaskSpec:
+def write_csv(folder: Path, labels: list[Any]) -> TextSpec:
     rows = [f"{text},{label}\n" for text, label in zip(SENTENCES * 3, labels, strict=False)]
     for file in ("train.csv", "dev.csv"):
         (folder / file).write_text("text,label\n" + "".join(rows), encoding="utf-8")
-    return TaskSpec(
+    return TextSpec(
         name="text",
         data_dir=str(folder),
         text_columns=["text"],
@@ -91,11 +92,10 @@ def write_csv(folder: Path, labels: list[Any]) -> TaskSpec:
 def test_an_unknown_task_is_told_with_the_nearest_names() -> None:
     """A misspelt task name is a ValueError with what was probably meant; each known one has a class."""
     with pytest.raises(ValueError, match="'mnil' is unknown: did you mean 'mnli'"):
-        build_task(TaskSpec(name="mnil"), "nowhere")
-    assert {"cola", "wnli", "docstrings", "text"} < set(TASKS)
+        build_task(TextSpec(name="mnil"), "nowhere")
 
 
-def test_rows_become_padded_batches_of_pairs(mnli: TaskSpec, encoder: Path, tmp_path: Path) -> None:
+def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
     """A pair is told apart by token types; a batch is as long as its longest row; ids are positions."""
     task = build_task(mnli, encoder, tmp_path / "cache")
     examples = task.examples("train")
@@ -110,7 +110,7 @@ def test_rows_become_padded_batches_of_pairs(mnli: TaskSpec, encoder: Path, tmp_
         assert torch.equal(batch.inputs[name], values), name
 
 
-def test_a_batch_is_padded_to_the_asked_multiple(mnli: TaskSpec, encoder: Path, tmp_path: Path) -> None:
+def test_a_batch_is_padded_to_the_asked_multiple(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
     """With pad_to_multiple_of 8, the width is the next multiple, and the mask leaves it out."""
     task = build_task(mnli.model_copy(update={"pad_to_multiple_of": 8}), encoder, tmp_path / "cache")
     examples = task.examples("train")
@@ -121,7 +121,7 @@ def test_a_batch_is_padded_to_the_asked_multiple(mnli: TaskSpec, encoder: Path, 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0), (0, 1, 2)])
 def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
-    order: tuple[int, ...], mnli: TaskSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+    order: tuple[int, ...], mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     """A downloaded MNLI model keeps its class ids; labels, loss and answers agree with its own names."""
     names = tuple(MNLI[i].upper() for i in order)
@@ -139,7 +139,7 @@ def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
 
 
 def test_a_model_for_another_folders_task_gives_logits_in_the_tasks_order(
-    mnli: TaskSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+    mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     """A teacher whose head is in another order than the student's is turned to it, so that their logits compare."""
     teacher = classifier(tokenizer, tmp_path / "teacher", ("contradiction", "entailment", "neutral"))
@@ -152,7 +152,7 @@ def test_a_model_for_another_folders_task_gives_logits_in_the_tasks_order(
 
 
 def test_a_head_of_other_classes_is_replaced_and_told(
-    mnli: TaskSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two classes do not fit three: the head is new, the encoder is kept, and the log says so."""
     caplog.set_level("INFO", logger="ds_trainer")
@@ -165,7 +165,7 @@ def test_a_head_of_other_classes_is_replaced_and_told(
 
 
 def test_unnamed_classes_are_taken_in_the_tasks_order_with_a_warning(
-    mnli: TaskSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LABEL_0 to LABEL_2 say nothing of their meaning: they are used, and the user is warned."""
     folder = classifier(tokenizer, tmp_path / "unnamed", ("LABEL_0", "LABEL_1", "LABEL_2"))
@@ -175,20 +175,20 @@ def test_unnamed_classes_are_taken_in_the_tasks_order_with_a_warning(
     torch.testing.assert_close(model.classifier.weight, own)
 
 
-def test_models_are_loaded_in_fp32_whatever_the_checkpoint(mnli: TaskSpec, tokenizer: Any, tmp_path: Path) -> None:
+def test_models_are_loaded_in_fp32_whatever_the_checkpoint(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
     """A bf16 checkpoint gives an fp32 model."""
     folder = save(BertModel(bert_config(tokenizer)).bfloat16(), tokenizer, tmp_path / "bf16")
     parameters = build_task(mnli, folder, tmp_path / "cache").build_model(folder).parameters()
     assert {parameter.dtype for parameter in parameters} == {torch.float32}
 
 
-def test_a_language_model_without_pooler_can_be_fine_tuned(mnli: TaskSpec, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_language_model_without_pooler_can_be_fine_tuned(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
     """A BERT saved with its masked-LM head has no pooler: that is new, and no error."""
     folder = save(BertForMaskedLM(bert_config(tokenizer)), tokenizer, tmp_path / "mlm")
     assert build_task(mnli, folder, tmp_path / "cache").build_model(folder)
 
 
-def test_gpt2_pads_with_its_end_of_text(mnli: TaskSpec, tokenizer: Any, tmp_path: Path) -> None:
+def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
     """A tokenizer and model without padding get one, and a padded row's logits equal the row's alone."""
     bare = train_tokenizer(SENTENCES * 5, 60, True)
     bare.pad_token, bare.eos_token = None, "[SEP]"
@@ -205,7 +205,7 @@ def test_gpt2_pads_with_its_end_of_text(mnli: TaskSpec, tokenizer: Any, tmp_path
 
 @pytest.mark.parametrize(("positions", "allowed"), [(64, True), (63, False)])
 def test_sequences_longer_than_the_models_positions_are_refused(
-    positions: int, allowed: bool, mnli: TaskSpec, tokenizer: Any, tmp_path: Path
+    positions: int, allowed: bool, mnli: TextSpec, tokenizer: Any, tmp_path: Path
 ) -> None:
     """RoBERTa's table holds two rows more than it has positions, and the limit is exact."""
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "max_position_embeddings": positions + 2}
@@ -218,7 +218,7 @@ def test_sequences_longer_than_the_models_positions_are_refused(
             task.build_model(folder)
 
 
-def test_a_tokenizer_of_another_model_is_refused(mnli: TaskSpec, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
     """Tokens without an embedding would index out of range in the first step."""
     config = bert_config(tokenizer)
     config.vocab_size = 10
@@ -266,7 +266,7 @@ def _other_width(folder: Path) -> None:
     ],
 )
 def test_a_broken_model_folder_is_told_with_its_cause(
-    damage: Any, message: str, mnli: TaskSpec, encoder: Path, tmp_path: Path
+    damage: Any, message: str, mnli: TextSpec, encoder: Path, tmp_path: Path
 ) -> None:
     """What is wrong with a folder is one ValueError that names it."""
     damage(encoder)
@@ -274,7 +274,7 @@ def test_a_broken_model_folder_is_told_with_its_cause(
         build_task(mnli, encoder, tmp_path / "cache").build_model(encoder)
 
 
-def test_a_model_folder_that_is_not_there_is_not_asked_of_the_hub(mnli: TaskSpec, tmp_path: Path) -> None:
+def test_a_model_folder_that_is_not_there_is_not_asked_of_the_hub(mnli: TextSpec, tmp_path: Path) -> None:
     """A path is never taken for a hub name."""
     with pytest.raises(ValueError, match=r"the model folder .*none does not exist"):
         build_task(mnli, tmp_path / "none", tmp_path)
@@ -326,7 +326,7 @@ def test_regression_is_scored_by_its_correlations(encoder: Path, tmp_path: Path)
     assert model(**batch.inputs).logits.shape == (6, 1)
 
 
-def test_the_loss_is_computed_in_fp32(mnli: TaskSpec, encoder: Path, tmp_path: Path) -> None:
+def test_the_loss_is_computed_in_fp32(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
     """bf16 logits do not round the loss."""
     task = build_task(mnli, encoder, tmp_path / "cache")
     batch = task.collate(task.examples("train"), range(3))
@@ -361,7 +361,7 @@ def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp
     """The same task reuses its folder; another length, file content or tokenizer gets another one."""
     spec, cache = write_csv(tmp_path, ["a", "b"] * 3), tmp_path / "cache"
 
-    def folders(spec: TaskSpec, source: Path = encoder) -> int:
+    def folders(spec: TextSpec, source: Path = encoder) -> int:
         build_task(spec, source, cache).examples("train")
         return len(list(cache.iterdir()))
 
@@ -377,9 +377,9 @@ def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp
 
 def test_using_a_tokenizer_does_not_change_its_fingerprint(tokenizer: Any) -> None:
     """Truncation set by an earlier call stays in the object and must not count."""
-    before = _tokenizer_state(tokenizer)
+    before = tokenizer_state(tokenizer)
     tokenizer(["it rains"], truncation=True, max_length=4, padding="max_length")
-    assert _tokenizer_state(tokenizer) == before
+    assert tokenizer_state(tokenizer) == before
 
 
 METRICS = [
@@ -434,14 +434,14 @@ def test_docstrings_are_real_distinct_and_do_not_leak() -> None:
         assert min(counts.values()) > 100
         assert max(counts.values()) <= CLASS_CAP
         assert len({row.label for row in rows[:50]}) >= 4, "shuffled"
-    assert len(training_texts(TaskSpec(name="docstrings"))) == len(splits["train"])
+    assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
 
 
 @pytest.mark.real
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no ../shared/data")
 def test_sst2_is_tokenised_as_published(tmp_path: Path) -> None:
     """The real SST-2 with the real tokenizer has 67,349 examples of 13.3 tokens on average."""
-    task = build_task(TaskSpec(name="sst2", data_dir=str(SHARED / "data")), SHARED / "models" / "minilm-l6", tmp_path)
+    task = build_task(TextSpec(name="sst2", data_dir=str(SHARED / "data")), SHARED / "models" / "minilm-l6", tmp_path)
     examples = task.examples("train")
     assert len(examples) == 67_349
     assert float(np.mean(examples.lengths)) == pytest.approx(13.3, abs=0.05)

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ds_trainer import distributed
+from ds_trainer.data import Examples, cached
+from ds_trainer.tasks.pretrained import HeadKind, input_names, load_config
+
 if TYPE_CHECKING:
-    from ds_trainer.data import Examples, Positions
+    from ds_trainer.data import Positions
+
+PAD_LOGIT = -1e4
+"""In `Task.logits`, a place that is no class: a padded position of an answer's start, say. Finite in every dtype."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`inputs` go to the model's forward, `labels` and `ids` (rows,) stay here; ids are places in the split."""
+    """`inputs` go to the model; `labels` (as the task needs them) and `ids` (rows,), places in the split, stay here.
+
+    `others` are inputs that this model does not take and another model of the same examples may.
+    """
 
     inputs: dict[str, Tensor]
     labels: Tensor
     ids: Tensor
+    others: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -33,36 +44,77 @@ class Batch:
         return self.inputs["input_ids"].numel()
 
     def to(self, device: torch.device) -> Batch:
-        inputs = {name: value.to(device, non_blocking=True) for name, value in self.inputs.items()}
-        return Batch(inputs, self.labels.to(device, non_blocking=True), self.ids)
+        inputs, others = (
+            {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+            for tensors in (self.inputs, self.others)
+        )
+        return Batch(inputs, self.labels.to(device, non_blocking=True), self.ids, others)
 
 
 class Task(ABC):
     """One family of problems; one subclass a family."""
 
     tokenizer: Any
+    head: HeadKind
+    cache_dir: Path
     splits: tuple[str, ...] = ("validation",)
     """The splits to evaluate on."""
+    label_names: tuple[str, ...] = ()
+    """The classes in the model's order, where they have names."""
+    regression: bool = False
+    """Whether `logits` are values to be compared by their difference, not scores of classes."""
+    inputs_vary: bool = False
+    """Whether an example's inputs differ from one `draw` to the next."""
+
+    def __init__(self, tokenizer: Any, head: HeadKind, cache_dir: Path) -> None:
+        self.tokenizer, self.head, self.cache_dir = tokenizer, head, cache_dir
+        self._examples: dict[str, Examples] = {}
+
+    def examples(self, split: str) -> Examples:
+        """The tokenised split, memory-mapped from the cache. The first call for a split is collective."""
+        if split not in self._examples:
+            self._examples[split] = cached(self.cache_dir, self.key(split), lambda: self.tokenised(split))
+        return self._examples[split]
+
+    def key(self, split: str) -> str:
+        """What tells this tokenised split from every other, on every rank; collective."""
+        return distributed.on_main(lambda: self.fingerprint(split))
+
+    def hidden_size(self, folder: str | Path) -> int:
+        """The model's width, known without loading it, for the engine file's "auto" bucket sizes."""
+        return int(load_config(folder, self.head).get_text_config().hidden_size)
+
+    def check_trained(self, folder: str | Path) -> None:
+        """Refuse, by ValueError, a model that has no trained head for this task: its score would mean nothing."""
+        if not self.head.trained_in(load_config(folder, self.head)):
+            raise ValueError(f"{folder} is no trained {self.head.name}: fine-tune it first")
+
+    def inputs_for(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """The batch's inputs as another model of this task takes them, a teacher of another family say."""
+        names = input_names(model.config, self.head) | self.own_inputs
+        return {name: value for name, value in (batch.inputs | batch.others).items() if name in names}
+
+    own_inputs: ClassVar[frozenset[str]] = frozenset()
+    """Inputs that a model of `build_model` takes beyond those of its architecture."""
+
+    @abstractmethod
+    def fingerprint(self, split: str) -> str:
+        """Hash of all that decides what `tokenised` gives, on this host."""
+
+    @abstractmethod
+    def tokenised(self, split: str) -> Examples:
+        """Read and tokenise the split; ValueError tells what is wrong with its files."""
 
     @abstractmethod
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load the model of `folder` (or hub name) with this task's head, in fp32, on the CPU."""
 
     @abstractmethod
-    def check_trained(self, folder: str | Path) -> None:
-        """Refuse, by ValueError, a model that has no trained head for this task: its score would mean nothing."""
+    def collate(self, examples: Examples, positions: Sequence[int] | Positions, draw: int = 0) -> Batch:
+        """A batch on the CPU, padded to its longest row.
 
-    @abstractmethod
-    def hidden_size(self, folder: str | Path) -> int:
-        """The model's width, known without loading it."""
-
-    @abstractmethod
-    def examples(self, split: str) -> Examples:
-        """The tokenised split, memory-mapped from the cache."""
-
-    @abstractmethod
-    def collate(self, examples: Examples, positions: Sequence[int] | Positions) -> Batch:
-        """A batch on the CPU, padded to its longest row."""
+        What is random in the inputs (the masks of MLM) is a function of the example and of `draw`, 0 at evaluation.
+        """
 
     @abstractmethod
     def loss(self, out: Any, batch: Batch) -> Tensor:
@@ -70,7 +122,7 @@ class Task(ABC):
 
     @abstractmethod
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
-        """Each (rows, classes)."""
+        """Each (rows, classes), `PAD_LOGIT` where a place is no class. Rows need not be examples."""
 
     @abstractmethod
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
@@ -79,3 +131,11 @@ class Task(ABC):
     @abstractmethod
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         """The task's metrics over all examples of the split."""
+
+    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
+        """Share of the split's examples of which two models say the same."""
+        return sum(answers[id] == others[id] for id in answers) / len(answers)
+
+    def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
+        """JSON files, by name, that a user of this task expects beside its score: predictions."""
+        return {}

@@ -8,7 +8,6 @@ Models are loaded in `text_model.py`, metrics are in `metrics.py`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer import distributed
-from ds_trainer.data import Examples, Positions, cached, fingerprint, pack
+from ds_trainer.data import Examples, Positions, fingerprint, pack
 from ds_trainer.readers import (
     RowSource,
     TextRow,
@@ -32,10 +31,11 @@ from ds_trainer.readers import (
     metrics_of,
     row_source,
 )
-from ds_trainer.recipe import TaskSpec
+from ds_trainer.recipe import TextSpec
 from ds_trainer.tasks import text_model
 from ds_trainer.tasks.docstrings import DocstringSource
 from ds_trainer.tasks.metrics import score
+from ds_trainer.tasks.pretrained import CLASSIFIER, check_fits, input_names, load_config, pad_token_id, tokenizer_state
 from ds_trainer.tasks.task import Batch, Task
 
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
@@ -50,20 +50,21 @@ class TextTask(Task):
     """
 
     def __init__(
-        self, spec: TaskSpec, tokenizer: Any, source: str | Path, cache_dir: Path, rows: RowSource | None = None
+        self, spec: TextSpec, tokenizer: Any, source: str | Path, cache_dir: Path, rows: RowSource | None = None
     ) -> None:
-        self.spec, self.tokenizer, self._cache_dir = spec, tokenizer, cache_dir
+        super().__init__(tokenizer, CLASSIFIER, cache_dir)
+        self.spec = spec
         self.splits = evaluation_splits(spec)
+        self.regression = is_regression(spec)
         self._rows = rows or _rows_of(spec)
-        self._pad_token_id = _pad_token_id(tokenizer)
-        config = text_model.load_config(source)
+        self._pad_token_id = pad_token_id(tokenizer)
+        config = load_config(source, CLASSIFIER)
         head = text_model.trained_head(config)
-        self._task_labels = () if is_regression(spec) else _task_labels(spec, self._rows, head)
+        self._task_labels = () if self.regression else _task_labels(spec, self._rows, head)
         self.label_names = text_model.label_order(self._task_labels, head)
         self._model_class = np.array([self.label_names.index(name) for name in self._task_labels], np.int64)
         self._task_class = np.argsort(self._model_class)
-        self._inputs = ["input_ids", *(["token_type_ids"] if text_model.takes_token_types(config) else [])]
-        self._examples: dict[str, Examples] = {}
+        self._inputs = input_names(config, CLASSIFIER)
 
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load `folder`'s model with a head for this task's classes, in `label_names`' order, in fp32, on the CPU.
@@ -71,37 +72,26 @@ class TextTask(Task):
         A head of other classes is replaced by a new one, which is logged.
         """
         model = text_model.load_model(folder, self.label_names, self._pad_token_id)
-        text_model.check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
         return model
 
     def check_trained(self, folder: str | Path) -> None:
-        head = text_model.trained_head(text_model.load_config(folder))
+        head = text_model.trained_head(load_config(folder, CLASSIFIER))
         size = max(1, len(self.label_names))
         if head is None or len(head) != size:
             found = f"one of {len(head)} outputs" if head else "none"
             raise ValueError(f"{folder} has no trained head of {size} outputs for {self.spec.name}, but {found}")
 
-    def hidden_size(self, folder: str | Path) -> int:
-        """The model's width, for the engine file's "auto" bucket sizes."""
-        return int(text_model.load_config(folder).get_text_config().hidden_size)
-
-    def examples(self, split: str) -> Examples:
-        if split not in self._examples:
-            key = distributed.on_main(lambda: self._fingerprint(split))
-            self._examples[split] = cached(self._cache_dir, key, lambda: self._tokenised(split))
-        return self._examples[split]
-
-    def collate(self, examples: Examples, positions: Sequence[int] | Positions) -> Batch:
+    def collate(self, examples: Examples, positions: Sequence[int] | Positions, draw: int = 0) -> Batch:
         ids = np.asarray(positions, dtype=np.int64)
-        fill = {"input_ids": self._pad_token_id}
-        padded = examples.padded(ids, fill, self.spec.pad_to_multiple_of)
-        inputs = {name: torch.from_numpy(padded.columns[name]) for name in self._inputs if name in padded.columns}
+        padded = examples.padded(ids, {"input_ids": self._pad_token_id}, self.spec.pad_to_multiple_of)
+        columns = {name: torch.from_numpy(column) for name, column in padded.columns.items()}
+        columns["attention_mask"] = torch.from_numpy(padded.mask)
+        others = {name: columns.pop(name) for name in list(columns) if name not in self._inputs}
         labels = examples.fields["labels"][ids]
         if self._task_labels:
             labels = self._model_class[labels]
-        return Batch(
-            inputs | {"attention_mask": torch.from_numpy(padded.mask)}, torch.from_numpy(labels), torch.from_numpy(ids)
-        )
+        return Batch(columns, torch.from_numpy(labels), torch.from_numpy(ids), others)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Cross entropy, or squared error for regression."""
@@ -127,17 +117,17 @@ class TextTask(Task):
         gold = torch.from_numpy(np.array(labels))
         return score(metrics_of(self.spec), predictions, gold, len(self._task_labels))
 
-    def _fingerprint(self, split: str) -> str:
+    def fingerprint(self, split: str) -> str:
         fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
         settings = {name: getattr(self.spec, name) for name in fields}
         source = self._rows.fingerprint(split)
-        tokenizer = _tokenizer_state(self.tokenizer)
+        tokenizer = tokenizer_state(self.tokenizer)
         return fingerprint("text", split, source, settings, self._limit(split), self._task_labels, tokenizer)
 
     def _limit(self, split: str) -> int | None:
         return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
 
-    def _tokenised(self, split: str) -> Examples:
+    def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
         found = self._rows.rows(split)
         rows = _spread(found.rows, self._limit(split))
@@ -168,16 +158,16 @@ class TextTask(Task):
             )
 
 
-def training_texts(spec: TaskSpec) -> list[str]:
+def training_texts(spec: TextSpec) -> list[str]:
     """Every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
     return [text for row in _rows_of(spec).rows("train").rows for text in row.texts]
 
 
-def _rows_of(spec: TaskSpec) -> RowSource:
+def _rows_of(spec: TextSpec) -> RowSource:
     return DocstringSource() if spec.name == "docstrings" else row_source(spec)
 
 
-def _task_labels(spec: TaskSpec, rows: RowSource, head: Sequence[str] | None) -> tuple[str, ...]:
+def _task_labels(spec: TextSpec, rows: RowSource, head: Sequence[str] | None) -> tuple[str, ...]:
     """The classes in the task's own order: known, or those of the training rows, sorted, numbers by value.
 
     Where there are only rows to evaluate on, which may lack a class, those of a model that names them.
@@ -229,21 +219,3 @@ def _spread(rows: list[TextRow], limit: int | None) -> list[TextRow]:
     if limit is None or limit >= len(rows):
         return rows
     return [rows[index * len(rows) // limit] for index in range(limit)]
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has neither a padding token nor an end of text: give it a pad_token")
-        tokenizer.pad_token = tokenizer.eos_token
-    return int(tokenizer.pad_token_id)
-
-
-def _tokenizer_state(tokenizer: Any) -> Any:
-    """All that decides what a text becomes. Truncation and padding are left out: calls leave them in the object."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
-    else:
-        state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, state]

@@ -28,7 +28,7 @@ from ds_trainer.loop import PhasePlan, flush, micro_batches, train_step
 from ds_trainer.models import create_folder, train_tokenizer
 from ds_trainer.objective import Objective
 from ds_trainer.optim import build_optimizer
-from ds_trainer.recipe import TaskSpec, parse_recipe
+from ds_trainer.recipe import TextSpec, parse_recipe
 from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.schedules import lr_multiplier
@@ -104,7 +104,7 @@ def planned(engine_file: Path, folder: Path) -> PhasePlan:
         task |= {"name": "sst2", "data_dir": str(SHARED / "data")}
         tokenizer = load_tokenizer(SHARED / "models/minilm-l6")
     else:
-        tokenizer = train_tokenizer(training_texts(TaskSpec()), vocab_size=8192, lowercase=True)
+        tokenizer = train_tokenizer(training_texts(TextSpec()), vocab_size=8192, lowercase=True)
     create_folder(BERT, tokenizer, folder / "initial_model", seed=0)
     phase = {"max_steps": 10_000, "train_batch_size": ROWS, "learning_rate": 5e-5, "logging_steps": LOG_EVERY}
     recipe = parse_recipe({"task": task, "phases": [phase], "cache_dir": str(folder / "cache")})
