@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_trainer import distributed
 from ds_trainer.engine_file import Said, check_engine_file, read_engine_file
+from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.json_file import read_json
 from ds_trainer.recipe import Phase, Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
 from ds_trainer.run_folder import check_output_folder
@@ -46,21 +47,32 @@ class EvaluateJob:
     batch_size: int
     cache_dir: str | None
     output_file: Path | None
+    predictions_dir: Path | None
 
 
 def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
-    """Run a command of this library and give its exit code: 0, or 2 for what a user wrote, told by rank 0 alone."""
+    """Run a command of this library and give its exit code; rank 0 alone tells what went wrong.
+
+    2 for what a user wrote, 3 for a loss that is not finite.
+    """
     distributed.start_logging()
     try:
         command(arguments)
     except ValueError as error:
         if not _is_told(error):
             raise
-        if distributed.is_main():
-            sys.stdout.flush()
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell(error)
         return USER_ERROR
+    except NonFiniteLossError as error:
+        _tell(error)
+        return error.exit_code
     return 0
+
+
+def _tell(error: Exception) -> None:
+    if distributed.is_main():
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def train_command(arguments: Sequence[str]) -> None:
@@ -132,7 +144,8 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
         mistakes.append("no task: give --task_name, or --recipe with a task")
     mistakes.tell()
     assert task is not None
-    return EvaluateJob(flags.model, task, flags.batch_size, recipe.cache_dir if recipe else None, flags.output_file)
+    cache_dir = recipe.cache_dir if recipe else None
+    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, flags.output_file, flags.predictions_dir)
 
 
 def said_by(phase: Phase) -> Said:
@@ -199,12 +212,13 @@ def _evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
     parser.add_argument("--batch_size", type=int, default=64, help="examples per rank and forward")
     parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
+    parser.add_argument("--predictions_dir", type=Path, help="write predictions there, where the task has any")
     _add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
     return parser
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
-    parser.add_argument("--task_name", help="GLUE task, docstrings, or text")
+    parser.add_argument("--task_name", help="a GLUE task, docstrings, text, squad, mlm or clm")
     parser.add_argument("--data_dir", help="folder of the task's files")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
@@ -239,7 +253,8 @@ def _source_mistakes(recipe: Recipe) -> list[str]:
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
-    folders = [recipe.model.name_or_path, *(phase.start_from for phase in recipe.phases)]
+    teachers = [phase.techniques.distill.teacher for phase in recipe.phases if phase.techniques.distill]
+    folders = [recipe.model.name_or_path, *(phase.start_from for phase in recipe.phases), *teachers]
     return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder)]
 
 

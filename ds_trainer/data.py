@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ds_trainer import distributed
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Part of every fingerprint: raise it when tokenised data of the same sources would come out otherwise."""
 
 _INDEX = "index.json"
@@ -136,12 +136,25 @@ def _ensure(folder: Path, build: Callable[[], Examples]) -> None:
 
 
 def _save(examples: Examples, folder: Path) -> None:
-    """Write aside, then rename: under its name the folder is always whole."""
+    arrays = {"offsets": examples.offsets}
+    arrays |= {f"tokens.{name}": flat for name, flat in examples.tokens.items()}
+    arrays |= {f"fields.{name}": values for name, values in examples.fields.items()}
+
+    def write(aside: Path) -> None:
+        for name, array in arrays.items():
+            np.save(aside / f"{name}.npy", array, allow_pickle=False)
+        write_index(aside, arrays, examples.notes)
+
+    save_aside(folder, write)
+
+
+def save_aside(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have arrays and their index written into a folder beside, then rename it: under its name it is always whole."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
-            _write(examples, aside)
+            write(aside)
             _make_current(aside, folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -149,15 +162,9 @@ def _save(examples: Examples, folder: Path) -> None:
         raise ValueError(f"cache_dir {folder.parent} cannot be written: {error}") from error
 
 
-def _write(examples: Examples, folder: Path) -> None:
-    arrays = {"offsets": examples.offsets}
-    arrays |= {f"tokens.{name}": flat for name, flat in examples.tokens.items()}
-    arrays |= {f"fields.{name}": values for name, values in examples.fields.items()}
-    checksums = {}
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
-        checksums[name] = _checksum(array)
-    index = {"checksums": checksums, "notes": dict(examples.notes)}
+def write_index(folder: Path, arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> None:
+    """Say which arrays the folder holds, each in NAME.npy, with their checksums."""
+    index = {"checksums": {name: _checksum(array) for name, array in arrays.items()}, "notes": dict(notes)}
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -168,7 +175,7 @@ def _make_current(aside: Path, folder: Path) -> None:
         with contextlib.suppress(OSError):
             aside.rename(folder)
             return
-        if _open(folder) is not None:
+        if open_arrays(folder) is not None:
             return
         with contextlib.suppress(FileNotFoundError):
             trash = Path(tempfile.mkdtemp(prefix=".broken-", dir=folder.parent))
@@ -177,8 +184,8 @@ def _make_current(aside: Path, folder: Path) -> None:
     raise OSError(f"{folder} cannot be replaced")
 
 
-def _open(folder: Path) -> Examples | None:
-    """The examples of a folder; None where it is missing, incomplete or broken."""
+def open_arrays(folder: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
+    """The memory-mapped arrays of a folder and its notes; None where it is missing, incomplete or broken."""
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         # as a plain array: indexing a np.memmap costs several times more
@@ -187,9 +194,14 @@ def _open(folder: Path) -> Examples | None:
             for name in index["checksums"]
         }
         whole = all(_checksum(array) == index["checksums"][name] for name, array in arrays.items())
-        return _assembled(arrays, index["notes"]) if whole else None
+        return (arrays, index["notes"]) if whole else None
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _open(folder: Path) -> Examples | None:
+    found = open_arrays(folder)
+    return _assembled(*found) if found and "offsets" in found[0] else None
 
 
 def _assembled(arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> Examples:

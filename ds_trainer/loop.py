@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from ds_trainer import checkpoint, distributed, engine
-from ds_trainer.data import BatchPlan, shard
+from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
-from ds_trainer.evaluate import evaluate_splits
+from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.export import export
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
-from ds_trainer.recipe import Phase
-from ds_trainer.report import Report
+from ds_trainer.recipe import Phase, Techniques
+from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.tasks.task import Batch, Task
-from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
+from ds_trainer.techniques import Clock, Forward, Predict, Technique, build_techniques
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PhasePlan:
     """A phase with everything resolved: where it starts, how long it runs, what DeepSpeed is told, where it writes."""
 
     phase: Phase
+    techniques: Techniques
     task: Task
     source: str
     clock: Clock
@@ -39,7 +40,7 @@ class PhasePlan:
     def build(self) -> tuple[nn.Module, list[Technique]]:
         """The phase's model as it starts, with its techniques attached; the same on every rank."""
         torch.manual_seed(self.clock.seed)
-        techniques = build_techniques(self.phase.techniques, self.clock)
+        techniques = build_techniques(self.techniques, self.clock, self.task)
         model = self.task.build_model(self.source)
         for technique in techniques:
             model = technique.attach(model)
@@ -70,21 +71,23 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
     techniques = objective.techniques
     lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
     ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+    for technique in techniques:
+        technique.start(ds_engine.device)
     step = checkpoint.resume(ds_engine, plan.folder) if resume else 0
     batches = BatchPlan(task.examples("train").lengths, ds_engine.train_batch_size(), clock.seed)
     log_every, eval_every, save_every = (
         interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
     )
 
-    def evaluate_now() -> dict[str, float]:
+    def evaluate_now(views: Mapping[str, Predict] | None = None) -> Evaluation:
         for technique in techniques:
             technique.on_step(step)
         ds_engine.eval()
-        results = evaluate_splits(lambda batch: ds_engine(**batch.inputs), task, phase.per_device_eval_batch_size)
+        found = evaluate(lambda batch: ds_engine(**batch.inputs), task, phase.per_device_eval_batch_size, views)
         ds_engine.train()
-        report.write(step, {f"eval/{name}": value for name, value in results.items()})
-        report.say(f"{phase.name}: step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in results.items()))
-        return results
+        report.write(step, {f"eval/{name}": value for name, value in found.scores.items()})
+        report.say(f"{phase.name}: step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in found.scores.items()))
+        return found
 
     while step < clock.total:
         step = train_step(objective, ds_engine, batches, report, clock.seed)
@@ -94,9 +97,14 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
             with report.paused():
                 evaluate_now()
         if due(step, save_every):
+            report.check_finite()  # before anything of such a step is kept
             with report.paused():
                 checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
-    results = {"train": report.totals() | {"steps": step}, "eval": evaluate_now()}
+    last = evaluate_now({name: view for technique in techniques for name, view in technique.views().items()})
+    distributed.on_main(lambda: save_json(last.files, plan.folder / "eval"))
+    results = {"train": report.totals() | {"steps": step}, "eval": last.scores}
+    for technique in techniques:
+        technique.stop()
     results |= export(ds_engine, plan.build, task, step, plan.folder / "model")
     engine.stop_engine(ds_engine)
     return results
@@ -108,11 +116,12 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
     seed_step(seed, step)
     for technique in objective.techniques:
         technique.on_step(step)
-    for batch in micro_batches(objective.task, batches.indices(step), ds_engine):
+    draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
+    for batch in micro_batches(objective.task, batches.indices(step), ds_engine, draw):
         loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only
-        report.add(terms, batch)
+        report.add(step, terms, batch)
     return int(ds_engine.global_steps)
 
 
@@ -122,12 +131,12 @@ def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Eng
     report.flush(ds_engine.global_steps, {name: value for found in readings for name, value in found.items()})
 
 
-def micro_batches(task: Task, positions: Any, ds_engine: engine.Engine) -> Iterator[Batch]:
-    """This rank's micro-batches of one optimizer step, on its device."""
+def micro_batches(task: Task, positions: Positions, ds_engine: engine.Engine, draw: int) -> Iterator[Batch]:
+    """This rank's micro-batches of one optimizer step, on its device; `draw` as in `Task.collate`."""
     examples = task.examples("train")
     accumulation = ds_engine.gradient_accumulation_steps()
     for rows in shard(positions, examples.lengths, distributed.rank(), distributed.world_size(), accumulation):
-        yield task.collate(examples, rows).to(ds_engine.device)
+        yield task.collate(examples, rows, draw).to(ds_engine.device)
 
 
 def seed_step(seed: int, step: int) -> None:

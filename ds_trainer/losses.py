@@ -1,11 +1,24 @@
-"""Loss terms and score penalties: pure functions of tensors, computed in fp32."""
+"""Loss terms and score penalties: pure functions of tensors, computed in fp32.
+
+Distillation: KL with temperature (arXiv 1503.02531), cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of
+hidden states and attention maps (TinyBERT, arXiv 1909.10351).
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PAD_LOGIT = -1e4
+"""In logits, a place that is no class: a padded position of an answer's start, say. Finite in every dtype."""
+
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Values of logits worked on at a time: what stays in a core's cache, or fills a GPU."""
 
 # Hard-concrete distribution of arXiv 1712.01312: temperature, and the interval (0, 1) stretched to (LOW, HIGH).
 TEMPERATURE = 2 / 3
@@ -58,3 +71,77 @@ def _scale(uniform: Tensor | None) -> float:
 
 def _stretched(concrete: Tensor) -> Tensor:
     return concrete * (HIGH - LOW) + LOW
+
+
+def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(teacher || student), mean over rows, times T**2. Both logits (rows, classes), any float dtype.
+
+    Overwrites `teacher`: its memory becomes that of the gradient, found in the same pass, so that there are never more
+    than two tensors of this size. It can be differentiated once.
+    """
+    return _DistillationKl.apply(student, teacher, temperature)
+
+
+class _DistillationKl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient = _gradient_memory(student, teacher) if needs_gradient else None
+        rows, classes = student.shape
+        size = max(1, _CHUNK.get(student.device.type, _CHUNK["cpu"]) // classes)
+        total = torch.zeros((), device=student.device)
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
+            student_log = torch.log_softmax(student[part].float() / temperature, -1)
+            teacher_log = torch.log_softmax(teacher[part].float() / temperature, -1)
+            share = teacher_log.exp()
+            total += torch.sum(share * teacher_log.sub_(student_log))
+            if gradient is not None:
+                gradient[part] = student_log.exp_().sub_(share).mul_(temperature / rows)
+        ctx.gradient = gradient
+        return total * (temperature**2 / rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        assert gradient is not None, "differentiated once already"
+        return gradient.mul_(slope), None, None
+
+
+def _gradient_memory(student: Tensor, teacher: Tensor) -> Tensor:
+    """Where the gradient goes: into the teacher's logits, where their precision allows."""
+    if student.dtype == torch.float16:
+        return torch.empty_like(student, dtype=torch.float32)  # not yet times the loss scale, it would vanish
+    return teacher if teacher.dtype == student.dtype else torch.empty_like(student)
+
+
+def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
+    """Squared difference of logits, mean over all that are not `PAD_LOGIT` in the teacher's. Any equal shapes."""
+    real = teacher != PAD_LOGIT
+    difference = torch.where(real, student.float() - teacher.float(), 0.0)
+    return difference.square().sum() / real.sum()
+
+
+def hidden_cosine(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """1 - cos, mean over the positions where mask (rows, length) is 1. States (rows, length, width)."""
+    distance = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+    return (distance * mask).sum() / mask.sum()
+
+
+def hidden_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Squared difference, mean over width and the positions where mask (rows, length) is 1."""
+    difference = (student.float() - teacher.float()).square().mean(-1)
+    return (difference * mask).sum() / mask.sum()
+
+
+def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+    """Squared difference of attention maps (rows, heads, length, length), mean over heads and attended pairs.
+
+    Maps of models with different numbers of heads are averaged over their heads before.
+    """
+    if student.shape[1] != teacher.shape[1]:
+        student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
+    difference = (student.float() - teacher.float()).square().mean(1)
+    pairs = mask[:, :, None] * mask[:, None, :]
+    return (difference * pairs).sum() / pairs.sum()

@@ -12,10 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+AnyLinear: TypeAlias = nn.Linear | Conv1D
+"""GPT-2 writes its linear layers as `Conv1D`: the same, with a weight of (in, out)."""
 
 
 def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -33,7 +37,7 @@ def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{index}": layer for index, layer in enumerate(lists[name])}
 
 
-def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Linear]:
+def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, AnyLinear]:
     """The linear layers inside the model's layers, by name; those that match a pattern, where patterns are given.
 
     Embeddings, pooler and heads are never among them. A pattern that matches none is a ValueError.
@@ -42,10 +46,10 @@ def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> 
         f"{prefix}.{name}": module
         for prefix, layer in encoder_layers(model).items()
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, AnyLinear)
     }
     if not found:
-        raise ValueError(f"the layers of {type(model).__name__} hold no nn.Linear: there is nothing to mask")
+        raise ValueError(f"the layers of {type(model).__name__} hold no linear layer: there is nothing to mask")
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
@@ -124,7 +128,11 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, check: Callable[[Path]
 
 
 def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:
-    """Write the folder of a new model with random weights: a `transformers` config and a trained tokenizer."""
+    """Write the folder of a new model with random weights: a `transformers` config and a trained tokenizer.
+
+    The vocabulary is the tokenizer's where the config does not say more; ValueError where it says less.
+    """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
     kind = config["model_type"]
@@ -132,13 +140,20 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
         import difflib
 
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        raise ValueError(
-            f'model.config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else "")
-        )
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    fields |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        raise ValueError(f'config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else ""))
+    fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}
+    del fields["model_type"]
     torch.manual_seed(seed)
-    save_folder(AutoModel.from_config(AutoConfig.for_model(kind, **fields)), tokenizer, folder)
+    try:
+        model = AutoModel.from_config(AutoConfig.for_model(kind, **fields))
+    except (StrictDataclassError, ValueError) as error:
+        raise ValueError(f"config: transformers makes no {kind} model of it: {error}") from error
+    embedded = model.get_input_embeddings().num_embeddings
+    if embedded < len(tokenizer):
+        raise ValueError(
+            f"config: vocab_size is {embedded}, and the tokenizer has {len(tokenizer)} tokens: raise it or drop it"
+        )
+    save_folder(model, tokenizer, folder)
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> Any:

@@ -40,7 +40,7 @@ __all__ = [
     "task_of",
 ]
 
-_RESERVED = {"model", "previous", "initial_model", "tensorboard"}
+_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 

@@ -1,7 +1,7 @@
 """What a run tells: `log.jsonl`, TensorBoard, and a progress bar or plain lines, all views of one record per flush.
 
-Loss terms stay on the device and are summed there; a flush costs one reduction over the ranks and one
-synchronisation. Rank 0 alone writes.
+Loss terms stay on the device until a flush, which costs one reduction over the ranks and one
+synchronisation and sees whether all were finite. Rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_trainer import distributed
+from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.tasks.task import Batch
 
 
@@ -30,8 +32,8 @@ class Report:
         self, folder: Path, phase: str, total_steps: int, weights: Mapping[str, float], tensorboard: bool
     ) -> None:
         self.phase, self.weights = phase, dict(weights)
-        self._sums: dict[str, Tensor] = {}
-        self._micro_batches = 0
+        self._pending: list[_MicroBatch] = []
+        self._names: tuple[str, ...] = ()
         self._counts = {"examples": 0, "tokens": 0}
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
@@ -57,20 +59,19 @@ class Report:
         yield
         self._since += time.perf_counter() - start
 
-    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
+    def add(self, step: int, terms: Mapping[str, Tensor], batch: Batch) -> None:
         """Take one micro-batch's unweighted terms; nothing leaves the device."""
-        for name, term in terms.items():
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-        self._micro_batches += 1
+        self._names = tuple(terms)
+        self._pending.append(_MicroBatch(step, batch.ids, torch.stack(list(terms.values())).float()))
         self._counts["examples"] += len(batch.ids)
         self._counts["tokens"] += batch.tokens
 
     def flush(self, step: int, readings: Mapping[str, float]) -> dict[str, float]:
         """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""
         world = distributed.world_size()
-        means = distributed.mean_(torch.stack(list(self._sums.values())).float() / self._micro_batches).tolist()
+        means = self._means()
         seconds = time.perf_counter() - self._since  # after .tolist(), which waits for the device
-        terms = dict(zip(self._sums, means, strict=True))
+        terms = dict(zip(self._names, means, strict=True))
         record = {"train/loss": sum(self.weights[name] * value for name, value in terms.items())}
         record |= {f"train/term/{name}": value for name, value in terms.items()}
         record |= {f"train/weight/{name}": self.weights[name] for name in terms}
@@ -78,13 +79,34 @@ class Report:
         self._loss_sum += record["train/loss"] * self._counts["examples"] * world
         self._total_examples += self._counts["examples"] * world
         self._seconds += seconds
-        self._sums, self._micro_batches = {}, 0
+        self._pending = []
         self._counts = dict.fromkeys(self._counts, 0)
         record |= readings
         self.write(step, record)
         self._show(step, record)
         self._since = time.perf_counter()
         return record
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteLossError, on every rank, if a term since the last flush is not finite; collective."""
+        if self._pending:
+            self._means()
+
+    def _means(self) -> list[float]:
+        """Each term's mean since the last flush, over all ranks."""
+        means = distributed.mean_(torch.stack([micro.terms for micro in self._pending]).mean(0)).tolist()
+        if not all(map(math.isfinite, means)):
+            found = [place for place in distributed.broadcast(distributed.gather(self._first_non_finite())) if place]
+            raise NonFiniteLossError(_told(self.phase, sorted(found)))
+        return means
+
+    def _first_non_finite(self) -> tuple[int, int, str, float, list[int]] | None:
+        """Step (counted from 1), rank, term, value and example ids, where a term of this rank's is not finite."""
+        for micro in self._pending:
+            for name, value in zip(self._names, micro.terms.tolist(), strict=True):
+                if not math.isfinite(value):
+                    return micro.step + 1, distributed.rank(), name, value, micro.ids.tolist()
+        return None
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Append a record to `log.jsonl` and TensorBoard."""
@@ -127,6 +149,15 @@ class Report:
         distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
 
 
+@dataclass(frozen=True)
+class _MicroBatch:
+    """The optimizer step it is of, the ids of its examples (rows,), and its terms (terms,), on the device."""
+
+    step: int
+    ids: Tensor
+    terms: Tensor
+
+
 def results_table(results: Mapping[str, Any]) -> str:
     """The phases side by side: metrics, encoder weights kept, training seconds, examples per second."""
     rows = []
@@ -141,6 +172,28 @@ def results_table(results: Mapping[str, Any]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def save_json(files: Mapping[str, Any], folder: Path) -> None:
+    """Write each value as `folder/NAME`; no folder for no values."""
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _told(phase: str, found: Sequence[tuple[int, int, str, float, list[int]]]) -> str:
+    """What a run that stops says of the first step with a term that is not finite."""
+    step = found[0][0]
+    places = [
+        f"the term {name} is {value} on rank {rank}, of the training examples {', '.join(map(str, ids))}"
+        for at, rank, name, value, ids in found
+        if at == step
+    ]
+    return (
+        f"{phase}: the loss of step {step} is not finite: {'; '.join(places)}. Checkpoints of earlier steps are "
+        f"as they were. Lower learning_rate, lengthen warmup_steps or lower max_grad_norm; with fp16, try bf16"
     )
 
 

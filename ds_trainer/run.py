@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,22 @@ from ds_trainer.command import EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
-from ds_trainer.evaluate import evaluate_splits
+from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.models import create_folder, train_tokenizer
 from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import ModelSpec, Phase, TokenizerSpec
-from ds_trainer.report import Report, results_table
+from ds_trainer.recipe import ModelSpec, Phase, Techniques, TokenizerSpec, task_of
+from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.run_folder import RunFolder
 from ds_trainer.schedules import steps_of
+from ds_trainer.student import create_student
 from ds_trainer.tasks import build_task, training_texts
 from ds_trainer.techniques import Clock
 
 _INITIAL = "initial_model"
+_MADE = "starting_models"
+"""Holds the models that a run makes to start from: the initial one, and the students by the names of their phases."""
+
 _RESULTS = "all_results.json"
 
 
@@ -40,10 +45,12 @@ def run(job: TrainJob) -> None:
             plan.prepare()
         folder = RunFolder(job.output)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
+        models = _Models(job, job.output / _MADE, {})
         for phase in job.recipe.phases:
             if phase.name not in results:
-                results[phase.name] = _run_phase(job, phase, folder)
+                results[phase.name] = _run_phase(job, phase, folder, models)
                 distributed.on_main(partial(_write_results, folder, results))
+            models.left[phase.name] = str(job.output / phase.name / "model")
         distributed.info("\n" + results_table(results))
         distributed.info(f"\nmodel: {job.output / 'model'}")
     finally:
@@ -69,18 +76,18 @@ def evaluate_folder(job: EvaluateJob) -> None:
         task.check_trained(job.model)
         device = distributed.device()
         model = task.build_model(job.model).to(device).eval()
-        results = evaluate_splits(lambda batch: model(**batch.inputs), task, job.batch_size)
-        _tell(results)
-        if distributed.is_main() and job.output_file:
-            job.output_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+        _tell(found.scores)
+        if distributed.is_main():
+            _write_evaluation(job, found)
     finally:
         distributed.stop()
 
 
-def plan_phase(job: TrainJob, phase: Phase, source: str) -> PhasePlan:
+def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = None) -> PhasePlan:
     """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file."""
     recipe, world = job.recipe, distributed.world_size()
-    task = build_task(phase.task or recipe.task, source, recipe.cache_dir)
+    task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, said_by(phase), world)
     examples = len(task.examples("train"))
     total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, numbers.train_batch_size)
@@ -101,7 +108,15 @@ def plan_phase(job: TrainJob, phase: Phase, source: str) -> PhasePlan:
     )
     last = phase is recipe.phases[-1]
     folder = job.output if last else job.output / phase.name
-    return PhasePlan(phase, task, source, clock, config, base, folder)
+    techniques = _taught_by(phase.techniques, teacher)
+    return PhasePlan(phase, techniques, task, source, clock, config, base, folder)
+
+
+def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
+    """The techniques with the teacher's folder in place of its name."""
+    if techniques.distill is None:
+        return techniques
+    return techniques.model_copy(update={"distill": techniques.distill.model_copy(update={"teacher": teacher})})
 
 
 def _start() -> None:
@@ -114,14 +129,69 @@ def _start() -> None:
 
 
 def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
-    """The plan of every phase before any is run: one that starts from another's model is given the recipe's instead."""
+    """The plan of every phase before any is run; what it starts from stands for what it will leave."""
     with tempfile.TemporaryDirectory() as aside:
+        models = _Models(job, Path(aside), {})
         for phase in job.recipe.phases:
-            start = phase.start_from
-            if start.startswith("@"):
-                start = job.recipe.model.name_or_path or distributed.on_main(partial(_create_model, job, Path(aside)))
-            yield plan_phase(job, phase, start)
+            plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+            distill = phase.techniques.distill
+            if distill and not distill.teacher.startswith("@"):
+                plan.task.check_trained(distill.teacher)
+            models.left[phase.name] = plan.source
+            yield plan
         distributed.barrier()  # rank 0's folder is everyone's
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The folders, or hub names, that phases start from and learn from; new ones are made in `folder` by rank 0.
+
+    `left` is what each phase before has left, by name.
+    """
+
+    job: TrainJob
+    folder: Path
+    left: dict[str, str]
+
+    def start(self, phase: Phase) -> str:
+        """What the phase starts from: a model, or the student made of it."""
+        source = self._resolved(phase.start_from)
+        if phase.student is None:
+            return source
+        return distributed.on_main(partial(self._student, phase, source))
+
+    def teacher(self, phase: Phase) -> str | None:
+        distill = phase.techniques.distill
+        return self._resolved(distill.teacher) if distill else None
+
+    def _resolved(self, start: str) -> str:
+        if not start.startswith("@"):
+            return start
+        name = start.removeprefix("@")
+        if name == "previous" and self.left:
+            name = list(self.left)[-1]
+        if name not in ("previous", "model"):
+            return self.left[name]
+        return self.job.recipe.model.name_or_path or distributed.on_main(self._initial)
+
+    def _student(self, phase: Phase, source: str) -> str:
+        assert phase.student is not None
+        target = self.folder / phase.name
+        if not target.is_dir():
+            create_student(phase.student, source, target, self.job.recipe.seed)
+        return str(target)
+
+    def _initial(self) -> str:
+        """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
+        model: ModelSpec = self.job.recipe.model
+        assert model.config is not None, "read_job saw to it"
+        target = self.folder / _INITIAL
+        if not target.is_dir():
+            spec = model.tokenizer or TokenizerSpec()
+            texts = training_texts(self.job.recipe.phases[0].task or self.job.recipe.task)
+            tokenizer = train_tokenizer(texts, spec.vocab_size, spec.lowercase)
+            create_folder(model.config, tokenizer, target, self.job.recipe.seed)
+        return str(target)
 
 
 def _tell(value: dict[str, Any]) -> None:
@@ -130,8 +200,8 @@ def _tell(value: dict[str, Any]) -> None:
         print(json.dumps(value, indent=2), flush=True)
 
 
-def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder) -> dict[str, Any]:
-    plan = plan_phase(job, phase, _source(job, phase, folder))
+def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: _Models) -> dict[str, Any]:
+    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
     distributed.on_main(partial(_claim, folder, plan))
     with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
         return train(plan, report, job.resume)
@@ -143,44 +213,23 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     folder.write_json("recipe.json", job.recipe.model_dump())
     for name in ("log.jsonl", "tensorboard"):
         folder.claim(name)
+    folder.claim(_MADE).mkdir(exist_ok=True)
     done = folder.path / _RESULTS
     return json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
 
 
 def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
-    for name in ("model", "checkpoint-[0-9]*"):
+    for name in ("model", "eval", "checkpoint-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
 
 
-def _source(job: TrainJob, phase: Phase, folder: RunFolder) -> str:
-    """The model folder, or hub name, a phase starts from."""
-    phases = job.recipe.phases
-    start = phase.start_from
-    if not start.startswith("@"):
-        return start
-    before = phases[: phases.index(phase)]
-    name = start.removeprefix("@")
-    if name == "previous" and before:
-        name = before[-1].name
-    if name in ("previous", "model"):
-        return job.recipe.model.name_or_path or distributed.on_main(
-            lambda: _create_model(job, folder.claim(_INITIAL).parent)
-        )
-    return str(job.output / name / "model")
-
-
-def _create_model(job: TrainJob, parent: Path) -> str:
-    """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
-    model: ModelSpec = job.recipe.model
-    assert model.config is not None, "read_job saw to it"
-    target = parent / _INITIAL
-    if not target.is_dir():
-        spec = model.tokenizer or TokenizerSpec()
-        texts = training_texts(job.recipe.phases[0].task or job.recipe.task)
-        create_folder(model.config, train_tokenizer(texts, spec.vocab_size, spec.lowercase), target, job.recipe.seed)
-    return str(target)
+def _write_evaluation(job: EvaluateJob, found: Evaluation) -> None:
+    if job.output_file:
+        job.output_file.write_text(json.dumps(found.scores, indent=2) + "\n", encoding="utf-8")
+    if job.predictions_dir:
+        save_json(found.files, job.predictions_dir)
 
 
 def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:

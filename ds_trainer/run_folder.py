@@ -13,8 +13,9 @@ _WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "complete.json", "*_states.pt", "events.out.tfevents.*"),
+    *("predictions.json", "nbest_predictions.json", "null_odds.json"),
 )
-"""The names of files inside folders that a run writes: models, checkpoints, TensorBoard."""
+"""The names of files inside folders that a run writes: models, checkpoints, TensorBoard, predictions."""
 
 
 def check_output_folder(folder: Path, overwrite: bool, resume: bool) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import hard_concrete, score_penalty
 from ds_trainer.techniques.masked import (
@@ -35,6 +36,16 @@ def make_layer(scored: bool = True, penalty: str | None = None, bias: bool = Tru
     torch.manual_seed(0)
     linear = nn.Linear(24, 16, bias=bias)
     return MaskedLinear(linear, torch.randn(16, 24) if scored else None, penalty)
+
+
+def make_conv(penalty: str | None = None) -> tuple[MaskedLinear, MaskedLinear]:
+    """A masked linear layer, and the masked Conv1D that holds the same weights and scores transposed."""
+    layer = make_layer(penalty=penalty)
+    conv = Conv1D(16, 24)
+    with torch.no_grad():
+        conv.weight.copy_(layer.weight.t())
+        conv.bias.copy_(layer.bias)
+    return layer, MaskedLinear(conv, layer.mask_scores.detach().t().contiguous(), penalty)
 
 
 def reference_mask(scores: torch.Tensor, share: float) -> torch.Tensor:
@@ -68,6 +79,52 @@ def test_output_and_gradients_equal_plain_autograd(penalty, bias):
     torch.testing.assert_close(layer.mask_scores.grad, scores.grad)
     if bias:
         torch.testing.assert_close(layer.bias.grad, b.grad)
+
+
+@pytest.mark.parametrize("penalty", [None, "l1", "l0"])
+def test_a_conv1d_computes_as_the_linear_layer_it_transposes(penalty):
+    """Output, penalty, all four gradients and the evaluation are the linear layer's, with its mask transposed."""
+    linear, conv = make_conv(penalty)
+    hidden = [torch.randn(5, 7, 24).requires_grad_()]
+    hidden.append(hidden[0].detach().clone().requires_grad_())
+    outs = []
+    for layer, x in zip((linear, conv), hidden, strict=True):
+        layer.plan(KeepShare(0.3))
+        outs.append(layer(x))
+        (outs[-1].square().sum() + (layer.penalty * 3 if penalty else 0)).backward()
+    torch.testing.assert_close(outs[1], outs[0])
+    torch.testing.assert_close(hidden[1].grad, hidden[0].grad)
+    torch.testing.assert_close(conv.weight.grad, linear.weight.grad.t())
+    torch.testing.assert_close(conv.mask_scores.grad, linear.mask_scores.grad.t())
+    torch.testing.assert_close(conv.bias.grad, linear.bias.grad)
+    assert conv.weight.grad.is_contiguous()
+    assert conv.mask_scores.grad.is_contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(conv.eval()(hidden[1]), linear.eval()(hidden[0]))
+
+
+def test_a_conv1d_folds_to_a_conv1d():
+    """The folded layer is a plain Conv1D with the asked share of zeros, also where all scores are equal."""
+    conv = MaskedLinear(Conv1D(16, 24), torch.zeros(24, 16), None).eval()
+    conv.plan(KeepShare(0.25))
+    hidden = torch.randn(3, 24)
+    plain = conv.folded()
+    assert type(plain) is Conv1D
+    assert (plain.nx, plain.nf, tuple(plain.weight.shape)) == (24, 16, (24, 16))
+    assert int(plain.weight.count_nonzero()) == 96
+    torch.testing.assert_close(plain(hidden), conv(hidden))
+
+
+def test_gates_and_autocast_work_on_a_conv1d():
+    """Hard-concrete gates of a Conv1D under bf16 autocast: bf16 out, fp32 gradients for weight and scores."""
+    _, conv = make_conv()
+    conv.plan(OpenGates(seed=7))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = conv(torch.randn(4, 24))
+    out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert conv.weight.grad.dtype == conv.mask_scores.grad.dtype == torch.float32
+    assert float(conv.mask_scores.grad.abs().sum()) > 0
 
 
 def test_magnitude_masks_by_the_weight_itself():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import hard_concrete, score_penalty
-from ds_trainer.models import encoder_layers, encoder_linears
+from ds_trainer.models import count_weights, encoder_layers, encoder_linears
 from ds_trainer.recipe import PruneSpec
 from ds_trainer.techniques import Clock, Forward
 from ds_trainer.techniques.masked import MaskedLinear
@@ -23,6 +24,7 @@ FAMILIES = {
     "modernbert": SMALL
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 LINEARS_A_LAYER = {"modernbert": 4}
 
 
@@ -35,7 +37,7 @@ def make_model(family: str) -> nn.Module:
 
 
 def make_prune(total: int = 10, **spec) -> Prune:
-    return Prune(PruneSpec(**({"initial_warmup": 0, "final_warmup": 0} | spec)), Clock(total, 0, seed=3))
+    return Prune(PruneSpec(**({"initial_warmup": 0, "final_warmup": 0} | spec)), Clock(total, 0, seed=3), task=None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,6 +62,41 @@ def test_any_encoder_is_masked_trained_and_folded(family):
         weight = folded.get_submodule(name).weight
         assert int(weight.count_nonzero()) == round(0.3 * weight.numel())
     assert not any("mask_scores" in name for name in folded.state_dict())
+
+
+def make_decoder(family: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = GPT2 if family == "gpt2" else SMALL
+    config = AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(("family", "a_layer", "plain"), [("gpt2", 4, Conv1D), ("llama", 7, nn.Linear)])
+def test_a_decoder_is_pruned_to_a_plain_one(family, a_layer, plain, tmp_path):
+    """The saved folder is the family's own, of the exact density in each matrix, and its logits are the masked ones."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_decoder(family)
+    linears = encoder_linears(model)
+    assert len(encoder_layers(model)) == 3
+    assert len(linears) == 3 * a_layer
+    prune = make_prune(final_threshold=0.3, mask_init="kaiming")
+    model = prune.attach(model)
+    prune.on_step(10)
+    inputs = {"input_ids": torch.randint(3, 60, (2, 7))}
+    out = model(**inputs).logits
+    out.square().sum().backward()
+    assert all(layer.mask_scores.grad.abs().sum() > 0 for layer in prune.layers.values())
+    prune.fold(model).save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(reloaded) is type(model)
+    assert {type(reloaded.get_submodule(name)) for name in linears} == {plain}
+    torch.testing.assert_close(reloaded(**inputs).logits, out)
+    layers = count_weights(reloaded)["layers"]
+    assert set(layers) == set(linears)
+    assert all(counts["kept"] == round(0.3 * counts["total"]) for counts in layers.values())
 
 
 def test_every_step_keeps_exactly_the_scheduled_share():
@@ -153,6 +190,10 @@ def test_initial_scores():
     assert bool((layers["constant"] == 0.5).all())
     assert 0.45 < float(layers["uniform"].detach().abs().max()) <= 0.5
     assert 0.15 < float(layers["kaiming"].detach().abs().max()) <= 32**-0.5
+    prune = make_prune(mask_init="kaiming")
+    prune.attach(make_decoder("gpt2"))
+    down = prune.layers["transformer.h.0.mlp.c_proj"].mask_scores  # (in 128, out 32)
+    assert 0.9 * 128**-0.5 < float(down.detach().abs().max()) <= 128**-0.5
     torch.manual_seed(99)
     again = make_prune(mask_init="uniform", mask_scale=0.5)
     again.attach(make_model("bert"))

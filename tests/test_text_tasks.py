@@ -24,7 +24,7 @@ from transformers import (
 from ds_trainer.data import evaluation_shard
 from ds_trainer.models import train_tokenizer
 from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import TASKS, build_task, training_texts
+from ds_trainer.tasks import build_task, training_texts
 from ds_trainer.tasks.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
 from ds_trainer.tasks.metrics import score
 from ds_trainer.tasks.pretrained import tokenizer_state

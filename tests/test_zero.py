@@ -1,4 +1,4 @@
-"""Pruning under DeepSpeed's engine equals a plain torch loop: methods x ZeRO stages x precisions x ranks."""
+"""Pruning and distillation under DeepSpeed's engine equals a plain torch loop: methods x ZeRO stages x precisions x ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 from launching import run_deepspeed
-from zero_matrix import CASES, METHODS, Case, reference
+from zero_matrix import CASES, DISTILLED, METHODS, Case, reference
 
-TOLERANCE = {"fp32": 2e-6, "autocast": 1e-4, "bf16": 3e-3}
+TOLERANCE = {"fp32": 2e-6, "autocast": 3e-4, "bf16": 3e-3}
 """Of the loss, relative. bf16 at ZeRO 0 goes through DeepSpeed's unfused fp16 optimizer: hence 3e-3."""
 
 reference_of = cache(reference)
@@ -32,7 +32,7 @@ def test_losses_equal_the_reference(case, losses):
     assert found["densities"] == expected["densities"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *DISTILLED])
 def test_the_reference_learns(method):
     """The cases are no trivial ones: the loss changes at every step, and so the agreement says something."""
     losses = reference_of(Case(method, 0, "fp32"))["losses"]

@@ -1,4 +1,4 @@
-"""A tiny BERT pruned for a few optimizer steps: under the real engine, and by a plain torch loop.
+"""A tiny BERT pruned and distilled for a few optimizer steps: under the real engine, and by a plain torch loop.
 
 `deepspeed --num_gpus N tests/zero_matrix.py OUT` runs every case of CASES under the engine and writes the losses; the
 test compares them with `reference(case)`.
@@ -9,17 +9,22 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, BertConfig
 
 from ds_trainer import distributed, engine
+from ds_trainer.models import train_tokenizer
 from ds_trainer.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.recipe import GroupRule, Phase, parse_recipe
 from ds_trainer.schedules import lr_multiplier
+from ds_trainer.tasks.pretrained import CLASSIFIER
 from ds_trainer.techniques import Clock, Forward, build_techniques
 
 ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 6
@@ -44,6 +49,14 @@ METHODS = {
     "l0": {"pruning_method": "l0", "mask_scale": 1.0, "regularization": "l0", "final_lambda": 5},
     "static": {"pruning_method": "topK", "final_threshold": 0.3, "train_weights": False},
 }
+_LAYERS = {"cos": 0.5, "hidden": 0.3, "attention": 2.0}
+DISTILLED = {
+    "distill": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_mse": 0.1}},
+    "layers": {"distill": {"terms": [*_LAYERS], "layer_pairs": [[1, 1], [-1, 3]]}},
+    "partitioned": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0, "teacher_zero_stage": 3}},
+    "whole": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0}},
+    "both": {"prune": METHODS["topK"], "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0}},
+}
 
 
 @dataclass(frozen=True)
@@ -60,41 +73,75 @@ CASES = [Case(method, stage, "fp32") for method, stage in product(METHODS, range
     Case(method, stage, precision)
     for method, stage, precision in product(("topK", "sigmoied", "l0"), range(4), ("bf16", "autocast"))
 ]
+CASES += [Case(method, stage, "fp32") for method, stage in product(DISTILLED, range(4))]
+CASES += [Case("both", stage, "autocast") for stage in range(4)]
 
 
 class ToyTask:
-    """Cross entropy over logits: the one method of a task that the objective uses."""
+    """What of a task the objective and distillation use: cross entropy over logits, a teacher of a folder."""
+
+    head, regression, inputs_vary = CLASSIFIER, False, False
+    tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
         return F.cross_entropy(out.logits.float(), batch.labels)
 
+    def logits(self, out, batch):
+        return (out.logits,)
+
+    def inputs_for(self, model, batch):
+        return batch.inputs
+
+    def build_model(self, folder):
+        return AutoModelForSequenceClassification.from_pretrained(folder)
+
+    def check_trained(self, folder):
+        assert (Path(folder) / "config.json").is_file()
+
+
+@cache
+def teacher_folder() -> str:
+    """A wider and deeper BERT, the same in every run."""
+
+    def save() -> str:
+        folder = tempfile.mkdtemp()
+        torch.manual_seed(7)
+        model = AutoModelForSequenceClassification.from_config(bert(hidden_size=48, num_hidden_layers=3))
+        model.save_pretrained(folder)
+        ToyTask.tokenizer.save_pretrained(folder)
+        return folder
+
+    return distributed.on_main(save)
+
+
+def bert(**fields) -> BertConfig:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = small | no_dropout | {"vocab_size": 64, "max_position_embeddings": 16, "num_labels": 3} | fields
+    return BertConfig(attn_implementation="eager", **settings)
+
 
 def phase_of(method: str) -> Phase:
-    prune = METHODS[method] | {"initial_warmup": 0, "final_warmup": 2, "mask_scores_learning_rate": 1e-2}
+    asked = DISTILLED.get(method, {"prune": METHODS.get(method)})
+    techniques = {}
+    if "prune" in asked:
+        fixed = {"initial_warmup": 0, "final_warmup": 2, "mask_scores_learning_rate": 1e-2}
+        techniques["prune"] = asked["prune"] | fixed
+    if "distill" in asked:
+        techniques["distill"] = asked["distill"] | {"teacher": teacher_folder()}
     frozen = [{"params": "*embeddings*", "frozen": True}]
-    data = {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": {"prune": prune}}
+    loss = {"loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()}}
+    data = (loss if method == "layers" else {}) | {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": techniques}
     return parse_recipe({"phases": [data]}).phases[0]
 
 
 def build(method: str):
-    from transformers import AutoModelForSequenceClassification, BertConfig
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
     phase = phase_of(method)
-    techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5))
-    model = techniques[0].attach(AutoModelForSequenceClassification.from_config(config))
+    torch.manual_seed(0)
+    techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5), ToyTask())
+    model = AutoModelForSequenceClassification.from_config(bert())
+    for technique in techniques:
+        model = technique.attach(model)
     rules: list[GroupRule] = [rule for technique in techniques for rule in technique.parameter_rules(model)]
     return phase, techniques, model, parameter_groups(model, phase.groups, rules, BASE)
 
@@ -143,6 +190,8 @@ def under_engine(case: Case) -> dict[str, list[float]]:
     world = distributed.world_size()
     ds_engine = engine.start_engine(model, groups, engine_config(case, world), BASE, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)
+    for technique in techniques:
+        technique.start(ds_engine.device)
     losses, densities = [], []
     for step in range(STEPS):
         total = torch.zeros(())
@@ -156,17 +205,22 @@ def under_engine(case: Case) -> dict[str, list[float]]:
             total += loss.detach().float() / ACCUMULATION
         assert ds_engine.global_steps == step + 1
         losses.append(float(distributed.mean_(total)))
-        densities.append(techniques[0].readings()["prune/density"])
+        densities.append(techniques[0].readings().get("prune/density"))
+    for technique in techniques:
+        technique.stop()
     engine.stop_engine(ds_engine)
     return {"losses": losses, "densities": densities}
 
 
 def reference(case: Case) -> dict[str, list[float]]:
     """The same run in one process: fp32 master weights, a plain AdamW, clipping by global norm."""
-    phase, techniques, master, groups = build(case.method)
+    # a process without a group cannot partition a teacher, whose answers are the same
+    phase, techniques, master, groups = build("whole" if case.method == "partitioned" else case.method)
     optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.learning_rate, weight_decay=BASE.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)
+    for technique in techniques:
+        technique.start(torch.device("cpu"))
     losses, densities = [], []
     for step in range(STEPS):
         model = master
@@ -185,7 +239,7 @@ def reference(case: Case) -> dict[str, list[float]]:
             loss, _ = objective(Forward(batch, out, step))
             (loss / ACCUMULATION).backward()
             total += float(loss.detach()) / ACCUMULATION
-        densities.append(techniques[0].readings()["prune/density"])
+        densities.append(techniques[0].readings().get("prune/density"))
         if model is not master:
             for own, other in zip(master.parameters(), model.parameters(), strict=True):
                 own.grad = None if other.grad is None else other.grad.float()

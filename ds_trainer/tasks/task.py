@@ -10,20 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ds_trainer import distributed
 from ds_trainer.data import Examples, cached
+from ds_trainer.losses import PAD_LOGIT
 from ds_trainer.tasks.pretrained import HeadKind, input_names, load_config
+
+__all__ = ["PAD_LOGIT", "Batch", "Task"]
 
 if TYPE_CHECKING:
     from ds_trainer.data import Positions
-
-PAD_LOGIT = -1e4
-"""In `Task.logits`, a place that is no class: a padded position of an answer's start, say. Finite in every dtype."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class Task(ABC):
     """The classes in the model's order, where they have names."""
     regression: bool = False
     """Whether `logits` are values to be compared by their difference, not scores of classes."""
+    logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
+    """What a row of `logits` is: an example; an example, and its columns are the tokens; or a place of
+    `inputs["head_positions"]`."""
     inputs_vary: bool = False
     """Whether an example's inputs differ from one `draw` to the next."""
 

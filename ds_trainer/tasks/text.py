@@ -38,6 +38,7 @@ from ds_trainer.tasks.metrics import score
 from ds_trainer.tasks.pretrained import CLASSIFIER, check_fits, input_names, load_config, pad_token_id, tokenizer_state
 from ds_trainer.tasks.task import Batch, Task
 
+# token types also where the model takes none: a teacher of another family may
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
 _CHUNK = 4096
 
@@ -133,7 +134,7 @@ class TextTask(Task):
         rows = _spread(found.rows, self._limit(split))
         found = replace(found, rows=rows)
         labels = _class_indices(found, self._task_labels) if self._task_labels else _scores(found)
-        examples = pack(self._encoded(rows), self._columns(), {"labels": labels})
+        examples = pack(self._encoded(rows), _DTYPES, {"labels": labels})
         _check_not_empty(examples, found)
         full = int((examples.lengths >= self.spec.max_seq_length).sum())
         skipped = f", {found.skipped} malformed rows passed over" if found.skipped else ""
@@ -143,9 +144,6 @@ class TextTask(Task):
         )
         return examples
 
-    def _columns(self) -> dict[str, Any]:
-        return {name: dtype for name, dtype in _DTYPES.items() if name in self.tokenizer.model_input_names}
-
     def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Mapping[str, list[list[int]]]]:
         for start in range(0, len(rows), _CHUNK):
             texts = zip(*(row.texts for row in rows[start : start + _CHUNK]), strict=True)
@@ -154,7 +152,7 @@ class TextTask(Task):
                 truncation=True,
                 max_length=self.spec.max_seq_length,
                 return_attention_mask=False,
-                return_token_type_ids="token_type_ids" in self._columns(),
+                return_token_type_ids=True,
             )
 
 

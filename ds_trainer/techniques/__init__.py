@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from ds_trainer.recipe import Techniques
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.distill import Distill
 from ds_trainer.techniques.prune import Prune
 from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
-TECHNIQUES = {"prune": Prune}
+TECHNIQUES = {"prune": Prune, "distill": Distill}
 
 __all__ = ["TECHNIQUES", "Clock", "Forward", "Predict", "Technique", "build_techniques"]
 
 
-def build_techniques(specs: Techniques, clock: Clock) -> list[Technique]:
+def build_techniques(specs: Techniques, clock: Clock, task: Task) -> list[Technique]:
     """One object for each technique the phase asks for, in the order of the table."""
     asked = {name: getattr(specs, name) for name in TECHNIQUES}
-    return [TECHNIQUES[name](spec, clock) for name, spec in asked.items() if spec is not None]
+    return [TECHNIQUES[name](spec, clock, task) for name, spec in asked.items() if spec is not None]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import (
     L0_KEPT_ABOVE,
@@ -26,6 +27,7 @@ from ds_trainer.losses import (
     score_penalty,
     score_penalty_slope,
 )
+from ds_trainer.models import AnyLinear
 from ds_trainer.techniques.selection import Cut, cut_at, just_below, recount, select_largest
 
 _zero_where_at_most = torch.ops.aten.threshold_backward
@@ -146,15 +148,18 @@ class OpenGates:
 class MaskedLinear(nn.Linear):
     """`linear` with its own parameters, and `mask_scores` of the weight's shape unless scored by magnitude.
 
+    That of a `Conv1D` keeps its weight as (in, out): what masks is elementwise, so only the products turn it.
+
     `plan` is called once per optimizer step; the next forward finds the mask, when ZeRO-3 has gathered the scores, and
     the following ones use it. `penalty` is the penalty of the latest forward, a scalar with gradient, or None.
     """
 
     mask_scores: nn.Parameter | None
 
-    def __init__(self, linear: nn.Linear, initial_scores: Tensor | None, penalty_kind: str | None) -> None:
+    def __init__(self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
+        self.out_features, self.in_features = _as_linear(linear.weight, self.plain).shape
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
@@ -182,9 +187,9 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled():
-            return F.linear(hidden, self._evaluation_weight(), self.bias)
-        mask = self.find_mask()
-        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, mask, self.penalty_kind)
+            return F.linear(hidden, _as_linear(self._evaluation_weight(), self.plain), self.bias)
+        how = (self.find_mask(), self.penalty_kind, self.plain)
+        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, *how)
         self.penalty = penalty if self.penalty_kind else None
         return out
 
@@ -198,9 +203,14 @@ class MaskedLinear(nn.Linear):
         return weight
 
     @torch.no_grad()
-    def folded(self) -> nn.Linear:
-        """A plain linear layer with the masked weight, as it computes at evaluation."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+    def folded(self) -> AnyLinear:
+        """A plain layer of the original's class with the masked weight, as it computes at evaluation."""
+        with torch.device("meta"):
+            linear = (
+                Conv1D(self.out_features, self.in_features)
+                if self.plain is Conv1D
+                else nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+            )
         weight = self.eval().find_mask().times(self.weight, self.scores())
         linear.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
         linear.bias = self.bias
@@ -215,7 +225,7 @@ class MaskedLinear(nn.Linear):
 
 
 class _MaskedLinear(torch.autograd.Function):
-    """(hidden (..., in), weight (out, in), bias, scores) -> output (..., out), penalty ().
+    """(hidden (..., in), weight in the layout of `plain`, bias, scores) -> output (..., out), penalty ().
 
     Saves its inputs only and masks the weight again in the backward: autograd would keep the masked weight of every
     layer from forward to backward. Computes in the autocast dtype where autocast is on, as `F.linear` does.
@@ -230,14 +240,15 @@ class _MaskedLinear(torch.autograd.Function):
         scores: Tensor | None,
         mask: Mask,
         kind: str | None,
+        plain: type[nn.Module],
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         ctx.save_for_backward(hidden, weight, scores)
-        ctx.mask, ctx.kind, ctx.dtype = mask, kind, dtype
+        ctx.mask, ctx.kind, ctx.plain, ctx.dtype = mask, kind, plain, dtype
         with torch.autocast(device, enabled=False):
             masked = mask.times(weight, _scores_of(weight, scores)).to(dtype)
-            out = F.linear(hidden.to(dtype), masked, None if bias is None else bias.to(dtype))
+            out = F.linear(hidden.to(dtype), _as_linear(masked, plain), None if bias is None else bias.to(dtype))
             penalty = score_penalty(scores, kind) if kind and scores is not None else out.new_zeros(())
         return out, penalty
 
@@ -252,17 +263,29 @@ class _MaskedLinear(torch.autograd.Function):
         with torch.autocast(gradient.device.type, enabled=False):
             if needs_hidden:
                 masked = ctx.mask.times(weight, by).to(ctx.dtype)
-                hidden_gradient = gradient.matmul(masked).to(hidden.dtype)
+                hidden_gradient = gradient.matmul(_as_linear(masked, ctx.plain)).to(hidden.dtype)
                 del masked
             if needs_weight or needs_scores:
-                weight_gradient = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)).to(weight.dtype)
+                seen = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
+                weight_gradient = _weight_gradient(rows, seen, ctx.plain).to(weight.dtype)
+                del seen
             if needs_scores:
                 scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores)
                 if ctx.kind:
                     scores_gradient += penalty_gradient * score_penalty_slope(scores, ctx.kind)
             weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
-        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None
+
+
+def _as_linear(weight: Tensor, plain: type[nn.Module]) -> Tensor:
+    """The weight of such a layer as (out, in), a view."""
+    return weight.t() if plain is Conv1D else weight
+
+
+def _weight_gradient(gradient: Tensor, hidden: Tensor, plain: type[nn.Module]) -> Tensor:
+    """dL/dweight, contiguous in the weight's own layout, from (rows, out) and (rows, in)."""
+    return hidden.t().matmul(gradient) if plain is Conv1D else gradient.t().matmul(hidden)
 
 
 def _scores_of(weight: Tensor, scores: Tensor | None) -> Tensor:

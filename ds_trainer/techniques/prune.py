@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models import encoder_linears, gathered, swap
+from ds_trainer.models import AnyLinear, encoder_linears, gathered, swap
 from ds_trainer.recipe import GroupRule, PruneSpec
 from ds_trainer.schedules import Schedule, steps_of
+from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.masked import KeepAbove, KeepCut, KeepShare, MaskedLinear, MaskRule, OpenGates
 from ds_trainer.techniques.selection import select_largest
 from ds_trainer.techniques.technique import Clock, Forward, Technique
@@ -25,7 +26,7 @@ from ds_trainer.techniques.technique import Clock, Forward, Technique
 class Prune(Technique):
     name: ClassVar[str] = "prune"
 
-    def __init__(self, spec: PruneSpec, clock: Clock) -> None:
+    def __init__(self, spec: PruneSpec, clock: Clock, task: Task) -> None:
         self.spec = spec
         self.seed = clock.seed
         self.last_step = clock.total
@@ -104,7 +105,7 @@ class Prune(Technique):
         for layer, cut in zip(layers, cuts, strict=True):
             layer.plan(KeepCut(cut))
 
-    def _initial_scores(self, linear: nn.Linear, index: int) -> Tensor | None:
+    def _initial_scores(self, linear: AnyLinear, index: int) -> Tensor | None:
         if self.spec.pruning_method == "magnitude":
             return None
         scores = torch.full_like(linear.weight.detach(), self.spec.mask_scale)
@@ -112,7 +113,8 @@ class Prune(Technique):
         if self.spec.mask_init == "uniform":
             scores.uniform_(-self.spec.mask_scale, self.spec.mask_scale, generator=generator)
         elif self.spec.mask_init == "kaiming":
-            nn.init.kaiming_uniform_(scores, a=math.sqrt(5), generator=generator)
+            out_first = scores if isinstance(linear, nn.Linear) else scores.t()  # a view that has the fan-in last
+            nn.init.kaiming_uniform_(out_first, a=math.sqrt(5), generator=generator)
         return scores
 
 

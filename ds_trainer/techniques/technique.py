@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ds_trainer.recipe import GroupRule
@@ -49,6 +50,12 @@ class Technique:
         """Rates and freezing of the parameters it cares about; the recipe's own rules come first."""
         return ()
 
+    def start(self, device: torch.device) -> None:
+        """Load what only training needs, once the engine has the model; every rank does."""
+
+    def stop(self) -> None:
+        """Release what `start` loaded."""
+
     def on_step(self, step: int) -> None:
         """Called once per optimizer step, before its first forward."""
 
@@ -60,8 +67,8 @@ class Technique:
         """What to log at a flush: density, threshold, ..."""
         return {}
 
-    def views(self, model: nn.Module) -> dict[str, Predict]:
-        """Further ways to run the model at evaluation."""
+    def views(self) -> dict[str, Predict]:
+        """Other answers to evaluate beside the model's own: a teacher's, an early exit's."""
         return {}
 
     def fold(self, model: nn.Module) -> nn.Module:

@@ -1,0 +1,291 @@
+"""Students made of chosen layers of a larger model, or of a config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ds_trainer.models import encoder_layers, save_folder, train_tokenizer
+from ds_trainer.recipe import StudentSpec
+from ds_trainer.student import create_student
+
+TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "bert": SMALL | {"max_position_embeddings": 32},
+    "roberta": SMALL | {"max_position_embeddings": 34, "type_vocab_size": 1},
+    "electra": SMALL | {"embedding_size": 8, "max_position_embeddings": 32},
+    "deberta-v2": SMALL | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+    "modernbert": SMALL | {"local_attention": 4},
+    "distilbert": {"dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 24},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32},
+    "llama": SMALL,
+    "qwen2": SMALL
+    | {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+}
+SAME_FAMILY = [
+    ("bert", "Model"),
+    ("bert", "ForPreTraining"),
+    ("bert", "ForMaskedLM"),
+    ("bert", "ForSequenceClassification"),
+    ("bert", "ForQuestionAnswering"),
+    ("roberta", "ForMaskedLM"),
+    ("roberta", "ForSequenceClassification"),
+    ("electra", "ForSequenceClassification"),
+    ("deberta-v2", "ForQuestionAnswering"),
+    ("modernbert", "ForMaskedLM"),
+    ("modernbert", "ForSequenceClassification"),
+    ("distilbert", "ForSequenceClassification"),
+    ("gpt2", "LMHeadModel"),
+    ("llama", "ForCausalLM"),
+    ("qwen2", "ForCausalLM"),
+]
+TO_DISTILBERT = ["Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 90, True)
+
+
+@pytest.fixture
+def make_source(tokenizer, tmp_path):
+    """Write a model of 4 layers in which no two tensors are equal, biases and norms included."""
+
+    def make(family: str, head: str, **fields) -> Path:
+        import transformers
+
+        torch.manual_seed(1)
+        ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "cls_token_id", "sep_token_id")}
+        ids |= {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
+        labels = {"id2label": {0: "bird", 1: "tool", 2: "tree"}} if head == "ForSequenceClassification" else {}
+        sizes = {"vocab_size": len(tokenizer), **ids, **SIZES[family], **labels, **fields}
+        config = transformers.AutoConfig.for_model(family, **sizes)
+        model = getattr(transformers, type(config).__name__.removesuffix("Config") + head)(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        folder = tmp_path / f"{family}-{head}"
+        save_folder(model, tokenizer, folder)
+        return folder
+
+    return make
+
+
+def load(folder: Path):
+    """The model as the class its config names, which must not leave or make up any weight."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()
+
+
+def outputs_of(model, length: int = 9) -> tuple[torch.Tensor, ...]:
+    inputs = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        out = model(input_ids=inputs, attention_mask=torch.ones_like(inputs))
+    return tuple(value for value in out.to_tuple() if isinstance(value, torch.Tensor))
+
+
+def make_student(source: Path, **spec) -> Path:
+    target = source.with_name("student")
+    create_student(StudentSpec(**spec), source, target, seed=3)
+    return target
+
+
+@pytest.mark.parametrize(("family", "head"), SAME_FAMILY)
+def test_layers_of_any_family_are_copied_with_all_around_them(family, head, make_source):
+    """Every tensor of the file equals its source's to the bit, layers by their new places, and none is left over."""
+    source = make_source(family, head)
+    target = make_student(source, layers=[0, 3])
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
+    stem = next(iter(encoder_layers(load(source)))).removesuffix("0")
+    moved = {}
+    for name, weight in before.items():
+        index = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else "0"
+        if index in ("0", "3"):
+            moved[name.replace(f"{stem}3.", f"{stem}1.")] = weight
+    assert after.keys() == moved.keys()
+    assert all(torch.equal(after[name], moved[name]) for name in after)
+    student = load(target)
+    assert type(student) is type(load(source))
+    assert len(encoder_layers(student)) == student.config.num_hidden_layers == 2
+    assert (target / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(("family", "head"), SAME_FAMILY)
+def test_all_layers_give_the_same_outputs(family, head, make_source):
+    """A student of every layer computes what its source does, to the bit."""
+    source = make_source(family, head)
+    target = make_student(source, layers=[0, 1, 2, 3])
+    for found, expected in zip(outputs_of(load(target)), outputs_of(load(source)), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("family", "head"), [("modernbert", "ForMaskedLM"), ("qwen2", "ForCausalLM")])
+def test_layers_keep_their_kind_of_attention(family, head, make_source):
+    """A student computes as its source with the other layers taken out: `layer_types` move with the layers."""
+    source = make_source(family, head)
+    teacher = load(source)
+    target = make_student(source, layers=[0, 2, 3])
+    layers = list(encoder_layers(teacher).values())
+    stem = next(iter(encoder_layers(teacher))).removesuffix(".0")
+    teacher.set_submodule(stem, torch.nn.ModuleList([layers[0], layers[2], layers[3]]))
+    types = teacher.config.layer_types
+    assert len(set(types)) == 2
+    teacher.config.layer_types, teacher.config.num_hidden_layers = [types[0], types[2], types[3]], 3
+    for index, layer in enumerate(teacher.get_submodule(stem)):
+        getattr(layer, "self_attn", getattr(layer, "attn", None)).layer_idx = index
+    student = load(target)
+    assert student.config.layer_types == teacher.config.layer_types
+    torch.testing.assert_close(outputs_of(student)[0], outputs_of(teacher)[0])
+
+
+@pytest.mark.parametrize("family_head", [("bert", "ForMaskedLM"), ("gpt2", "LMHeadModel"), ("llama", "ForCausalLM")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_stay_tied_or_apart(family_head, tied, make_source):
+    """Input and output embeddings are one tensor in the student exactly where they are in the source."""
+    target = make_student(make_source(*family_head, tie_word_embeddings=tied), layers=[0, 3])
+    student = load(target)
+    assert (student.get_input_embeddings().weight is student.get_output_embeddings().weight) == tied
+
+
+def test_labels_generation_and_auto_classes_follow(make_source):
+    """Class names and generation settings are the source's, and the auto classes load the folder."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+    classifier = make_student(make_source("bert", "ForSequenceClassification"), layers=[1])
+    assert AutoModelForSequenceClassification.from_pretrained(classifier).config.id2label[2] == "tree"
+    source = make_source("gpt2", "LMHeadModel")
+    GenerationConfig(max_new_tokens=7, eos_token_id=3).save_pretrained(source)
+    assert AutoModelForCausalLM.from_pretrained(make_student(source, layers=[1])).generation_config.max_new_tokens == 7
+
+
+def test_stored_half_precision_becomes_fp32(make_source):
+    """A source in bf16 gives a student in fp32, of the same values."""
+    source = make_source("bert", "Model")
+    halves = {name: weight.bfloat16() for name, weight in load_file(source / "model.safetensors").items()}
+    save_file(halves, source / "model.safetensors", {"format": "pt"})
+    after = load_file(make_student(source, layers=[0]) / "model.safetensors")
+    assert {weight.dtype for weight in after.values()} == {torch.float32}
+    assert all(torch.equal(weight, halves[name].float()) for name, weight in after.items())
+
+
+@pytest.mark.parametrize("head", TO_DISTILBERT)
+def test_bert_into_distilbert_copies_every_weight_it_has_a_place_for(head, make_source):
+    """Each tensor equals one of BERT's to the bit, of the layer asked for; positions have the first segment added."""
+    source = make_source("bert", head)
+    target = make_student(source, layers=[1, 3], model_type="distilbert")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
+    by_value = {weight.numpy().tobytes(): name.removeprefix("bert.") for name, weight in before.items()}
+    origin = {name.removeprefix("distilbert."): by_value.get(w.numpy().tobytes()) for name, w in after.items()}
+    assert [name for name, old in origin.items() if old is None] == ["embeddings.position_embeddings.weight"]
+    for new, old in (("transformer.layer.0.", "encoder.layer.1."), ("transformer.layer.1.", "encoder.layer.3.")):
+        assert {o for n, o in origin.items() if n.startswith(new)} == {
+            o for o in by_value.values() if o.startswith(old)
+        }
+    assert origin["transformer.layer.0.attention.q_lin.weight"] == "encoder.layer.1.attention.self.query.weight"
+    left = {old for old in by_value.values() if not old.startswith("encoder.")} - set(origin.values())
+    no_place = {"embeddings.position_embeddings", "embeddings.token_type_embeddings", "cls.seq_relationship"}
+    no_place |= set() if head == "ForSequenceClassification" else {"pooler.dense"}
+    assert {old.rpartition(".")[0] for old in left} <= no_place
+    assert load(target).config.architectures == ["DistilBert" + head.replace("PreTraining", "MaskedLM")]
+
+
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForPreTraining", "ForQuestionAnswering"])
+def test_distilbert_of_all_layers_computes_as_bert_does(head, make_source):
+    """On texts of one segment, to 1e-5, with an activation that is not the default; from the saved tokenizer too."""
+    from transformers import AutoTokenizer
+
+    source = make_source("bert", head, hidden_act="gelu_new")
+    target = make_student(source, layers=[0, 1, 2, 3], model_type="distilbert")
+    student, teacher = load(target), load(source)
+    for found, expected in zip(outputs_of(student), outputs_of(teacher), strict=False):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    inputs = AutoTokenizer.from_pretrained(target)(TEXTS, padding=True, return_tensors="pt")
+    assert set(inputs) == {"input_ids", "attention_mask"}
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        found, expected = student(**inputs)[0], teacher(**inputs)[0]
+    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
+
+
+def test_distilbert_takes_over_the_config(make_source):
+    """Sizes, dropouts, ids and labels are BERT's."""
+    fields = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.4}
+    source = make_source("bert", "ForSequenceClassification", **fields)
+    config = load(make_student(source, layers=[2], model_type="distilbert")).config
+    assert (config.n_layers, config.dim, config.n_heads, config.hidden_dim) == (1, 16, 2, 24)
+    assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (0.2, 0.3, 0.4)
+    assert (config.max_position_embeddings, config.pad_token_id) == (32, 0)
+    assert config.id2label == {0: "bird", 1: "tool", 2: "tree"}
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "spec", "message"),
+    [
+        ("bert", "Model", {"layers": [0, 4]}, r"\[0, 4\].* has 4 layers, name some of 0 to 3"),
+        ("bert", "Model", {"layers": [2, 1]}, "in rising order"),
+        ("bert", "Model", {"layers": [1, 1]}, "each once"),
+        ("bert", "Model", {"layers": [0], "model_type": "roberta"}, "same family .* from bert into"),
+        ("roberta", "ForMaskedLM", {"layers": [0], "model_type": "distilbert"}, "is a roberta model"),
+        ("bert", "ForNextSentencePrediction", {"layers": [0], "model_type": "distilbert"}, "one of BertModel, "),
+        ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight .*Keep layer 0"),
+        ("bert", "Model", {"config": {"model_type": "bert", "vocab_size": 20}}, "vocab_size is 20, .* tokens"),
+        ("bert", "Model", {"config": {"model_type": "brt"}}, 'did you mean "bert"'),
+        ("bert", "Model", {"config": {"model_type": "bert", "hidden_size": "x"}}, "config: .*hidden_size"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(family, head, spec, message, make_source):
+    """The message says what was found and what is allowed, and nothing is written."""
+    source = make_source(family, head)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make_student(source, **spec)
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+
+
+def test_a_source_that_is_no_whole_model_is_refused(make_source, tmp_path):
+    """Without folder, weights, a known architecture, or a weight; and where DistilBERT computes otherwise."""
+    with pytest.raises(ValueError, match="does not exist"):
+        make_student(tmp_path / "no" / "where" / "here", layers=[0])
+    source = make_source("bert", "Model", layer_norm_eps=1e-5)
+    with pytest.raises(ValueError, match="layer_norm_eps of 1e-05"):
+        make_student(source, layers=[0], model_type="distilbert")
+    weights, config = source / "model.safetensors", source / "config.json"
+    whole = load_file(weights)
+    save_file({name: w for name, w in whole.items() if "layer.3.output.dense" not in name}, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no whole BertModel: they lack encoder\.layer\.3"):
+        make_student(source, layers=[0])
+    config.write_text(config.read_text().replace('"BertModel"', '"BertForRhymes"'))
+    with pytest.raises(ValueError, match='"BertForRhymes", which transformers does not know'):
+        make_student(source, layers=[0])
+    weights.unlink()
+    config.write_text(config.read_text().replace('"BertForRhymes"', '"BertModel"'))
+    with pytest.raises(ValueError, match=r"no \.safetensors weights"):
+        make_student(source, layers=[0])
+
+
+def test_a_config_alone_gives_random_weights_from_the_seed(make_source, tokenizer):
+    """The same seed gives the same weights, another one others; tokenizer and vocabulary are the source's."""
+    from transformers import AutoModel, AutoTokenizer
+
+    source = make_source("bert", "ForSequenceClassification")
+    spec = StudentSpec(config={"model_type": "electra", **SIZES["electra"], "num_hidden_layers": 1})
+    folders = [source.with_name(name) for name in ("one", "two", "three")]
+    for folder, seed in zip(folders, (1, 1, 2), strict=True):
+        create_student(spec, source, folder, seed)
+    first, second, third = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["embeddings.word_embeddings.weight"], third["embeddings.word_embeddings.weight"])
+    assert AutoModel.from_pretrained(folders[0]).config.vocab_size == len(tokenizer)
+    assert AutoTokenizer.from_pretrained(folders[0]).get_vocab() == tokenizer.get_vocab()
+    wider = StudentSpec(config={"model_type": "bert", **SIZES["bert"], "vocab_size": 128})
+    create_student(wider, source, folders[0], 1)
+    assert AutoModel.from_pretrained(folders[0]).get_input_embeddings().num_embeddings == 128
