@@ -100,6 +100,16 @@ def pack(
     return Examples(np.cumsum(lengths, dtype=np.int64), tokens, fields, notes or {})
 
 
+def spread(count: int, limit: int | None) -> Sequence[int]:
+    """Positions of at most `limit` of `count` examples, evenly spaced; of all where there is no limit.
+
+    The first ones of a file would be of one class where it is sorted by label, or of a few articles.
+    """
+    if limit is None or limit >= count:
+        return range(count)
+    return [index * count // limit for index in range(limit)]
+
+
 def fingerprint(*parts: Any) -> str:
     """Hash of JSON values and `CACHE_VERSION`, as a folder name."""
     text = json.dumps([CACHE_VERSION, *parts], sort_keys=True)

@@ -181,7 +181,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> A
     sep, cls = ((special[name], ids[special[name]]) for name in ("sep", "cls"))
     tokenizer.post_processor = processors.BertProcessing(sep, cls)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in special.items()}
+        tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in special.items()},
     )
 
 

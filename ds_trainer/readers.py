@@ -8,7 +8,6 @@ tokenise; the embedded docstrings are in `tasks/docstrings.py`.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ds_trainer.recipe import TextSpec
+from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file
 from ds_trainer.tabular import FileForm, check_columns, read_table
 
 REGRESSION_METRICS = ("pearson", "spearman")
@@ -123,7 +123,6 @@ GLUE: dict[str, GlueTask] = {
 }
 TASK_NAMES = (*GLUE, "docstrings", "text")
 DOCSTRING_PACKAGES = ("deepspeed", "numpy", "python", "torch", "transformers")
-_HUB_GLUE = "nyu-mll/glue"
 
 
 def unknown_task(name: str) -> str:
@@ -195,15 +194,7 @@ class FileSource:
 
     def path(self, split: str) -> Path:
         """The file of a split; ValueError says which names were looked for."""
-        candidates = _candidates(self.spec, split)
-        found = next((path for path in candidates if path.is_file()), None)
-        if found:
-            return found
-        folder = _folder(self.spec)
-        looked_for = ", ".join(map(str, candidates))
-        if not folder.is_dir():
-            raise ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
-        raise ValueError(f"no file for the {split} split of {self.spec.name}; looked for {looked_for}")
+        return first_file(self.spec, split, _candidates(self.spec, split))
 
     def rows(self, split: str) -> TextRows:
         path, form = self.path(split), self.form
@@ -214,24 +205,22 @@ class FileSource:
         return TextRows(rows, str(path), table.skipped, unit)
 
     def fingerprint(self, split: str) -> str:
-        """Hash of the content: time stamps differ between hosts, and an edited file can keep its size."""
-        digest = hashlib.blake2b(digest_size=16)
-        with self.path(split).open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-        return digest.hexdigest()
+        return content_hash(self.path(split)).hex()
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A hub data set: GLUE's, or the one that "text" names. `fetch` gives a `datasets.Dataset` by split."""
+    """A hub data set: GLUE's, or the one that "text" names. `fetch` gives a `datasets.Dataset` by name and split."""
 
     spec: TextSpec
-    fetch: Callable[[TextSpec, str], Any] = field(default=lambda spec, split: _fetch(spec, split))
+    fetch: Callable[[str, str], Any] = fetch
+
+    @property
+    def name(self) -> str:
+        return f"nyu-mll/glue/{self.spec.name}" if self.spec.name in GLUE else _required(self.spec.dataset)
 
     def rows(self, split: str) -> TextRows:
-        dataset = self.fetch(self.spec, split)
-        origin = f"{'/'.join(filter(None, _hub_address(self.spec)))} ({split})"
+        dataset, origin = self._dataset(split), f"{self.name} ({split})"
         wanted = self._columns()
         missing = [name for name in wanted if name not in dataset.column_names]
         if missing:
@@ -245,7 +234,11 @@ class HubSource:
         return TextRows(rows, origin, unit="row")
 
     def fingerprint(self, split: str) -> str:
-        return str(self.fetch(self.spec, split)._fingerprint)
+        return str(self._dataset(split)._fingerprint)
+
+    def _dataset(self, split: str) -> Any:
+        matched = self.spec.name == "mnli" and split == "validation"
+        return self.fetch(self.name, "validation_matched" if matched else split)
 
     def _columns(self) -> list[str]:
         if self.spec.name in GLUE:
@@ -264,7 +257,7 @@ class _LabelReader:
     def row(self, fields: Mapping[str, Any], wanted: Sequence[str], line: int) -> TextRow:
         texts = tuple(fields[name] for name in wanted[:-1])
         for name, text in zip(wanted, texts, strict=False):
-            fault = _text_fault(text)
+            fault = fault_of(text, str)
             if fault:
                 raise ValueError(f"{self.place} {line}: {name!r} {fault}")
         label = fields[wanted[-1]]
@@ -301,18 +294,6 @@ class _LabelReader:
         raise ValueError(f"{self.place} {line}: unknown label {value!r} in {column!r}: it must be {allowed}")
 
 
-def _text_fault(text: Any) -> str | None:
-    if text is None:
-        return "is null, and must be text"
-    if not isinstance(text, str):
-        return f"is a {type(text).__name__}, and must be text"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can say "\ud800" alone, and tokenizers cannot take it
-        return "holds half a surrogate pair"
-    return None
-
-
 def _file_mistake(source: FileSource, split: str) -> str | None:
     try:
         check_columns(source.path(split), source.form)
@@ -346,7 +327,7 @@ def _setting_mistakes(spec: TextSpec) -> list[str]:
 
 def _candidates(spec: TextSpec, split: str) -> list[Path]:
     """Where a split's file may lie; the task's own folder first, since data_dir may hold another's files."""
-    folder = _folder(spec)
+    folder = data_folder(spec)
     if spec.name in GLUE:
         glue = GLUE[spec.name]
         official = glue.evaluation.get(split, "train.tsv")
@@ -357,35 +338,8 @@ def _candidates(spec: TextSpec, split: str) -> list[Path]:
     return [folder / Path(name).expanduser()]
 
 
-def _folder(spec: TextSpec) -> Path:
-    return Path(spec.data_dir or ".").expanduser()
-
-
 def _from_hub(spec: TextSpec) -> bool:
     return bool(spec.dataset) if spec.name == "text" else spec.data_dir is None
-
-
-def _hub_address(spec: TextSpec) -> tuple[str, str | None]:
-    """Repository and configuration: "name", "owner/name" or "owner/name/configuration"."""
-    if spec.name in GLUE:
-        return _HUB_GLUE, spec.name
-    parts = _required(spec.dataset).split("/", 2)
-    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
-
-
-def _fetch(spec: TextSpec, split: str) -> Any:
-    import datasets
-
-    path, configuration = _hub_address(spec)
-    if spec.name == "mnli" and split == "validation":
-        split = "validation_matched"
-    try:
-        return datasets.load_dataset(path, configuration, split=split)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the hub data set {path} ({configuration or 'default'}, {split}) cannot be had: {error}. "
-            f"Without a network give data_dir, the folder of the files"
-        ) from error
 
 
 def _required(value: Any) -> Any:

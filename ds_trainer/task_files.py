@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ds_trainer import readers
+from ds_trainer import lm_text, readers, squad_file
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.task_specs import family
 
-_CHECKS: dict[str, Callable[[Any, Sequence[str] | None], list[str]]] = {"text": readers.check_data_files}
+_CHECKS: dict[str, Callable[[Any, Sequence[str] | None], list[str]]] = {
+    "text": readers.check_data_files,
+    "squad": squad_file.check_data_files,
+    "lm": lm_text.check_data_files,
+}
 
 
 def check_data_files(spec: TaskSpec, splits: Sequence[str] | None = None) -> list[str]:

@@ -91,10 +91,18 @@ class LmSpec(TaskBase):
     )
 
     @model_validator(mode="after")
-    def _shares_add_up(self) -> LmSpec:
+    def _settings_agree(self) -> LmSpec:
+        mistakes = []
         total = self.word_mask + self.word_keep + self.word_rand
         if abs(total - 1) > 1e-6:
-            raise ValueError(f"word_mask + word_keep + word_rand is {total:g}: make it 1")
+            mistakes.append(f"word_mask + word_keep + word_rand is {total:g}: make it 1")
+        if self.min_seq_length > self.max_seq_length:
+            mistakes.append(
+                f"min_seq_length is {self.min_seq_length} and max_seq_length is {self.max_seq_length}: every example "
+                f"would be dropped; lower min_seq_length"
+            )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
         return self
 
 

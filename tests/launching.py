@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,21 @@ SHARED = ROOT.parent / "shared"
 
 
 def run_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root; stderr holds what the ranks wrote."""
-    return _run([str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), *arguments], timeout)
+    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root, at a free port; stderr holds what the ranks wrote."""
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    return _run([*launcher, "--master_port", str(_free_port()), *arguments], timeout)
 
 
 def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS` from the root."""
     return _run([sys.executable, *arguments], timeout)
+
+
+def _free_port() -> int:
+    """DeepSpeed's own default may be taken by a run beside the tests."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:

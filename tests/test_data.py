@@ -21,6 +21,7 @@ from ds_trainer.data import (
     fingerprint,
     pack,
     shard,
+    spread,
     steps_for,
 )
 
@@ -130,6 +131,13 @@ def test_steps_for_epochs_round_up_without_float_dust() -> None:
     """0.1 of 30 examples in batches of 3 is one step, though 0.1 * 30 / 3 is not exactly 1 in floating point."""
     assert steps_for(0.1, 30, 3) == 1
     assert steps_for(3, 10, 4) == 8
+
+
+def test_a_limit_is_spread_over_all_examples() -> None:
+    """Positions are evenly spaced; a limit that is no smaller than the data, or none, leaves all."""
+    assert spread(10, 4) == [0, 2, 5, 7]
+    for limit in (None, 10, 11):
+        assert list(spread(10, limit)) == [*range(10)]
 
 
 def test_the_fingerprint_tells_settings_apart_but_not_their_order() -> None:

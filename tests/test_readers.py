@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,12 +231,28 @@ def test_hub_rows_equal_those_of_the_official_files(name: str, tmp_path: Path) -
     columns["label"] = [row.label if regression else names.index(str(row.label)) for row in expected]
     features = datasets.Features({column: datasets.Value("string") for column in glue.hub_columns} | {"label": kind})
     dataset = datasets.Dataset.from_dict(columns, features=features)
-    source = HubSource(TextSpec(name=name), fetch=lambda spec, split: dataset)
+    source = HubSource(TextSpec(name=name), fetch=lambda name, split: dataset)
     found = source.rows("train").rows
     assert [row.texts for row in found] == [row.texts for row in expected]
     assert [row.label for row in found] == pytest.approx([row.label for row in expected]) or not regression
     assert regression or [row.label for row in found] == [row.label for row in expected]
     assert source.fingerprint("train") == dataset._fingerprint
+
+
+def test_the_hub_is_asked_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLUE's tasks are configurations of one data set, where MNLI's validation split has another name."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(path: str, configuration: str | None, split: str) -> SimpleNamespace:
+        asked.append((path, configuration, split))
+        return SimpleNamespace(_fingerprint="f00")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for split in ("train", "validation", "validation_mismatched"):
+        assert row_source(TextSpec(name="mnli")).fingerprint(split) == "f00"
+    splits = ("train", "validation_matched", "validation_mismatched")
+    assert asked == [("nyu-mll/glue", "mnli", split) for split in splits]
 
 
 def test_a_hub_split_without_labels_is_told() -> None:
@@ -244,7 +261,7 @@ def test_a_hub_split_without_labels_is_told() -> None:
     features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
     dataset = datasets.Dataset.from_dict({"sentence": ["x"], "label": [-1]}, features=features)
     with pytest.raises(ValueError, match=r"nyu-mll/glue/sst2 \(train\), row 1: unknown label"):
-        HubSource(TextSpec(name="sst2"), fetch=lambda spec, split: dataset).rows("train")
+        HubSource(TextSpec(name="sst2"), fetch=lambda name, split: dataset).rows("train")
 
 
 @pytest.mark.real

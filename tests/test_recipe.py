@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 from launching import ROOT
 
 from ds_trainer.json_file import read_json
-from ds_trainer.recipe import Recipe, parse_recipe, parse_task, recipe_schema
+from ds_trainer.recipe import Recipe, parse_recipe, parse_task, recipe_schema, task_of
 
 
 def with_prune(**prune) -> dict:
     return {"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]}
+
+
+def with_distill(**distill) -> dict:
+    return {"phases": [{"max_steps": 10, "techniques": {"distill": {"teacher": "@model"} | distill}}]}
+
+
+def with_task(**task) -> dict:
+    return {"task": task, "phases": [{"max_steps": 10}]}
 
 
 def mistakes_of(data) -> str:
@@ -54,6 +62,27 @@ def mistakes_of(data) -> str:
         ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
         ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
         ({"phases": [{"max_steps": 1, "learning_rate": float("inf")}]}, ["learning_rate", "finite"]),
+        (with_distill(), ["no term has a weight", "alpha_distil"]),
+        (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
+        (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),
+        (with_distill(alpha_mlm=1, alpha_squad=1), ["alpha_mlm and alpha_squad are both set"]),
+        (with_distill(terms=["mse"], alpha_distil=1), ["the term mse", 'loss["distill.mse"]']),
+        (with_distill(terms=["mse", "mse"], alpha_mse=1), ["names one twice"]),
+        (with_distill(alpha_distil=1, temprature=3), ["distill.temprature", 'did you mean "temperature"?']),
+        (with_distill(alpha_distil=1, temperature=0), ["temperature", "greater than 0"]),
+        (with_distill(alpha_distil=1, layer_pairs=[[1]]), ["layer_pairs.0", "at least 2"]),
+        (with_distill(alpha_distil=1, teacher="@later"), ['the teacher "@later"', '"@model"']),
+        (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
+        (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
+        (with_task(name="squad", doc_stride=320), ["doc_stride is 320", "max_seq_length - max_query_length is 320"]),
+        (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
+        (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
+        (with_task(name="clm", text_columns=["a"]), ["task.text_columns", '"text_column"']),
+        ({"phases": [{"max_steps": 1, "student": {}}]}, ["student", "one of the two"]),
+        (
+            {"phases": [{"max_steps": 1, "student": {"layers": [0], "config": {"model_type": "bert"}}}]},
+            ["one of the two"],
+        ),
     ],
 )
 def test_mistakes_are_told_with_path_and_way_out(data, words):
@@ -107,10 +136,61 @@ def test_final_lambda_becomes_the_loss_weight():
     assert "3" in message
 
 
+@pytest.mark.parametrize(
+    ("distill", "loss", "terms"),
+    [
+        ({"alpha_ce": 0.1, "alpha_distil": 0.9}, {"task": 0.1, "distill.logits": 0.9}, ["logits"]),
+        ({"alpha_distil": 0.9}, {"task": 1.0, "distill.logits": 0.9}, ["logits"]),
+        (
+            {"alpha_ce": 5, "alpha_mlm": 2, "alpha_cos": 1},
+            {"task": 2, "distill.logits": 5, "distill.cos": 1},
+            ["logits", "cos"],
+        ),
+        (
+            {"alpha_ce": 0.5, "alpha_squad": 0.5, "alpha_mse": 0.25},
+            {"task": 0.5, "distill.logits": 0.5, "distill.mse": 0.25},
+            ["logits", "mse"],
+        ),
+    ],
+)
+def test_the_originals_alphas_become_loss_weights(distill, loss, terms):
+    """alpha_ce weighs the task's loss beside alpha_distil, the logits beside the others; a term is what is weighed."""
+    phase = parse_recipe(with_distill(**distill)).phases[0]
+    assert phase.loss == loss
+    assert sorted(phase.techniques.distill.terms) == sorted(terms)
+
+
+def test_a_loss_table_and_alphas_must_agree():
+    """The same number twice is no mistake, another one is, naming both; the table alone decides the terms, too."""
+    data = with_distill(alpha_distil=0.9)
+    data["phases"][0]["loss"] = {"task": 1.0, "distill.logits": 0.9}
+    assert parse_recipe(data).phases[0].loss["distill.logits"] == 0.9
+    data["phases"][0]["loss"]["distill.logits"] = 2
+    message = mistakes_of(data)
+    assert "0.9" in message
+    assert "is 2" in message
+    data = with_distill()
+    data["phases"][0]["loss"] = {"task": 1, "distill.hidden": 3}
+    assert parse_recipe(data).phases[0].techniques.distill.terms == ["hidden"]
+
+
+def test_masked_heads_follow_from_the_restriction():
+    """Without restrict_ce_to_mask MLM gives logits everywhere; with it, and for every other task, as the task says."""
+    data = with_distill(alpha_distil=1) | {"task": {"name": "mlm"}}
+    recipe = parse_recipe(data)
+    assert task_of(recipe.phases[0], recipe).head_positions == "all"
+    data["phases"][0]["techniques"]["distill"]["restrict_ce_to_mask"] = True
+    recipe = parse_recipe(data)
+    assert task_of(recipe.phases[0], recipe).head_positions == "labels"
+
+
 def test_a_resolved_recipe_reads_back_as_itself():
     """model_dump through JSON and back is the same recipe: what a run writes can be run again."""
-    recipe = parse_recipe(with_prune(regularization="l0", final_lambda=2, pruning_method="l0", initial_warmup=0.25))
-    assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+    prune = with_prune(regularization="l0", final_lambda=2, pruning_method="l0", initial_warmup=0.25)
+    distill = with_distill(alpha_ce=5, alpha_mlm=2, alpha_cos=1) | {"task": {"name": "mlm"}}
+    for data in (prune, distill, with_task(name="squad")):
+        recipe = parse_recipe(data)
+        assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)
@@ -123,6 +203,7 @@ def test_the_schema_knows_every_field():
     """The JSON schema for editors lists techniques' fields and forbids others."""
     schema = json.loads(recipe_schema())
     assert "mask_scores_learning_rate" in schema["$defs"]["PruneSpec"]["properties"]
+    assert {"TextSpec", "SquadSpec", "LmSpec", "DistillSpec"} <= schema["$defs"].keys()
     assert schema["additionalProperties"] is False
 
 
@@ -131,7 +212,20 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from([*Recipe.model_fields, "name", "loss", "prune", "techniques", "max_steps", "x"]),
+            st.sampled_from(
+                [
+                    *Recipe.model_fields,
+                    "name",
+                    "loss",
+                    "prune",
+                    "techniques",
+                    "distill",
+                    "teacher",
+                    "alpha_ce",
+                    "max_steps",
+                    "x",
+                ]
+            ),
             inner,
             max_size=4,
         )
@@ -152,3 +246,10 @@ def test_a_task_is_checked_by_itself():
     """parse_task tells the task's own mistakes."""
     with pytest.raises(ValueError, match=r'task.max_seq_lenght: unknown key; did you mean "max_seq_length"'):
         parse_task({"name": "sst2", "max_seq_lenght": 3})
+
+
+def test_settings_of_language_modelling_that_cannot_work_are_told_together():
+    """Shares that do not add up, and a least length above the greatest."""
+    told = r"task: word_mask \+ .* is 0.7: make it 1\nmin_seq_length is 200 and max_seq_length is 128: every example"
+    with pytest.raises(ValueError, match=told):
+        parse_task({"name": "mlm", "dataset": "wikitext", "word_mask": 0.5, "min_seq_length": 200})

@@ -28,7 +28,6 @@ from ds_trainer.tasks import build_task, training_texts
 from ds_trainer.tasks.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
 from ds_trainer.tasks.metrics import score
 from ds_trainer.tasks.pretrained import tokenizer_state
-from ds_trainer.tasks.text import _spread
 
 SHARED = Path(__file__).parents[2] / "shared"
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
@@ -350,7 +349,6 @@ def test_each_example_counts_once_however_the_shards_are_padded(encoder: Path, t
 
 def test_limits_are_spread_over_the_rows(encoder: Path, tmp_path: Path) -> None:
     """The first examples of a file sorted by label would be of one class."""
-    assert _spread(list(range(10)), 4) == [0, 2, 5, 7]  # type: ignore[arg-type, comparison-overlap]
     spec = write_csv(tmp_path, ["a", "a", "a", "b", "b", "b"])
     task = build_task(spec.model_copy(update={"max_train_samples": 2}), encoder, tmp_path / "cache")
     assert task.examples("train").fields["labels"].tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Pruning and distillation under DeepSpeed's engine equals a plain torch loop: methods x ZeRO stages x precisions x ranks."""
+"""Pruning and distillation under DeepSpeed equal a plain torch loop: methods, ZeRO stages, precisions, ranks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def test_losses_equal_the_reference(case, losses):
     expected, found = reference_of(Case(case.method, 0, case.precision)), losses[str(case)]
     assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[case.precision])
     assert found["densities"] == expected["densities"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_partitioned_teacher_is_held_in_parts(stage, losses, request):
+    """Each rank keeps its share of the teacher's values (and what fills up the last part); a whole one keeps all."""
+    ranks = {"1rank": 1, "2ranks": 2}[request.node.callspec.id.split("-")[0]]
+    (parts,) = losses[str(Case("partitioned", stage, "fp32"))]["teacher_values"]
+    (whole,) = losses[str(Case("whole", stage, "fp32"))]["teacher_values"]
+    assert whole / ranks <= parts <= 1.01 * whole / ranks
 
 
 @pytest.mark.parametrize("method", [*METHODS, *DISTILLED])

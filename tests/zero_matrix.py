@@ -131,7 +131,8 @@ def phase_of(method: str) -> Phase:
         techniques["distill"] = asked["distill"] | {"teacher": teacher_folder()}
     frozen = [{"params": "*embeddings*", "frozen": True}]
     loss = {"loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()}}
-    data = (loss if method == "layers" else {}) | {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": techniques}
+    data = loss if method == "layers" else {}
+    data |= {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": techniques}
     return parse_recipe({"phases": [data]}).phases[0]
 
 
@@ -206,10 +207,16 @@ def under_engine(case: Case) -> dict[str, list[float]]:
         assert ds_engine.global_steps == step + 1
         losses.append(float(distributed.mean_(total)))
         densities.append(techniques[0].readings().get("prune/density"))
+    held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
     for technique in techniques:
         technique.stop()
     engine.stop_engine(ds_engine)
-    return {"losses": losses, "densities": densities}
+    return {"losses": losses, "densities": densities, "teacher_values": held}
+
+
+def values_held(model) -> int:
+    """How many of a model's values this rank keeps between forwards."""
+    return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
 
 
 def reference(case: Case) -> dict[str, list[float]]:

@@ -6,18 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ds_trainer import lm_text, squad_file
 from ds_trainer.readers import TASK_NAMES, unknown_task
 from ds_trainer.recipe import TaskSpec, TextSpec
 from ds_trainer.task_specs import family
+from ds_trainer.tasks.lm import LmTask
 from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.tasks.squad import SquadTask
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.tasks.text import TextTask
 from ds_trainer.tasks.text import training_texts as texts_of_rows
 
 __all__ = ["TASKS", "Batch", "Task", "TextTask", "build_task", "training_texts"]
 
-TASKS: dict[str, type[Task]] = {"text": TextTask}
-_TEXTS: dict[str, Callable[[Any], list[str]]] = {"text": texts_of_rows}
+TASKS: dict[str, type[Task]] = {"text": TextTask, "squad": SquadTask, "lm": LmTask}
+_TEXTS: dict[str, Callable[[Any], list[str]]] = {
+    "text": texts_of_rows,
+    "squad": squad_file.training_texts,
+    "lm": lm_text.training_texts,
+}
 _CACHE_DIR = "~/.cache/ds_trainer"
 
 

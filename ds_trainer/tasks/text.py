@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer import distributed
-from ds_trainer.data import Examples, Positions, fingerprint, pack
+from ds_trainer.data import Examples, Positions, fingerprint, pack, spread
 from ds_trainer.readers import (
     RowSource,
     TextRow,
@@ -131,7 +131,7 @@ class TextTask(Task):
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
         found = self._rows.rows(split)
-        rows = _spread(found.rows, self._limit(split))
+        rows = [found.rows[position] for position in spread(len(found.rows), self._limit(split))]
         found = replace(found, rows=rows)
         labels = _class_indices(found, self._task_labels) if self._task_labels else _scores(found)
         examples = pack(self._encoded(rows), _DTYPES, {"labels": labels})
@@ -210,10 +210,3 @@ def _check_not_empty(examples: Examples, found: TextRows) -> None:
         raise ValueError(
             f"{found.place(found.rows[empty[0]])}: the text is empty, and the tokenizer adds nothing to it"
         )
-
-
-def _spread(rows: list[TextRow], limit: int | None) -> list[TextRow]:
-    """`limit` rows, evenly spaced: the first ones of a file that is sorted by label would be of one class."""
-    if limit is None or limit >= len(rows):
-        return rows
-    return [rows[index * len(rows) // limit] for index in range(limit)]

@@ -50,7 +50,7 @@ def report(*figures: Figure) -> None:
             json.dumps(
                 {
                     "name": figure.name,
-                    "value": round(figure.value, 4),
+                    "value": float(f"{figure.value:.4g}"),
                     "bar": figure.bar,
                     "holds": figure.holds,
                 }

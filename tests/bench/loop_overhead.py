@@ -33,7 +33,7 @@ from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.schedules import lr_multiplier
 from ds_trainer.tasks import Batch, training_texts
-from ds_trainer.tasks.text_model import load_tokenizer
+from ds_trainer.tasks.pretrained import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -59,6 +59,8 @@ class Loop:
             model, plan.groups(model, techniques), plan.engine_config, plan.base, lr_factor
         )
         self.engine.train()
+        for technique in techniques:
+            technique.start(self.engine.device)
         self.objective = Objective(plan.task, techniques, plan.phase.loss)
         self.batches, self.seed, self.report = batches_of(plan), plan.clock.seed, record
 
@@ -89,7 +91,9 @@ class BareLoop:
     def _collated(self, plan: PhasePlan) -> list[Batch]:
         batches, steps = batches_of(plan), (WARMUP + ROUNDS) * LOG_EVERY
         return [
-            batch for step in range(steps) for batch in micro_batches(plan.task, batches.indices(step), self.engine)
+            batch
+            for step in range(steps)
+            for batch in micro_batches(plan.task, batches.indices(step), self.engine, draw=1)
         ]
 
 
@@ -97,8 +101,8 @@ def batches_of(plan: PhasePlan) -> BatchPlan:
     return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.clock.seed)
 
 
-def planned(engine_file: Path, folder: Path) -> PhasePlan:
-    """A fine-tuning phase of `BERT` on `EXAMPLES` examples that writes into `folder`, resolved as a run resolves it."""
+def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None) -> PhasePlan:
+    """A phase of `BERT` on `EXAMPLES` examples that writes into `folder`, resolved as a run resolves it."""
     task: dict[str, Any] = {"max_train_samples": EXAMPLES}
     if SHARED.is_dir():
         task |= {"name": "sst2", "data_dir": str(SHARED / "data")}
@@ -106,10 +110,11 @@ def planned(engine_file: Path, folder: Path) -> PhasePlan:
     else:
         tokenizer = train_tokenizer(training_texts(TextSpec()), vocab_size=8192, lowercase=True)
     create_folder(BERT, tokenizer, folder / "initial_model", seed=0)
-    phase = {"max_steps": 10_000, "train_batch_size": ROWS, "learning_rate": 5e-5, "logging_steps": LOG_EVERY}
+    phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": ROWS, "learning_rate": 5e-5}
+    phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     recipe = parse_recipe({"task": task, "phases": [phase], "cache_dir": str(folder / "cache")})
     job = TrainJob(recipe, read_engine_file(str(engine_file)), folder, overwrite=False, resume=False, dry_run=False)
-    return plan_phase(job, recipe.phases[0], str(folder / "initial_model"))
+    return plan_phase(job, recipe.phases[0], str(folder / "initial_model"), distill and distill["teacher"])
 
 
 def record_of(plan: PhasePlan) -> Report:

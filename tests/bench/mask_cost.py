@@ -34,7 +34,7 @@ class Run:
         config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
         model = AutoModelForSequenceClassification.from_config(config)
         spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
-        self.techniques = [Prune(spec, Clock(STEPS, 0, seed=1))] if masked else []
+        self.techniques = [Prune(spec, Clock(STEPS, 0, seed=1), task=None)] if masked else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]

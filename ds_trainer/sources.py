@@ -1,0 +1,77 @@
+"""What the readers of all tasks share: the hub, the lookup and the hash of a file, and the fault of a value.
+
+Imports neither torch nor numpy. Does not know what is in a file: that is the matter of `readers.py`, `squad_file.py`
+and `lm_text.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.task_specs import TaskSpec
+
+_KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object", bool: "true or false"}
+
+
+def fetch(name: str, split: str) -> Any:
+    """The `datasets.Dataset` of "name", "owner/name" or "owner/name/configuration"; ValueError if it cannot be had."""
+    import datasets
+
+    parts = name.split("/", 2)
+    path, configuration = "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+    try:
+        return datasets.load_dataset(path, configuration, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the hub data set {path} ({configuration or 'default'}, {split}) cannot be had: {error}. "
+            f"Without a network give data_dir, the folder of the files (and train_file and validation_file, where "
+            f"these have no official names)"
+        ) from error
+
+
+def data_folder(spec: TaskSpec) -> Path:
+    """`data_dir`, by default the current folder."""
+    return Path(spec.data_dir or ".").expanduser()
+
+
+def first_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> Path:
+    """The first candidate that is a file; ValueError where none is."""
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise no_file(spec, split, candidates)
+    return found
+
+
+def no_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> ValueError:
+    """What to raise where a split has no file: it tells what was looked for."""
+    folder, looked_for = data_folder(spec), ", ".join(map(str, candidates))
+    if not folder.is_dir():
+        return ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
+    return ValueError(f"no file for the {split} split of {spec.name}; looked for {looked_for}")
+
+
+def content_hash(path: Path) -> bytes:
+    """Hash of the content: time stamps differ between hosts, and an edited file can keep its size."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    return digest.digest()
+
+
+def fault_of(value: Any, kind: type) -> str | None:
+    """What is wrong with a value of JSON that must be of a kind, to follow its name; None where it is sound."""
+    # true is an int to Python
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        return f"is {'null' if value is None else f'a {type(value).__name__}'}, and must be {_KINDS[kind]}"
+    try:
+        str(value if kind is str else "").encode("utf-8")
+    except UnicodeEncodeError:  # JSON can say "\ud800" alone, and tokenizers cannot take it
+        return "holds half a surrogate pair"
+    return None

@@ -1,0 +1,137 @@
+"""Heads at chosen positions: the same logits and gradients as the plain model's, for every architecture."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
+    GPT2Config,
+    LlamaConfig,
+    ModernBertConfig,
+    RobertaConfig,
+)
+
+from ds_trainer.tasks.head_positions import take_head_positions
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+MASKED = {
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES, max_position_embeddings=32),
+    "distilbert": DistilBertConfig(dim=16, n_layers=2, n_heads=2, hidden_dim=24, vocab_size=40),
+    "electra": ElectraConfig(**SIZES, embedding_size=8),
+    "modernbert": ModernBertConfig(**SIZES, pad_token_id=0),
+    "deberta_v2": DebertaV2Config(**SIZES, **RELATIVE),
+    "deberta_v2_new_head": DebertaV2Config(**SIZES, **RELATIVE, legacy=False),
+}
+CAUSAL = {
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40),
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
+}
+POSITIONS = torch.tensor([1, 5, 8, 13])
+"""Places 1 and 5 of the first row of six, 2 of the second, 1 of the third."""
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    auto, config = (AutoModelForMaskedLM, MASKED[name]) if name in MASKED else (AutoModelForCausalLM, CAUSAL[name])
+    return auto.from_config(copy.deepcopy(config)).eval()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 40, (3, 6), generator=torch.Generator().manual_seed(0))
+    attended = torch.tensor([[1] * 6, [1] * 6, [1, 1, 1, 0, 0, 0]])
+    return {"input_ids": ids * attended, "attention_mask": attended}
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_logits_gradients_and_hidden_states_are_those_of_the_plain_model(name: str) -> None:
+    """At the positions to 1e-6, as (1, n, vocabulary); hidden states keep the whole batch."""
+    plain, model = build(name), take_head_positions(build(name))
+    expected = plain(**inputs(), output_hidden_states=True)
+    found = model(**inputs(), head_positions=POSITIONS, output_hidden_states=True)
+    wanted = expected.logits.flatten(0, 1)[POSITIONS]
+    assert found.logits.shape == (1, 4, 40)
+    torch.testing.assert_close(found.logits[0], wanted, atol=1e-6, rtol=0)
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    found.logits.square().sum().backward()
+    wanted.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_without_positions_nothing_changes(name: str) -> None:
+    """Before and after a forward with positions, the logits are the plain model's, bit for bit."""
+    plain, model = build(name), take_head_positions(build(name))
+    with torch.no_grad():
+        expected = plain(**inputs()).logits
+        assert torch.equal(model(**inputs()).logits, expected)
+        model(**inputs(), head_positions=POSITIONS)
+        assert torch.equal(model(**inputs()).logits, expected)
+        assert torch.equal(model(**inputs(), head_positions=None).logits, expected)
+
+
+@torch.no_grad()
+def test_a_forward_that_raised_leaves_nothing_behind() -> None:
+    """Neither the model nor its encoder alone remembers the positions."""
+    model = take_head_positions(build("bert"))
+    with pytest.raises(IndexError):
+        model(torch.full((1, 6), 999), head_positions=POSITIONS)
+    assert model.base_model(**inputs()).last_hidden_state.shape == (3, 6, 16)
+    assert model(**inputs()).logits.shape == (3, 6, 40)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "deberta_v2"])
+def test_tuples_are_understood(name: str) -> None:
+    """A model that is asked for tuples gives its logits first; DeBERTa's encoder gives one too."""
+    model = take_head_positions(build(name))
+    expected = model(**inputs()).logits.flatten(0, 1)[POSITIONS]
+    found = model(**inputs(), head_positions=POSITIONS, return_dict=False)
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found[0][0], expected)
+
+
+@torch.no_grad()
+def test_a_copy_has_hooks_of_its_own(tmp_path: Path) -> None:
+    """A deep copy takes positions too, without touching the first; a saved folder knows nothing of them."""
+    model = take_head_positions(build("llama"))
+    twin = copy.deepcopy(model)
+    states = {id(next(iter(m._forward_pre_hooks.values())).__self__) for m in (model, twin)}
+    assert len(states) == 2
+    torch.testing.assert_close(
+        twin(**inputs(), head_positions=POSITIONS).logits, model(**inputs(), head_positions=POSITIONS).logits
+    )
+    assert list(model.state_dict()) == list(build("llama").state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**inputs()).logits, model(**inputs()).logits)
+
+
+@torch.no_grad()
+def test_decoders_fill_no_cache_for_a_loss() -> None:
+    """With positions there are no past keys and values in the output; without, the model's own default holds."""
+    for name in CAUSAL:
+        model = take_head_positions(build(name))
+        assert model(**inputs(), head_positions=POSITIONS).past_key_values is None
+        assert model(**inputs()).past_key_values is not None
+
+
+def test_a_model_that_is_all_head_is_refused() -> None:
+    """There is no encoder whose output could be cut."""
+    with pytest.raises(ValueError, match="BertModel has no encoder apart from its head"):
+        take_head_positions(build("bert").bert)

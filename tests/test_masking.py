@@ -1,0 +1,128 @@
+"""The law of masks: how many, which, what becomes of them, and what they depend on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_trainer.tasks.masking import Array, MaskRule, choose, mask_tokens, token_weights
+
+MASK, VOCABULARY, SPECIAL = 2, 50, np.array([0, 1, 2])
+
+
+def rule_of(counts: Array | None = None, smoothing: float = 0.0, **fields: Any) -> MaskRule:
+    counts = np.ones(VOCABULARY, np.int64) if counts is None else counts
+    shares = {"mask_prop": 0.15, "word_mask": 0.8, "word_rand": 0.1} | fields
+    ordinary = np.setdiff1d(np.arange(VOCABULARY), SPECIAL)
+    return MaskRule(token_weights(counts, smoothing, SPECIAL), ordinary, MASK, **shares)
+
+
+def rows_of(rows: int, width: int, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Rows of ordinary tokens within special ones at both ends."""
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (rows, width))
+    tokens[:, 0], tokens[:, -1] = 0, 1
+    return tokens, np.ones_like(tokens), np.arange(rows)
+
+
+def within(count: int, trials: int, chance: float) -> bool:
+    """Whether a binomial count is within five standard deviations."""
+    return abs(count - trials * chance) <= 5 * math.sqrt(trials * chance * (1 - chance))
+
+
+@pytest.mark.parametrize(("width", "share", "chosen"), [(102, 0.15, 15), (22, 0.15, 3), (5, 0.15, 1), (12, 1.0, 10)])
+def test_exactly_the_share_of_each_row_is_chosen(width: int, share: float, chosen: int) -> None:
+    """The number is not random: max(1, round(share * n)) of n tokens that are not special."""
+    _, found = mask_tokens(rule_of(mask_prop=share), *rows_of(20, width), draw=1)
+    assert found.sum(axis=1).tolist() == [chosen] * 20
+
+
+def test_a_row_without_a_choice_has_none() -> None:
+    """Special tokens alone are left alone."""
+    tokens = np.zeros((1, 4), np.int64)
+    seen, chosen = mask_tokens(rule_of(), tokens, np.ones_like(tokens), np.array([0]), 0)
+    assert not chosen.any()
+    assert (seen == tokens).all()
+
+
+def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
+    """80, 10 and 10% of 30,000 choices; random tokens are ordinary and all turn up; the rest is as it was."""
+    tokens, attended, ids = rows_of(2000, 102)
+    seen, chosen = mask_tokens(rule_of(), tokens, attended, ids, 3)
+    assert (seen == tokens)[~chosen].all()
+    trials = int(chosen.sum())
+    assert trials == 30_000
+    masked = chosen & (seen == MASK)
+    changed = chosen & (seen != tokens) & ~masked
+    assert within(int(masked.sum()), trials, 0.8)
+    assert within(int(changed.sum()), trials, 0.1 * (1 - 1 / 47))  # one in 47 random tokens is the token itself
+    assert set(seen[changed].tolist()) == set(range(3, VOCABULARY))
+
+
+@pytest.mark.parametrize(("word_mask", "word_rand"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+def test_a_share_of_one_is_all(word_mask: float, word_rand: float) -> None:
+    """Every chosen token is masked, random, or kept."""
+    tokens, attended, ids = rows_of(50, 102)
+    seen, chosen = mask_tokens(rule_of(word_mask=word_mask, word_rand=word_rand), tokens, attended, ids, 3)
+    assert ((seen == MASK) == (chosen if word_mask else np.zeros_like(chosen))).all()
+    assert ((seen != tokens).sum() > 0) == (word_mask + word_rand > 0)
+
+
+def test_special_tokens_are_never_chosen_and_never_put_in() -> None:
+    """Not even where everything else is, and not as random tokens."""
+    tokens, attended, ids = rows_of(200, 12)
+    seen, chosen = mask_tokens(rule_of(mask_prop=1.0, word_mask=0.0, word_rand=1.0), tokens, attended, ids, 0)
+    special = np.isin(tokens, SPECIAL)
+    assert (chosen == ~special).all()
+    assert (seen[special] == tokens[special]).all()
+    assert not np.isin(seen[~special], SPECIAL).any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.7, 1.0])
+def test_rare_tokens_are_chosen_by_the_law(smoothing: float) -> None:
+    """One of four tokens of counts 1 to 1,000 is drawn in proportion to count ** -smoothing; unseen counts as once."""
+    counts = np.zeros(VOCABULARY, np.int64)
+    counts[3:7] = [0, 10, 100, 1000]
+    rows = 20_000
+    tokens = np.tile([0, 3, 4, 5, 6, 1], (rows, 1))
+    _, chosen = mask_tokens(rule_of(counts, smoothing), tokens, np.ones_like(tokens), np.arange(rows), 0)
+    weights = np.array([1.0, 10.0, 100.0, 1000.0]) ** -smoothing
+    for found, chance in zip(chosen.sum(axis=0)[1:5], weights / weights.sum(), strict=True):
+        assert within(int(found), rows, chance)
+
+
+def test_two_are_drawn_one_after_the_other() -> None:
+    """Without replacement: a pair's chance is that of either order, each draw in proportion to what is left."""
+    weights, rows = np.array([1.0, 2.0, 5.0]), 20_000
+    uniform = np.random.default_rng(0).random((rows, 3))
+    chosen = choose(np.tile(weights, (rows, 1)), 2 / 3, uniform)
+    shares = weights / 8
+    pairs = {(0, 1): 0.0, (0, 2): 0.0, (1, 2): 0.0}
+    for a, b in pairs:
+        chance = shares[a] * shares[b] / (1 - shares[a]) + shares[b] * shares[a] / (1 - shares[b])
+        assert within(int((chosen[:, a] & chosen[:, b]).sum()), rows, chance)
+    assert (chosen.sum(axis=1) == 2).all()
+
+
+def test_a_mask_does_not_depend_on_the_batch() -> None:
+    """An example is masked the same alone, in another order, and padded to any width."""
+    tokens, attended, ids = rows_of(6, 40)
+    tokens[3, 20:], attended[3, 20:] = 0, 0
+    seen, _ = mask_tokens(rule_of(), tokens, attended, ids, 7)
+    order = np.array([5, 3, 0])
+    assert (mask_tokens(rule_of(), tokens[order], attended[order], ids[order], 7)[0] == seen[order]).all()
+    alone, _ = mask_tokens(rule_of(), tokens[3:4, :20], attended[3:4, :20], ids[3:4], 7)
+    assert (alone == seen[3:4, :20]).all()
+
+
+def test_each_draw_and_each_example_has_a_mask_of_its_own() -> None:
+    """The same draw gives the same masks; the next gives others; equal texts are masked differently."""
+    tokens, attended, ids = rows_of(50, 40)
+    tokens[:] = tokens[0]
+    drawn = [mask_tokens(rule_of(), tokens, attended, ids, draw)[1] for draw in (0, 0, 1, 2**64 - 1, -3)]
+    assert (drawn[0] == drawn[1]).all()
+    for first, second in ((0, 2), (2, 3), (3, 4)):
+        assert (drawn[first] != drawn[second]).any(axis=1).mean() > 0.9
+    assert len({row.tobytes() for row in drawn[0]}) > 45

@@ -1,0 +1,144 @@
+"""SQuAD's counting: exact match, F1, v2's thresholds and the n best, against values computed by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from ds_trainer.tasks.squad_score import (
+    Candidate,
+    best_threshold,
+    exact,
+    f1,
+    n_best,
+    normalised,
+    score_v1,
+    score_v2,
+    with_probabilities,
+)
+
+
+def test_texts_are_normalised_as_the_official_script_does() -> None:
+    """Lower case, no ASCII punctuation, no articles, single spaces; other scripts and marks stay."""
+    assert normalised(" The  U.S.A., an\tanthem—a “The” ") == "usa anthem— “ ”"
+    assert normalised("Theory of A-the") == "theory of athe"
+    assert normalised("Café\u00a0İ") == "café i̇"
+
+
+def test_exact_and_f1_equal_hand_computed_values() -> None:
+    """Words count as often as they occur; articles and punctuation do not."""
+    assert exact("The Cat!", "cat") == 1
+    assert exact("cats", "cat") == 0
+    assert f1("the cat sat on the mat", "a cat sat") == pytest.approx(2 * 1.0 * 0.5 / 1.5)
+    assert f1("x x y", "x z") == pytest.approx(2 * (1 / 3) * (1 / 2) / (5 / 6))
+    assert f1("dog", "cat") == 0
+    assert f1("the", "a") == 0
+
+
+def test_v1_counts_the_best_of_the_answers() -> None:
+    """Over three questions, by hand: 1 exact of 3; F1 of 1, 0.8 and 0. Of two empty texts, v1.1's F1 is 0."""
+    golds = {"a": ["no", "Yes."], "b": ["in the old town", "town"], "c": ["the"]}
+    predictions = {"a": "yes", "b": "in old", "c": "moon"}
+    found = score_v1(predictions, golds)
+    assert found == {"exact_match": pytest.approx(100 / 3), "f1": pytest.approx(100 * (1 + 0.8 + 0) / 3)}
+    assert score_v1({"c": "an"}, {"c": ["the"]}) == {"exact_match": 100, "f1": 0}
+
+
+def test_v2_scores_equal_hand_computed_values() -> None:
+    """Two questions with an answer, two without; in each part one is right."""
+    golds = {"a": ["old town"], "b": ["moon", "the"], "c": [], "d": []}
+    predictions = {"a": "the old town hall", "b": "moon", "c": "", "d": "sun"}
+    odds = {"a": -3.0, "b": 2.0, "c": 5.0, "d": 1.0}
+    found = score_v2(predictions, golds, odds)
+    assert found == {
+        "exact_match": 50.0,
+        "f1": pytest.approx(100 * (0.8 + 1 + 1 + 0) / 4),
+        "total": 4.0,
+        "HasAns_exact": 50.0,
+        "HasAns_f1": pytest.approx(90.0),
+        "HasAns_total": 2.0,
+        "NoAns_exact": 50.0,
+        "NoAns_f1": 50.0,
+        "NoAns_total": 2.0,
+        # from 2 for silence, exact goes by a: +0, d: -1, b: +1; F1 by a: +0.8, d: -1, b: +1
+        "best_exact": 50.0,
+        "best_exact_thresh": 0.0,
+        "best_f1": pytest.approx(70.0),
+        "best_f1_thresh": -3.0,
+    }
+
+
+def test_v2_without_one_of_the_kinds_leaves_its_part_out() -> None:
+    """As the official script: no NoAns where all have an answer. A gold text of no words is no answer to give."""
+    found = score_v2({"a": ""}, {"a": ["the"]}, {"a": 1.0})
+    assert found["exact_match"] == found["f1"] == found["HasAns_f1"] == 100
+    assert not [name for name in found if name.startswith("NoAns")]
+
+
+def score_at(threshold: float, scores: dict[str, float], silent: dict[str, float], odds: dict[str, float]) -> float:
+    """Percent, with silence above the threshold."""
+    return 100 * sum(scores[id] if odds[id] <= threshold else silent[id] for id in scores) / len(scores)
+
+
+def test_the_best_threshold_is_the_best_of_all() -> None:
+    """Against trying every threshold: answering up to it gives the score, and no other gives more."""
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [f"q{i}" for i in range(rng.randint(1, 8))]
+        answerable = {id for id in ids if rng.random() < 0.5}
+        predictions = {id: rng.choice(["", "x"]) for id in ids}
+        silent = {id: float(id not in answerable) for id in ids}
+        scores = {id: rng.random() if id in answerable else 1.0 for id in ids}
+        scores = {id: score if predictions[id] else silent[id] for id, score in scores.items()}
+        scores |= {id: 0.0 for id in ids if predictions[id] and id not in answerable}
+        odds = {id: rng.uniform(-5, 5) for id in ids}
+        best, threshold = best_threshold(predictions, scores, odds, answerable)
+        tried = [score_at(each, scores, silent, odds) for each in [-9.0, *odds.values()]]
+        assert best == pytest.approx(max(tried))
+        reached = score_at(threshold, scores, silent, odds)
+        assert best == pytest.approx(reached) or (threshold == 0 and best == pytest.approx(tried[0]))
+
+
+def test_the_n_best_have_different_texts_and_probabilities() -> None:
+    """The better of two equal texts stays; the softmax is over the scores and survives large ones."""
+    candidates = [
+        Candidate("x", 0, 1, 500.0, 500.0),
+        Candidate("y", 2, 3, 501.0, 500.0),
+        Candidate("x", 4, 5, 1.0, 0.0),
+    ]
+    best = n_best([*candidates, Candidate("z", 6, 7, 0.0, 0.0)], 2)
+    assert [(each.text, each.start) for each in best] == [("y", 2), ("x", 0)]
+    first, second = with_probabilities(best)
+    assert first["probability"] == pytest.approx(1 / (1 + np.exp(-1)))
+    assert second == {
+        "text": "x",
+        "probability": pytest.approx(1 / (1 + np.e)),
+        "start_logit": 500.0,
+        "end_logit": 500.0,
+        "start": 0,
+        "end": 1,
+    }
+    assert n_best([], 3) == with_probabilities([]) == []
+
+
+def test_v1_agrees_with_another_implementation() -> None:
+    """torchmetrics' SQuAD gives the same over random answers; no gold text is articles alone: it counts those as v2."""
+    from torchmetrics.functional.text import squad
+
+    rng = random.Random(0)
+
+    def text() -> str:
+        return " ".join(
+            rng.choices(["the", "A", "cat", "cat.", "Dog", "an,", "(x)", "𝔘", "it's", "its"], k=rng.randint(0, 4))
+        )
+
+    golds = {f"q{i}": [f"{text()} Cat" for _ in range(rng.randint(1, 3))] for i in range(300)}
+    predictions = {id: rng.choice([text(), texts[0].upper()]) for id, texts in golds.items()}
+    theirs = squad(
+        [{"id": id, "prediction_text": each} for id, each in predictions.items()],
+        [{"id": id, "answers": {"text": texts, "answer_start": [0] * len(texts)}} for id, texts in golds.items()],
+    )
+    ours = score_v1(predictions, golds)
+    assert ours == {name: pytest.approx(float(value), abs=1e-3) for name, value in theirs.items()}
