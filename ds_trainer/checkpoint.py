@@ -19,7 +19,12 @@ _NAME = re.compile(r"checkpoint-\d+")
 
 
 def save(engine: Any, folder: Path, keep: int | None) -> Path:
-    """Write `folder/checkpoint-N`, N the optimizer step, and drop the oldest beyond `keep`. Every rank takes part."""
+    """Write `folder/checkpoint-N`, N the optimizer step. Every rank takes part.
+
+    Of the older ones the oldest beyond `keep` are dropped first: until the next save there is one more, for what the
+    new one is worth shows in the next forward.
+    """
+    drop_oldest(folder, keep)
     step = engine.global_steps
     target = folder / f"checkpoint-{step}"
     engine.save_checkpoint(str(folder), tag=target.name, client_state={"step": step}, save_latest=False)
@@ -29,10 +34,14 @@ def save(engine: Any, folder: Path, keep: int | None) -> Path:
         aside = target / f".{_MARKER}"
         aside.write_text(json.dumps(marker), encoding="utf-8")
         aside.replace(target / _MARKER)
-        if keep is not None:
-            for old in complete_checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
     return target
+
+
+def drop_oldest(folder: Path, keep: int | None) -> None:
+    """Leave the newest `keep` checkpoints; all where it is None."""
+    if distributed.is_main() and keep is not None:
+        for old in complete_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ All mistakes of a command are collected and told at once, by rank 0, within the 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -138,14 +139,30 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     mistakes += model_mistakes(flags.model)
     if flags.batch_size < 1:
         mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
-    if flags.output_file and not flags.output_file.absolute().parent.is_dir():
-        mistakes.append(f"--output_file: the folder {flags.output_file.absolute().parent} does not exist")
+    mistakes += _place_mistakes(flags.output_file, flags.predictions_dir)
     if "name" not in task_data:
         mistakes.append("no task: give --task_name, or --recipe with a task")
     mistakes.tell()
     assert task is not None
     cache_dir = recipe.cache_dir if recipe else None
     return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, flags.output_file, flags.predictions_dir)
+
+
+def _place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
+    """Where an evaluation could not write its results."""
+    mistakes = []
+    if output_file and os.path.isdir(output_file):
+        mistakes.append(
+            f"--output_file: {output_file} is a folder: name a file in it, e.g. {output_file / 'scores.json'}"
+        )
+    elif output_file and not os.path.isdir(output_file.absolute().parent):
+        mistakes.append(f"--output_file: the folder {output_file.absolute().parent} does not exist")
+    if predictions_dir:
+        above = (path for path in (predictions_dir.absolute(), *predictions_dir.absolute().parents))
+        there = next(path for path in above if os.path.exists(path))
+        if not there.is_dir():
+            mistakes.append(f"--predictions_dir: {there} is a file: name a folder")
+    return mistakes
 
 
 def said_by(phase: Phase) -> Said:
@@ -156,10 +173,11 @@ def said_by(phase: Phase) -> Said:
 def model_mistakes(name: str) -> list[str]:
     """What is wrong with a model's folder, as far as its files' names show; a hub name is looked up later."""
     folder = Path(name)
-    hub_name = not folder.exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+    # os.path, since pathlib raises where a name is too long to be one
+    hub_name = not os.path.exists(folder) and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
     if name.startswith("@") or hub_name:
         return []
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [f"the model folder {name} does not exist"]
     if not (folder / "config.json").is_file():
         return [f"the model folder {name} has no config.json: it is not a transformers model"]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ds_trainer import distributed
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Part of every fingerprint: raise it when tokenised data of the same sources would come out otherwise."""
 
 _INDEX = "index.json"
@@ -124,17 +124,7 @@ def cached(cache_dir: Path, key: str, build: Callable[[], Examples]) -> Examples
     raises a ValueError, every rank raises it.
     """
     folder = cache_dir.expanduser() / key
-    # not what was built itself: it would be pickled and sent to every rank
-    distributed.on_main(lambda: _ensure(folder, build))
-    mistake = None
-    if distributed.local_rank() == 0 and not distributed.is_main():
-        try:
-            _ensure(folder, build)
-        except ValueError as error:
-            mistake = str(error)
-    mistakes = list(filter(None, distributed.broadcast(distributed.gather(mistake))))
-    if mistakes:
-        raise ValueError(mistakes[0])
+    distributed.on_each_host(lambda: _ensure(folder, build))
     found = _open(folder)
     assert found is not None, f"{folder} was whole a moment ago"
     return found

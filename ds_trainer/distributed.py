@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -80,11 +81,13 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group, and remove what DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 def leave(code: int) -> NoReturn:
@@ -119,6 +122,26 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def bound_freed_memory() -> None:
+    """Give back what is kept once this host's ranks together hold more than half its memory.
+
+    Batches of many shapes leave holes that fit no other's blocks: SQuAD's ranks grew to 10 GB here, of 2 to 6 in use.
+    """
+    try:
+        held = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return
+    if held * local_world_size() > os.sysconf("SC_PHYS_PAGES") // 2:
+        give_back_freed_memory()
+
+
+def give_back_freed_memory() -> None:
+    """Give the system what glibc keeps free, for work of other shapes; the next steps pay for it once."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def device() -> torch.device:
     """The device of this rank: one GPU a local rank, or the CPU."""
     import torch
@@ -151,6 +174,20 @@ def on_main(call: Callable[[], T]) -> T:
     if mistake is not None:
         raise mistake
     return value
+
+
+def on_each_host(call: Callable[[], None]) -> None:
+    """Run `call` on rank 0, then on the first rank of every other host; if it raises anywhere, all ranks raise."""
+    on_main(call)
+    mistake = None
+    if local_rank() == 0 and not is_main():
+        try:
+            call()
+        except ValueError as error:
+            mistake = str(error)
+    mistakes = list(filter(None, broadcast(gather(mistake))))
+    if mistakes:
+        raise ValueError(mistakes[0])
 
 
 def broadcast(value: T) -> T:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_trainer import distributed
 from ds_trainer.engine_file import zero_stage
 from ds_trainer.optim import Group, Hyperparameters, as_torch, build_optimizer
 
@@ -45,6 +46,17 @@ def start_engine(
     return engine
 
 
+def set_rates(engine: Engine, groups: Sequence[Group]) -> None:
+    """Have a resumed engine go on with the recipe's rates: a checkpoint brings those of the run that wrote it."""
+    scheduler = engine.lr_scheduler
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        return
+    scheduler.base_lrs = [group.learning_rate for group in groups]
+    factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for own, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        own["initial_lr"], own["lr"] = rate, rate * factor
+
+
 def _clip_and_keep_norm(engine: Engine) -> None:
     """What the engine does without ZeRO in fp32, except that it forgets the norm."""
     from deepspeed.runtime.utils import clip_grad_norm_
@@ -69,6 +81,7 @@ def readings(engine: Engine) -> dict[str, float]:
 def stop_engine(engine: Engine) -> None:
     """Release hooks and buffers, so that the next phase may start an engine of its own."""
     engine.destroy()
+    distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

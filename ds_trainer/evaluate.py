@@ -20,10 +20,18 @@ Answers = dict[int, Any]
 
 @dataclass
 class Evaluation:
-    """`scores` by name, on every rank; `files`, what goes beside them as JSON by name, on rank 0."""
+    """`scores` by name, on every rank; `answers` by split, on rank 0."""
 
     scores: dict[str, float] = field(default_factory=dict)
-    files: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Answers] = field(default_factory=dict)
+
+    def files(self, task: Task) -> dict[str, Any]:
+        """What goes beside the scores as JSON, by name: predictions."""
+        return {
+            f"{_prefix(task, split)}{name}": value
+            for split, answers in self.answers.items()
+            for name, value in task.artifacts(split, answers).items()
+        }
 
 
 def evaluate(predict: Predict, task: Task, batch_size: int, views: Mapping[str, Predict] | None = None) -> Evaluation:
@@ -33,14 +41,16 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Mapping[str, 
     """
     found = Evaluation()
     for split in task.splits:
-        prefix = "" if split == task.splits[0] else f"{split}/"
         own = answers_of(predict, task, split, batch_size)
         others = {name: answers_of(view, task, split, batch_size) for name, view in (views or {}).items()}
         scores = distributed.on_main(partial(_scores, task, split, own, others))
-        found.scores |= {f"{prefix}{name}": value for name, value in scores.items()}
-        if distributed.is_main():
-            found.files |= {f"{prefix}{name}": value for name, value in task.artifacts(split, own).items()}
+        found.scores |= {f"{_prefix(task, split)}{name}": value for name, value in scores.items()}
+        found.answers[split] = own
     return found
+
+
+def _prefix(task: Task, split: str) -> str:
+    return "" if split == task.splits[0] else f"{split}/"
 
 
 def _scores(task: Task, split: str, own: Answers, others: Mapping[str, Answers]) -> dict[str, float]:
@@ -60,6 +70,7 @@ def answers_of(predict: Predict, task: Task, split: str, batch_size: int) -> Ans
     for positions in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), batch_size):
         batch = task.collate(examples, positions).to(device)
         answers |= task.answers(predict(batch), batch)
+    distributed.give_back_freed_memory()
     merged = {key: value for shard in distributed.gather(answers) for key, value in shard.items()}
     assert not distributed.is_main() or len(merged) == len(examples), f"{len(merged)} of {len(examples)} answered"
     return merged

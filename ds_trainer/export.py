@@ -42,17 +42,18 @@ def export(engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path) -
 
 
 @torch.no_grad()
-def save_folded(
-    model: nn.Module, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path
-) -> dict[str, Any]:
+def save_folded(model: Any, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path) -> dict[str, Any]:
     """Fold and save, once the reloaded folder's logits on a real batch are those of the masked model."""
     before = task.logits(model(**batch.inputs), batch)
+    # a technique may need another than the default, and they do not round alike
+    attention = model.config._attn_implementation
     for technique in techniques:
         model = technique.fold(model)
     results: dict[str, Any] = {}
 
     def check(aside: Path) -> None:
-        reloaded = task.build_model(aside).to(next(model.parameters()).dtype).eval()
+        reloaded: Any = task.build_model(aside).to(next(model.parameters()).dtype).eval()
+        reloaded.set_attn_implementation(attention)
         after = task.logits(reloaded(**batch.inputs), batch)
         difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
         scale = max(1.0, *(float(logits.abs().max()) for logits in before))

@@ -25,7 +25,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} {file} is not JSON: {error.msg} at {place}") from None
     except _DuplicateKeysError as error:
         raise ValueError(f"{what} {file} says {error} twice in one section: keep one") from None
-    except (IndexError, OverflowError, RecursionError) as error:
+    except (IndexError, OverflowError, RecursionError, ValueError) as error:
         raise ValueError(f"{what} {file} is not JSON: {_what_hjson_means(error)}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{what} {file} holds a {type(data).__name__}: it must be an object, {{...}}")
@@ -74,10 +74,10 @@ def _text_of(file: Path, what: str) -> str:
 
 
 def _what_hjson_means(error: Exception) -> str:
-    """Hjson leaks these three from its inside."""
+    """Hjson leaks these four from its inside; the ValueError is Python's, of a number of thousands of digits."""
     if isinstance(error, IndexError):
         return "it ends inside a comment or a text"
-    return "a number is too large" if isinstance(error, OverflowError) else "it is nested too deeply"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number is too large"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

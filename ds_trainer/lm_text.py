@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, no_file
+from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, is_file, no_file
 from ds_trainer.tabular import FileForm, check_columns, read_table, read_text
 from ds_trainer.task_specs import LmSpec
 
@@ -25,12 +25,14 @@ SPLITS = ("train", "validation")
 def check_data_files(spec: LmSpec, splits: Sequence[str] | None = None) -> list[str]:
     """Every mistake in the task's settings, and every missing folder, file or column; loads nothing heavy.
 
-    `splits` defaults to training and validation. Lines beyond the first are not looked at, nor is a hub data set.
+    `splits` defaults to training and validation; to mask any split the training tokens are counted, so that a
+    train_file of "mlm" is always looked at. Lines beyond the first are not, nor is a hub data set.
     """
     mistakes = _setting_mistakes(spec)
     if mistakes or spec.dataset:
         return mistakes
-    return [mistake for split in splits or SPLITS for mistake in _file_mistakes(spec, split)]
+    wanted = set(splits or SPLITS) | ({"train"} if spec.name == "mlm" and spec.train_file else set())
+    return [mistake for split in SPLITS if split in wanted for mistake in _file_mistakes(spec, split)]
 
 
 def documents(spec: LmSpec, split: str) -> Iterator[str]:
@@ -69,7 +71,7 @@ def files(spec: LmSpec, split: str) -> list[Path]:
         raise ValueError(f'the task "{spec.name}" has no file for the {split} split: set {split}_file')
     folder = data_folder(spec)
     wanted = folder / Path(name).expanduser()
-    found = [wanted] if wanted.is_file() else _matches(folder, wanted, name)
+    found = [wanted] if is_file(wanted) else _matches(folder, wanted, name)
     if not found:
         raise no_file(spec, split, [wanted])
     for path in found:
@@ -83,7 +85,7 @@ def _matches(folder: Path, wanted: Path, name: str) -> list[Path]:
     if not glob.has_magic(name):
         return []
     pattern = str(wanted) if Path(name).expanduser().is_absolute() else os.path.join(glob.escape(str(folder)), name)
-    return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if is_file(path))
 
 
 def _of_files(spec: LmSpec, paths: Sequence[Path]) -> Iterator[str]:

@@ -37,6 +37,11 @@ class PhasePlan:
     base: Hyperparameters
     folder: Path
 
+    @property
+    def teacher(self) -> str | None:
+        """The folder, or hub name, of the teacher."""
+        return self.techniques.distill.teacher if self.techniques.distill else None
+
     def build(self) -> tuple[nn.Module, list[Technique]]:
         """The phase's model as it starts, with its techniques attached; the same on every rank."""
         torch.manual_seed(self.clock.seed)
@@ -57,6 +62,7 @@ class PhasePlan:
         Raises ValueError where the engine file's scheduler would set one rate on groups of different ones.
         """
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
+        rules.sort(key=lambda rule: rule.params == "*")  # one technique's "all the rest" is not another's
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
         mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
         if mistakes:
@@ -74,6 +80,7 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
     for technique in techniques:
         technique.start(ds_engine.device)
     step = checkpoint.resume(ds_engine, plan.folder) if resume else 0
+    engine.set_rates(ds_engine, groups)
     batches = BatchPlan(task.examples("train").lengths, ds_engine.train_batch_size(), clock.seed)
     log_every, eval_every, save_every = (
         interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
@@ -100,8 +107,9 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
             report.check_finite()  # before anything of such a step is kept
             with report.paused():
                 checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
+    checkpoint.drop_oldest(plan.folder, phase.save_total_limit)
     last = evaluate_now({name: view for technique in techniques for name, view in technique.views().items()})
-    distributed.on_main(lambda: save_json(last.files, plan.folder / "eval"))
+    distributed.on_main(lambda: save_json(last.files(task), plan.folder / "eval"))
     results = {"train": report.totals() | {"steps": step}, "eval": last.scores}
     for technique in techniques:
         technique.stop()
@@ -127,6 +135,7 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
 
 def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Engine) -> None:
     """Write a record of the steps since the last one, with what the engine and the techniques read now."""
+    distributed.bound_freed_memory()
     readings = [engine.readings(ds_engine), *(technique.readings() for technique in techniques)]
     report.flush(ds_engine.global_steps, {name: value for found in readings for name, value in found.items()})
 

@@ -117,10 +117,12 @@ def _gradient_memory(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
-    """Squared difference of logits, mean over all that are not `PAD_LOGIT` in the teacher's. Any equal shapes."""
-    real = teacher != PAD_LOGIT
-    difference = torch.where(real, student.float() - teacher.float(), 0.0)
-    return difference.square().sum() / real.sum()
+    """Squared difference of logits (rows, classes), summed over classes, mean over rows, as DistilBERT's script has it.
+
+    Places that are `PAD_LOGIT` in the teacher's are left out.
+    """
+    difference = torch.where(teacher != PAD_LOGIT, student.float() - teacher.float(), 0.0)
+    return difference.square().sum() / len(student)
 
 
 def hidden_cosine(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
@@ -138,7 +140,8 @@ def hidden_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
 def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     """Squared difference of attention maps (rows, heads, length, length), mean over heads and attended pairs.
 
-    Maps of models with different numbers of heads are averaged over their heads before.
+    Maps of models with different numbers of heads are averaged over their heads before. A model in training gives
+    its maps after dropout: set attention_probs_dropout_prob to 0 in its config where that noise is not wanted.
     """
     if student.shape[1] != teacher.shape[1]:
         student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)

@@ -6,6 +6,7 @@ No model code is copied: what is done to a model is done to the modules that `tr
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections import Counter
@@ -17,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from ds_trainer.sources import content_hash
 
 AnyLinear: TypeAlias = nn.Linear | Conv1D
 """GPT-2 writes its linear layers as `Conv1D`: the same, with a weight of (in, out)."""
@@ -125,6 +128,14 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, check: Callable[[Path]
             path.replace(folder / path.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def folder_hash(folder: Path) -> str:
+    """Hash of a model folder's config and weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(content_hash(path))
+    return digest.hexdigest()
 
 
 def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:

@@ -267,7 +267,7 @@ class _LabelReader:
     def _score(self, value: Any, column: str, line: int) -> float:
         try:
             score = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # JSON's integers have no largest
             score = math.nan
         glue = GLUE.get(self.spec.name)
         low, high = (glue and glue.score_range) or (-math.inf, math.inf)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ds_trainer.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.schedules import LrSchedule
-from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec
+from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
 from ds_trainer.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights
 
 __all__ = [
@@ -157,8 +157,9 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _phases_connect(self) -> Recipe:
-        names: list[str] = []
+        before: list[Phase] = []
         for phase in self.phases:
+            names = [other.name for other in before]
             if phase.name in _RESERVED or phase.name.startswith("checkpoint-"):
                 raise ValueError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
@@ -170,8 +171,20 @@ class Recipe(Strict):
                         f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
                         + "".join(f', "@{name}"' for name in names)
                     )
-            names.append(phase.name)
+            if distill and before:
+                self._check_subject(phase, {"@previous": before[-1]} | {f"@{p.name}": p for p in before})
+            before.append(phase)
         return self
+
+    def _check_subject(self, phase: Phase, phases: dict[str, Phase]) -> None:
+        """A phase that teaches must have learned a task of the same family."""
+        teacher = phases.get(phase.techniques.distill.teacher if phase.techniques.distill else "")
+        subjects = [family(other.task or self.task) for other in (teacher, phase) if other]
+        if len(set(subjects)) > 1:
+            raise ValueError(
+                f'phase "{phase.name}" is of the family {subjects[1]}, and the phase that teaches it of {subjects[0]}: '
+                f"take a teacher of the same task"
+            )
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
@@ -185,11 +198,12 @@ def parse_task(data: dict[str, Any]) -> TaskSpec:
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
-    """The phase's task. MLM gives logits at every position where distillation is not restricted to the masked ones."""
+    """The phase's task. MLM trains with logits at every position where they are distilled beyond the masked ones."""
     task, distill = phase.task or recipe.task, phase.techniques.distill
-    if task.name == "mlm" and distill and not distill.restrict_ce_to_mask:
-        return task.model_copy(update={"head_positions": "all"})
-    return task
+    if task.name != "mlm" or distill is None:
+        return task
+    everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
+    return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
 
 
 class _LoneTask(Strict):
@@ -247,7 +261,7 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
 
 def _is_nested(data: Any) -> bool:
     """Whether a phase has the shape that its validator looks into; what has not is told by its fields."""
-    if not isinstance(data, dict) or not isinstance(data.get("loss") or {}, dict):
+    if not isinstance(data, dict) or not isinstance(data.get("loss"), dict | None):
         return False
     techniques = data.get("techniques") or {}
     return isinstance(techniques, dict) and all(isinstance(t or {}, dict) for t in techniques.values())

@@ -185,6 +185,8 @@ def save_json(files: Mapping[str, Any], folder: Path) -> None:
 
 def _told(phase: str, found: Sequence[tuple[int, int, str, float, list[int]]]) -> str:
     """What a run that stops says of the first step with a term that is not finite."""
+    if not found:
+        return f"{phase}: a term of the loss is so large that its mean is not finite: lower learning_rate"
     step = found[0][0]
     places = [
         f"the term {name} is {value} on rank {rank}, of the training examples {', '.join(map(str, ids))}"
@@ -192,8 +194,9 @@ def _told(phase: str, found: Sequence[tuple[int, int, str, float, list[int]]]) -
         if at == step
     ]
     return (
-        f"{phase}: the loss of step {step} is not finite: {'; '.join(places)}. Checkpoints of earlier steps are "
-        f"as they were. Lower learning_rate, lengthen warmup_steps or lower max_grad_norm; with fp16, try bf16"
+        f"{phase}: the loss of step {step} is not finite: {'; '.join(places)}. Lower learning_rate, lengthen "
+        f"warmup_steps or lower max_grad_norm; with fp16, try bf16. Checkpoints are as they were. If there is "
+        f"checkpoint-{step - 1}, it holds the weights that gave it: delete it, and --resume goes on from the one before"
     )
 
 

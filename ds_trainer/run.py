@@ -6,9 +6,9 @@ The last phase writes into the output folder itself, the ones before it into a f
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,17 @@ from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.loop import PhasePlan, train
-from ds_trainer.models import create_folder, train_tokenizer
 from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import ModelSpec, Phase, Techniques, TokenizerSpec, task_of
+from ds_trainer.recipe import Phase, Techniques, task_of
 from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.run_folder import RunFolder
 from ds_trainer.schedules import steps_of
-from ds_trainer.student import create_student
-from ds_trainer.tasks import build_task, training_texts
+from ds_trainer.starting_models import StartingModels
+from ds_trainer.tasks import Task, build_task
 from ds_trainer.techniques import Clock
 
-_INITIAL = "initial_model"
 _MADE = "starting_models"
-"""Holds the models that a run makes to start from: the initial one, and the students by the names of their phases."""
+"""Holds the models that a run makes to start from."""
 
 _RESULTS = "all_results.json"
 
@@ -45,7 +43,7 @@ def run(job: TrainJob) -> None:
             plan.prepare()
         folder = RunFolder(job.output)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
-        models = _Models(job, job.output / _MADE, {})
+        models = StartingModels(job.recipe, job.output / _MADE)
         for phase in job.recipe.phases:
             if phase.name not in results:
                 results[phase.name] = _run_phase(job, phase, folder, models)
@@ -78,8 +76,7 @@ def evaluate_folder(job: EvaluateJob) -> None:
         model = task.build_model(job.model).to(device).eval()
         found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
         _tell(found.scores)
-        if distributed.is_main():
-            _write_evaluation(job, found)
+        distributed.on_main(lambda: _write_evaluation(job, task, found))
     finally:
         distributed.stop()
 
@@ -130,68 +127,19 @@ def _start() -> None:
 
 def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
     """The plan of every phase before any is run; what it starts from stands for what it will leave."""
-    with tempfile.TemporaryDirectory() as aside:
-        models = _Models(job, Path(aside), {})
+    aside = Path(distributed.on_main(tempfile.mkdtemp))
+    try:
+        models = StartingModels(job.recipe, aside)
         for phase in job.recipe.phases:
             plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
-            distill = phase.techniques.distill
-            if distill and not distill.teacher.startswith("@"):
-                plan.task.check_trained(distill.teacher)
+            if plan.teacher and not models.teacher_is_to_come(phase):
+                plan.task.check_trained(plan.teacher)
             models.left[phase.name] = plan.source
             yield plan
-        distributed.barrier()  # rank 0's folder is everyone's
-
-
-@dataclass(frozen=True)
-class _Models:
-    """The folders, or hub names, that phases start from and learn from; new ones are made in `folder` by rank 0.
-
-    `left` is what each phase before has left, by name.
-    """
-
-    job: TrainJob
-    folder: Path
-    left: dict[str, str]
-
-    def start(self, phase: Phase) -> str:
-        """What the phase starts from: a model, or the student made of it."""
-        source = self._resolved(phase.start_from)
-        if phase.student is None:
-            return source
-        return distributed.on_main(partial(self._student, phase, source))
-
-    def teacher(self, phase: Phase) -> str | None:
-        distill = phase.techniques.distill
-        return self._resolved(distill.teacher) if distill else None
-
-    def _resolved(self, start: str) -> str:
-        if not start.startswith("@"):
-            return start
-        name = start.removeprefix("@")
-        if name == "previous" and self.left:
-            name = list(self.left)[-1]
-        if name not in ("previous", "model"):
-            return self.left[name]
-        return self.job.recipe.model.name_or_path or distributed.on_main(self._initial)
-
-    def _student(self, phase: Phase, source: str) -> str:
-        assert phase.student is not None
-        target = self.folder / phase.name
-        if not target.is_dir():
-            create_student(phase.student, source, target, self.job.recipe.seed)
-        return str(target)
-
-    def _initial(self) -> str:
-        """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
-        model: ModelSpec = self.job.recipe.model
-        assert model.config is not None, "read_job saw to it"
-        target = self.folder / _INITIAL
-        if not target.is_dir():
-            spec = model.tokenizer or TokenizerSpec()
-            texts = training_texts(self.job.recipe.phases[0].task or self.job.recipe.task)
-            tokenizer = train_tokenizer(texts, spec.vocab_size, spec.lowercase)
-            create_folder(model.config, tokenizer, target, self.job.recipe.seed)
-        return str(target)
+        distributed.barrier()  # a host's folder is that of all its ranks
+    finally:
+        if distributed.local_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _tell(value: dict[str, Any]) -> None:
@@ -200,7 +148,7 @@ def _tell(value: dict[str, Any]) -> None:
         print(json.dumps(value, indent=2), flush=True)
 
 
-def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: _Models) -> dict[str, Any]:
+def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> dict[str, Any]:
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
     distributed.on_main(partial(_claim, folder, plan))
     with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
@@ -225,11 +173,11 @@ def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
 
 
-def _write_evaluation(job: EvaluateJob, found: Evaluation) -> None:
+def _write_evaluation(job: EvaluateJob, task: Task, found: Evaluation) -> None:
     if job.output_file:
         job.output_file.write_text(json.dumps(found.scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
-        save_json(found.files, job.predictions_dir)
+        save_json(found.files(task), job.predictions_dir)
 
 
 def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:

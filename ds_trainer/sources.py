@@ -7,6 +7,7 @@ and `lm_text.py`.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,21 @@ def data_folder(spec: TaskSpec) -> Path:
 
 def first_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> Path:
     """The first candidate that is a file; ValueError where none is."""
-    found = next((path for path in candidates if path.is_file()), None)
+    found = next((path for path in candidates if is_file(path)), None)
     if found is None:
         raise no_file(spec, split, candidates)
     return found
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. `Path.is_file` raises where a name is too long to be one."""
+    return os.path.isfile(path)
+
+
 def no_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> ValueError:
     """What to raise where a split has no file: it tells what was looked for."""
     folder, looked_for = data_folder(spec), ", ".join(map(str, candidates))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
     return ValueError(f"no file for the {split} split of {spec.name}; looked for {looked_for}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file
-from ds_trainer.tabular import read_text
+from ds_trainer.tabular import TOO_LONG, read_text
 from ds_trainer.task_specs import SquadSpec
 
 
@@ -139,6 +139,9 @@ class _Reader:
         answers = self.faults.field(record.fields, "answers", list, place)
         if id is None or text is None or answers is None:
             return None
+        if not record.context.strip():  # a blank question can be read, and official files are not free of odd ones
+            self.faults.add("blank context", place, "the context is blank: fill it in, or drop the question")
+            return None
         if id in self.seen:
             self.faults.add("id twice", place, f"the id is not unique: {self.seen[id]} has it too")
         self.seen[id] = record.article
@@ -186,6 +189,8 @@ def _file_records(path: Path) -> tuple[str, Any]:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{path}, {place}: not JSON: {error.msg}") from None
+    except ValueError:
+        raise ValueError(f"{path} is not JSON that can be read: {TOO_LONG}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     if not isinstance(data, dict) or not isinstance(data.get("data"), list):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
+TOO_LONG = "a number has thousands of digits"
+"""The one fault of sound JSON that Python does not read."""
 
 
 class Record(NamedTuple):
@@ -209,6 +211,8 @@ def _jsonl(path: Path, text: str, form: FileForm) -> Iterator[Record]:
             record = json.loads(source)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {line}, column {error.colno}: not JSON: {error.msg}") from None
+        except ValueError:
+            raise ValueError(f"{path}, line {line}: not JSON that can be read: {TOO_LONG}") from None
         except RecursionError:
             raise ValueError(f"{path}, line {line}: nested too deeply") from None
         if not isinstance(record, dict):

@@ -62,9 +62,15 @@ class SquadSpec(TaskBase):
         if self.doc_stride >= room:
             raise ValueError(
                 f"doc_stride is {self.doc_stride} and max_seq_length - max_query_length is {room}: parts of a context "
-                f"would be in no window; lower doc_stride below {room}, or raise max_seq_length"
+                f"would be in no window; {ways_out(room - 1)}"
             )
         return self
+
+
+def ways_out(doc_stride: int) -> str:
+    """What to change of a `SquadSpec` whose windows leave gaps; `doc_stride` is the largest that would not."""
+    others = "lower max_query_length, or raise max_seq_length"
+    return others if doc_stride < 1 else f"lower doc_stride to {doc_stride} or less, {others}"
 
 
 class LmSpec(TaskBase):

@@ -169,15 +169,19 @@ def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
     """
     prune, distill = (techniques.get(name) or {} for name in ("prune", "distill"))
     said = {name: distill.get(name) for name in _ALPHAS}
-    tasks = [name for name in ("alpha_mlm", "alpha_clm", "alpha_squad") if said[name] is not None]
-    rivals = [*tasks, *(["alpha_distil"] if said["alpha_distil"] is not None else [])]
+    told = [name for name in ("alpha_mlm", "alpha_clm", "alpha_squad", "alpha_distil") if said[name] is not None]
+    # the scripts' own commands say alpha_clm 0 beside alpha_mlm
+    rivals = [name for name in told if said[name] != 0] or told[:1]
     if len(rivals) > 1:
-        raise ValueError(f"{' and '.join(rivals)} are both set: they are of different scripts, keep one")
+        raise ValueError(
+            f"{' and '.join(rivals)} are both set: each tells what alpha_ce weighs, and weighs the same term; keep one"
+        )
     if said["alpha_ce"] is not None and not rivals:
         raise ValueError(
             "alpha_ce is set alone: add alpha_distil (then alpha_ce weighs the task's loss), or alpha_mlm, alpha_clm "
             "or alpha_squad (then it weighs the distilled logits)"
         )
+    tasks = [name for name in rivals if name != "alpha_distil"]
     task, logits = (tasks[0], "alpha_ce") if tasks else ("alpha_ce", "alpha_distil")
     weights = {
         "prune.penalty": prune.get("final_lambda"),

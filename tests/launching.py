@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -24,10 +25,12 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
 
 
 def _free_port() -> int:
-    """DeepSpeed's own default may be taken by a run beside the tests."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """DeepSpeed's default, or where a run beside the tests has that, another."""
+    for port in (29500, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise OSError("no port is free")
 
 
 def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import time
 import pytest
 from launching import ROOT, SHARED, run_deepspeed, run_python
 
-from ds_trainer.command import read_evaluate_job, read_train_job
+from ds_trainer.command import model_mistakes, read_evaluate_job, read_train_job
 from ds_trainer.settings import assign, parse_setting
 
 
@@ -74,7 +74,9 @@ def test_mistakes_of_a_command(command, spoil, words, monkeypatch):
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "\x00", "{'phases': NaN}"])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "\x00", "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
+)
 def test_broken_files_are_told_by_name(command, write_json, text, monkeypatch):
     """Broken JSON in either file names that file."""
     monkeypatch.chdir(ROOT)
@@ -184,6 +186,34 @@ def test_evaluation_mistakes_come_together(tmp_path):
     message = str(caught.value)
     assert "does not exist" in message
     assert "max_seq_length" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--output_file", "{folder}"], "--output_file: {folder} is a folder: name a file in it"),
+        (["--output_file", "{folder}/none/x.json"], "--output_file: the folder {folder}/none does not exist"),
+        (["--predictions_dir", "{folder}/file"], "--predictions_dir: {folder}/file is a file: name a folder"),
+        (["--predictions_dir", "{folder}/file/below"], "--predictions_dir: {folder}/file is a file: name a folder"),
+        (["--predictions_dir", "{folder}/new/below"], None),
+    ],
+)
+def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags, message, tmp_path):
+    """A folder for a file, a file for a folder; a folder that is not there yet will be made."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError) as caught:
+        read_evaluate_job(
+            [str(tmp_path / "none"), "--task_name", "docstrings", *(flag.format(folder=tmp_path) for flag in flags)]
+        )
+    told = [line for line in str(caught.value).splitlines() if line.startswith("--")]
+    assert [line.startswith(message.format(folder=tmp_path)) for line in told] == [True] if message else told == []
+
+
+@pytest.mark.parametrize("name", ["/" + "x" * 5000, "x" * 5000 + ".safetensors"])
+def test_a_model_name_that_is_too_long_is_no_folder(name):
+    """Not an error of the system."""
+    found = model_mistakes(name)
+    assert found == ([f"the model folder {name} does not exist"] if name.startswith("/") else [])
 
 
 @pytest.mark.real

@@ -13,11 +13,14 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     BertConfig,
+    BertForMaskedLM,
     DistilBertConfig,
 )
 
+from ds_trainer.loop import PhasePlan
 from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import DistillSpec, GroupRule, TextSpec
+from ds_trainer.optim import Hyperparameters
+from ds_trainer.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock, Forward, distill, teacher_cache
 from ds_trainer.techniques.distill import Distill
@@ -312,3 +315,42 @@ def test_only_asked_layers_are_kept(spec, student, teacher, tmp_path):
     _, model, technique, batch = distillation(spec, student, teacher, tmp_path, terms=["logits"])
     assert model(**batch.inputs).hidden_states is None
     assert distill._layers_wanted(technique.spec, side=0) == Wanted()
+
+
+def test_a_cached_teacher_is_not_kept_in_memory(spec, student, teacher, tmp_path):
+    """Once its answers are on disk the model is freed; it comes back for the evaluation of the teacher itself."""
+    *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
+    assert technique._teacher._model is None
+    technique.views()["teacher"](batch)
+    assert technique._teacher._model is not None
+    technique.stop()
+    assert technique.views() == {}
+
+
+def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher, tmp_path):
+    """Static pruning freezes all weights but its scores; the projection is distillation's own."""
+    prune = {"train_weights": False, "initial_warmup": 0, "final_warmup": 0}
+    techniques = {"prune": prune, "distill": {"teacher": teacher, "alpha_distil": 1, "alpha_cos": 1}}
+    recipe = parse_recipe({"phases": [{"max_steps": 1, "techniques": techniques}]})
+    phase = recipe.phases[0]
+    task = build_task(spec, student, tmp_path)
+    plan = PhasePlan(phase, phase.techniques, task, student, CLOCK, {}, Hyperparameters(1e-3), tmp_path)
+    model, _, _ = plan.prepare()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {"distill_projection.weight", "distill_projection.bias"} < trained
+    assert all(name.endswith("mask_scores") or name.startswith("distill_projection") for name in trained)
+
+
+def test_heads_of_other_vocabularies_are_refused(tokenizer, teacher, tmp_path):
+    """One tokenizer, a padded head: told before the first step, with what to change."""
+    sizes = {"student": len(tokenizer), "teacher": len(tokenizer) + 6}
+    for name, size in sizes.items():
+        config = BertConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, intermediate_size=16, **SMALL)
+        BertForMaskedLM(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES))
+    files = {"data_dir": str(tmp_path), "train_file": "text.txt", "validation_file": "text.txt", "min_seq_length": 3}
+    task = build_task(LmSpec(name="mlm", **files), tmp_path / "student", tmp_path)
+    asked = DistillSpec(teacher=str(tmp_path / "teacher"))
+    with pytest.raises(ValueError, match=f"gives {sizes['teacher']} logits and the student {sizes['student']}"):
+        Distill(asked, CLOCK, task).attach(task.build_model(tmp_path / "student"))

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from launching import run_deepspeed, run_python
 from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ds_trainer.recipe import parse_task
+from ds_trainer.tasks import build_task
 
 NAMES = ("finetune", "prune", "distill", "both")
-CASES = {"text": 2, "squad": 3, "mlm": 3, "clm": 1}
-"""The task, and the ZeRO stage it is run under."""
+CASES = {
+    "text": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"),
+    "squad": ("ds_configs/zero3.json",),
+    "mlm": ("ds_configs/zero3.json",),
+    "clm": ("ds_configs/zero1.json",),
+}
+"""The task, and the engine it is run under."""
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,
@@ -52,8 +64,15 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
-    distill |= {"restrict_ce_to_mask": False, "cache_teacher": name != "mlm"}
+    distill |= {"cache_teacher": name != "mlm"}
+    whole = {"cache_teacher": False, "teacher_zero_stage": 3} if name == "squad" else {}
     start = {"start_from": "@finetune", "max_steps": 10, **common}
+    both: dict = {"techniques": {"prune": prune, "distill": distill}}
+    if (
+        name == "text"
+    ):  # with the loss table itself, and a term on attention maps, which has the model compute otherwise
+        terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.attention": 1.0}
+        both = {"techniques": {"prune": prune, "distill": {"teacher": "@finetune"}}, "loss": terms}
     return {
         "model": {"config": GPT2 if name == "clm" else BERT, "tokenizer": {"vocab_size": 256}},
         "task": task,
@@ -61,8 +80,8 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
         "phases": [
             {"name": "finetune", "max_steps": 30, **common},
             {"name": "prune", "techniques": {"prune": prune}, **start},
-            {"name": "distill", "techniques": {"distill": distill}, "student": {"layers": [1]}, **start},
-            {"name": "both", "techniques": {"prune": prune, "distill": distill}, "save_steps": 10, **start},
+            {"name": "distill", "techniques": {"distill": distill | whole}, "student": {"layers": [1]}, **start},
+            {"name": "both", "save_steps": 5, **both, **start},
         ],
     }
 
@@ -72,11 +91,21 @@ def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps(recipe_for(request.param, tiny_recipe["task"], folder)))
-    engine = f"ds_configs/zero{CASES[request.param]}.json"
-    command = ("--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(folder / "out"))
-    done = run_deepspeed(2, "launch/train.py", *command)
-    assert done.returncode == 0, done.stderr[-4000:]
+    train(request.param, folder)
     return request.param, folder / "out"
+
+
+def train(name: str, folder: Path, *more: str) -> None:
+    command = ("--deepspeed_config", *CASES[name], "--recipe", str(folder / "recipe.json"))
+    before = shared_buffers()
+    done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(folder / "out"), *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert shared_buffers() <= before
+
+
+def shared_buffers() -> set[Path]:
+    """What DeepSpeed's CPU kernel keeps in shared memory, 69 MB each."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
 def log_of(output: Path, phase: str) -> list[dict]:
@@ -86,11 +115,12 @@ def log_of(output: Path, phase: str) -> list[dict]:
 
 def test_every_combination_trains(run):
     """Four phases: nothing, prune, distill, both. Each logs its own terms, and their weighted sum is the loss."""
-    _, output = run
+    name, output = run
     for phase in NAMES:
         records = log_of(output, phase)
         terms = {key.removeprefix("train/term/") for key in records[0] if key.startswith("train/term/")}
         taught = {"distill.logits", "distill.cos"} if phase in ("distill", "both") else set()
+        taught |= {"distill.attention"} if (name, phase) == ("text", "both") else set()
         assert terms == {"task", *taught}
         for record in records:
             total = sum(record[f"train/weight/{term}"] * record[f"train/term/{term}"] for term in terms)
@@ -153,21 +183,78 @@ def test_the_cache_of_answers_is_shared_by_phases(run):
     assert len(list((output.parent / "cache").glob("teacher-*"))) == (0 if name == "mlm" else 1)
 
 
+def test_a_cache_filled_by_two_ranks_holds_what_the_teacher_says(run, tmp_path):
+    """Every example's answers, in their places: rank 1's as rank 0's."""
+    name, output = run
+    if name != "text":
+        pytest.skip("one family is enough: what differs is tested in one process")
+    (file,) = (output.parent / "cache").glob("teacher-*/logits.0.npy")
+    spec = parse_task(json.loads((output / "recipe.json").read_text())["task"])
+    teacher = str(output / "finetune" / "model")
+    task = build_task(spec, teacher, tmp_path)
+    model = task.build_model(teacher).eval()
+    examples = task.examples("train")
+    batch = task.collate(examples, range(len(examples)))
+    with torch.no_grad():
+        expected = model(**batch.inputs).logits
+    torch.testing.assert_close(torch.from_numpy(np.load(file)).float(), expected, rtol=2e-3, atol=1e-3)
+
+
+def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):
+    """From checkpoint-5 of prune + distill under ZeRO 3: losses and weights are those of the uninterrupted run."""
+    name, output = run
+    if name != "squad":
+        pytest.skip("one family is enough")
+    shutil.copytree(output.parent, tmp_path / "run")
+    again = tmp_path / "run" / "out"
+    shutil.rmtree(again / "checkpoint-10")
+    (again / "model" / "model.safetensors").unlink()
+    for file in ("all_results.json", "eval_results.json", "train_results.json"):
+        results = json.loads((output / file).read_text())
+        (again / file).write_text(json.dumps({phase: results[phase] for phase in NAMES[:3]}))
+    (again / "log.jsonl").write_text("")
+    train(name, tmp_path / "run", "--resume")
+    (last,) = log_of(again, "both")
+    before = log_of(output, "both")[-1]
+    same = [key for key in before if key.startswith(("train/loss", "train/term", "prune/", "distill/"))]
+    assert {key: last[key] for key in same} == {key: before[key] for key in same}
+    one, two = (load_file(folder / "model" / "model.safetensors") for folder in (output, again))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_recipe, tmp_path):
-    """Exit code 3: step, term, rank and examples are named once; the checkpoint before is whole, no model is left."""
-    phase = tiny_recipe["phases"][0] | {"learning_rate": 1e30, "warmup_steps": 4, "save_steps": 1, "max_steps": 8}
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase | {"logging_steps": 8}]}))
-    command = ("--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe))
-    done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(tmp_path / "o"))
+    """Exit code 3: step, term, rank and examples are named once; no model is left, and what the message says helps."""
+    phase = tiny_recipe["phases"][0] | {"learning_rate": 1e30, "warmup_steps": 4, "max_steps": 8, "eval_steps": None}
+    phase |= {"save_steps": 1, "save_total_limit": 1, "logging_steps": 8}
+    recipe, out = tmp_path / "recipe.json", tmp_path / "out"
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase]}))
+    command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe))
+    done = run_deepspeed(2, *command, "--output_dir", str(out))
     assert done.returncode == 3, done.stderr[-3000:]
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     words = ("the loss of step 3 is not finite", "the term task is", "on rank", "training examples", "learning_rate")
-    assert [word for word in words if word not in message] == []
+    assert [word for word in (*words, "checkpoint-2") if word not in message] == []
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "o" / "checkpoint-1" / "complete.json").is_file()
-    assert not (tmp_path / "o" / "checkpoint-3").exists()
-    assert not (tmp_path / "o" / "model").exists()
+    assert [path.name for path in sorted(out.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-2"]
+    assert not (out / "model").exists()
+    shutil.rmtree(out / "checkpoint-2")
+    again = run_deepspeed(2, *command, "--output_dir", str(out), "--resume", "--set", "phases.0.learning_rate=1e-3")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert (out / "model" / "model.safetensors").is_file()
+
+
+def test_an_untrained_teacher_is_told_before_anything_is_trained(tiny_recipe, tmp_path):
+    """The recipe's own new model has no head to teach with: exit code 2, and no phase was begun."""
+    taught = tiny_recipe["phases"][0] | {"name": "taught", "start_from": "@model"}
+    taught |= {"techniques": {"distill": {"teacher": "@model", "alpha_distil": 1.0}}}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [tiny_recipe["phases"][0], taught]}))
+    command = ("--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe))
+    done = run_python("launch/train.py", *command, "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "no trained head" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 FP16_ON_CPU = """

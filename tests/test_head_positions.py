@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    BartConfig,
     BertConfig,
     DebertaV2Config,
     DistilBertConfig,
@@ -18,6 +19,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     ModernBertConfig,
+    OPTConfig,
     RobertaConfig,
 )
 
@@ -25,6 +27,12 @@ from ds_trainer.tasks.head_positions import take_head_positions
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+OWN_DECODER = {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "dropout": 0.0}
+LAYERS = {
+    f"{side}_{what}": size
+    for side in ("encoder", "decoder")
+    for what, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
+}
 MASKED = {
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES, max_position_embeddings=32),
@@ -37,6 +45,8 @@ MASKED = {
 CAUSAL = {
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40),
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
+    "opt": OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, **OWN_DECODER),
+    "bart": BartConfig(d_model=16, **LAYERS, **OWN_DECODER),
 }
 POSITIONS = torch.tensor([1, 5, 8, 13])
 """Places 1 and 5 of the first row of six, 2 of the second, 1 of the third."""
@@ -129,6 +139,59 @@ def test_decoders_fill_no_cache_for_a_loss() -> None:
         model = take_head_positions(build(name))
         assert model(**inputs(), head_positions=POSITIONS).past_key_values is None
         assert model(**inputs()).past_key_values is not None
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
+    """With gradient checkpointing, whose layers run again in the backward: the encoder's output is cut once."""
+    found = []
+    for checkpointing in (False, True):
+        model = take_head_positions(build(name)).train()
+        if checkpointing and not model.supports_gradient_checkpointing:
+            pytest.skip(f"{name} has none")
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        model(**inputs(), head_positions=POSITIONS).logits.square().sum().backward()
+        found.append({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
+    assert found[0]
+    torch.testing.assert_close(found[1], found[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_under_autocast_the_logits_are_the_plain_models(name: str) -> None:
+    """In bf16, as the plain model under the same autocast."""
+    plain, model = build(name), take_head_positions(build(name))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(**inputs()).logits.flatten(0, 1)[POSITIONS]
+        found = model(**inputs(), head_positions=POSITIONS).logits[0]
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CAUSAL)
+def test_decoders_generate_as_before(name: str) -> None:
+    """Also after a forward with positions, and with their cache."""
+    plain, model = build(name), take_head_positions(build(name))
+    model(**inputs(), head_positions=POSITIONS)
+    ids = inputs()["input_ids"][:2]
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+@torch.no_grad()
+def test_positions_that_are_never_used_are_an_error() -> None:
+    """A head that does not take the base model's output would give all logits; the next forward is not spoilt."""
+    model = take_head_positions(build("gpt2"))
+    transformer = model.transformer
+    model.transformer = torch.nn.Module()
+    model.transformer.forward = transformer.forward  # past its hooks
+    with pytest.raises(ValueError, match="GPT2LMHeadModel does not give its head the output of its base model"):
+        model(**inputs(), head_positions=POSITIONS)
+    model.transformer = transformer
+    assert model(**inputs()).logits.shape == (3, 6, 40)
 
 
 def test_a_model_that_is_all_head_is_refused() -> None:

@@ -14,7 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer may import those after it, and its own.
 LAYERS = [
     {"run"},
-    {"loop", "student"},
+    {"loop", "starting_models"},
+    {"student"},
     {"engine", "export", "checkpoint", "report", "evaluate", "objective", "optim"},
     {"techniques", "tasks"},
     {"models", "data", "losses"},

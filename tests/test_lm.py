@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,14 +310,28 @@ def test_answers_are_computed_in_fp32_and_in_chunks(build: Any, monkeypatch: pyt
 
 
 def test_score_and_agreement_by_hand(build: Any) -> None:
-    """Every token weighs the same, however many an example has; an absurd loss is an infinite perplexity."""
+    """Every token weighs the same, however many an example has; an absurd loss has the largest perplexity there is."""
     task = build("bert")
     answers = {0: Answer(2.0, 1, [5, 6, 7]), 1: Answer(1.0, 1, [8])}
     assert task.score("train", answers) == {"perplexity": pytest.approx(math.exp(0.75)), "loss": 0.75, "accuracy": 0.5}
     others = {0: Answer(0.0, 0, [5, 9, 7]), 1: Answer(0.0, 0, [9])}
     assert task.agreement("train", answers, others) == 0.5
     assert task.agreement("train", answers, answers) == 1.0
-    assert task.score("train", {0: Answer(1e6, 0, [1])})["perplexity"] == math.inf
+    for loss in (709.8, 1e6, 1e300):
+        largest = task.score("train", {0: Answer(loss, 0, [1])})["perplexity"]
+        assert largest == pytest.approx(sys.float_info.max)
+        assert json.loads(json.dumps(largest, allow_nan=False)) == largest
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_have_no_score(value: float, build: Any) -> None:
+    """One such logit refuses the split, with the number of examples that have any."""
+    task = build("gpt2")
+    batch = task.collate(task.examples("train"), range(4))
+    out = uniform(batch, len(task.tokenizer))
+    out.logits[0, [0, 1, -1], 7] = value
+    with pytest.raises(ValueError, match=r"train: the model gives logits that are not finite .* for 2 of 4 examples"):
+        task.score("train", task.answers(out, batch))
 
 
 @pytest.mark.parametrize("kind", KINDS)

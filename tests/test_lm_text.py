@@ -72,6 +72,7 @@ BROKEN = [
     ("train.jsonl", b'{"text": "a"}\n{"text": null}\n', r"line 2: 'text' is null, and must be text"),
     ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a int, and must be text"),
     ("train.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"line 2: 'text' holds half a surrogate pair"),
+    ("train.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n", r"train\.jsonl, line 1: .* thousands of digits"),
     ("train.jsonl", b"", r"train\.jsonl has no examples"),
     ("train.csv", b"text\n", r"train\.csv: the ending '\.csv' is not known: use one of \.txt, \.jsonl"),
 ]
@@ -91,8 +92,9 @@ def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> No
     assert [m.split(";")[0] for m in check_data_files(spec_of(nowhere))] == [f"data_dir {nowhere} does not exist"] * 2
     [message] = check_data_files(spec_of(tmp_path), ["train"])
     assert message == f"no file for the train split of mlm; looked for {tmp_path / 'train.txt'}"
-    [message] = check_data_files(spec_of(tmp_path, "part-*.txt"), ["validation"])
-    assert message == f"no file for the validation split of mlm; looked for {tmp_path / 'part-*.txt'}"
+    causal = spec_of(tmp_path, "part-*.txt").model_copy(update={"name": "clm"})
+    [message] = check_data_files(causal, ["validation"])
+    assert message == f"no file for the validation split of clm; looked for {tmp_path / 'part-*.txt'}"
     write(tmp_path, "train.txt", "")
     assert check_data_files(spec_of(tmp_path), ["train"]) == [f"{tmp_path / 'train.txt'} has no text: it is empty"]
     write(tmp_path, "part.jsonl", '{"body": "a"}\n')
@@ -100,6 +102,25 @@ def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> No
     assert message.endswith("line 1: no field 'text'; fields found: 'body'")
     write(tmp_path, "train.txt", "text\n")
     assert check_data_files(spec_of(tmp_path)) == []
+
+
+def test_masking_a_split_needs_the_training_file_that_is_named(tmp_path: Path) -> None:
+    """Its tokens are counted: "mlm" is told of a missing one whatever is asked for, "clm" only where it trains."""
+    write(tmp_path, "dev.txt", "text\n")
+    spec = spec_of(tmp_path).model_copy(update={"validation_file": "dev.txt"})
+    [message] = check_data_files(spec, ["validation"])
+    assert message.startswith("no file for the train split of mlm")
+    assert check_data_files(spec.model_copy(update={"name": "clm"}), ["validation"]) == []
+    assert check_data_files(spec.model_copy(update={"train_file": None}), ["validation"]) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + "*"])
+def test_a_name_that_is_too_long_is_that_of_no_file(name: str, tmp_path: Path) -> None:
+    """Not an error of the system: of the file, or of its folder."""
+    [message] = check_data_files(spec_of(tmp_path, name), ["train"])
+    assert message.startswith("no file for the train split of mlm; looked for")
+    [message] = check_data_files(spec_of(tmp_path / name), ["train"])
+    assert message.startswith("data_dir")
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [

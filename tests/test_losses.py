@@ -105,10 +105,10 @@ def test_kl_leaves_the_teacher_alone_where_nothing_is_differentiated():
 
 
 def test_logit_mse_counts_real_places_only():
-    """(1 + 4) / 2 over two real places of one row; padding has no part in it."""
+    """1 + 4 over the real places of the one row; padding has no part in it."""
     student = torch.tensor([[1.0, 2.0, PAD_LOGIT]])
     teacher = torch.tensor([[0.0, 4.0, PAD_LOGIT]])
-    assert float(logit_mse(student, teacher)) == pytest.approx(2.5)
+    assert float(logit_mse(student, teacher)) == pytest.approx(5.0)
 
 
 def test_cosine_of_states_under_a_mask():

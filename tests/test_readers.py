@@ -133,6 +133,7 @@ BROKEN = {
     "nul": ("a.tsv", b"text\tlabel\nok\t1\nb\x00d\t1\n", r"a\.tsv, line 3: NUL byte"),
     "utf-16": ("a.tsv", "text\tlabel\n".encode("utf-16"), r"a\.tsv, line 1: NUL byte.*UTF-16"),
     "json": ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": \n', r"a\.jsonl, line 2, column 10: not JSON"),
+    "digits": ("a.jsonl", b'{"text": "a", "label": ' + b"9" * 5000 + b"}", r"a\.jsonl, line 1: .*thousands of digits"),
     "no object": ("a.jsonl", b'["a", 1]\n', r"a\.jsonl, line 1: a list where a JSON object"),
     "no field": ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}', r"a\.jsonl, line 2: no field 'label'.*'text'"),
     "null text": ("a.jsonl", b'{"text": null, "label": 1}\n', r"a\.jsonl, line 1: 'text' is null"),
@@ -166,7 +167,7 @@ def test_a_score_that_is_no_number_in_range_is_refused(value: str, tmp_path: Pat
         row_source(TextSpec(name="stsb", data_dir=str(tmp_path))).rows("train")
 
 
-@pytest.mark.parametrize("value", ["Infinity", "NaN", "true", "null", '"high"'])
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "true", "null", '"high"', "9" * 400])
 def test_a_users_score_must_be_finite(value: str, tmp_path: Path) -> None:
     """JSON can say infinity, not a number, and true: none is a score; any finite number is."""
     (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "label": -7e3}}\n{{"text": "a", "label": {value}}}\n')
@@ -210,6 +211,12 @@ def test_missing_files_and_bad_settings_are_all_told_before_torch_is_loaded(tmp_
     assert "did you mean 'sst2'" in name[0]
     assert [text.split()[0] for text in settings] == ["metrics:", "the", "the", "the"]
     assert fine == []
+
+
+def test_a_name_that_is_too_long_is_that_of_no_file(tmp_path: Path) -> None:
+    """Not an error of the system."""
+    [mistake, _] = check_data_files(text_spec(tmp_path, "x" * 5000 + ".csv"))
+    assert mistake.startswith("no file for the train split of text; looked for")
 
 
 def test_the_header_check_reads_no_further_than_the_first_record(tmp_path: Path) -> None:

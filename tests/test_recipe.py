@@ -72,6 +72,16 @@ def mistakes_of(data) -> str:
         (with_distill(alpha_distil=1, temperature=0), ["temperature", "greater than 0"]),
         (with_distill(alpha_distil=1, layer_pairs=[[1]]), ["layer_pairs.0", "at least 2"]),
         (with_distill(alpha_distil=1, teacher="@later"), ['the teacher "@later"', '"@model"']),
+        (
+            {
+                "task": {"name": "squad"},
+                "phases": [
+                    {"name": "a", "max_steps": 1, "task": {"name": "mlm"}},
+                    {"name": "b", "max_steps": 1, "techniques": {"distill": {"teacher": "@a", "alpha_distil": 1}}},
+                ],
+            },
+            ["of the family squad", "of lm", "the same task"],
+        ),
         (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
         (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
         (with_task(name="squad", doc_stride=320), ["doc_stride is 320", "max_seq_length - max_query_length is 320"]),
@@ -140,6 +150,7 @@ def test_final_lambda_becomes_the_loss_weight():
     ("distill", "loss", "terms"),
     [
         ({"alpha_ce": 0.1, "alpha_distil": 0.9}, {"task": 0.1, "distill.logits": 0.9}, ["logits"]),
+        ({"alpha_ce": 5, "alpha_mlm": 2, "alpha_clm": 0}, {"task": 2, "distill.logits": 5}, ["logits"]),
         ({"alpha_distil": 0.9}, {"task": 1.0, "distill.logits": 0.9}, ["logits"]),
         (
             {"alpha_ce": 5, "alpha_mlm": 2, "alpha_cos": 1},

@@ -45,8 +45,7 @@ from ds_trainer.data import Examples, evaluation_shard
 from ds_trainer.squad_file import Answer, Question
 from ds_trainer.task_specs import SquadSpec
 from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.tasks.squad import SquadTask, WindowAnswer, best_spans
-from ds_trainer.tasks.squad_windows import Places
+from ds_trainer.tasks.squad import SquadTask, WindowAnswer
 from ds_trainer.tasks.task import PAD_LOGIT
 
 
@@ -211,29 +210,13 @@ def test_the_windows_of_a_question_are_merged(encoder: Path, tmp_path: Path) -> 
     assert all(question.context[entry["start"] : entry["end"]] == entry["text"] for entry in nbest)
 
 
-def test_best_spans_are_the_best_of_all() -> None:
-    """Against every pair by brute force: in the context, in order, no longer than allowed, no -inf among the valid."""
-    generator = torch.Generator().manual_seed(1)
-    start, end = torch.randn(2, 5, 12, generator=generator)
-    places = Places(None, None, None, torch.tensor([3, 2, 1, 5, 4]), torch.tensor([11, 9, 3, 5, 3]))
-    firsts, lasts, valid = best_spans(start, end, places, 4, 9)
-    for row in range(5):
-        inside = range(int(places.first[row]), int(places.last[row]) + 1)
-        pairs = [(i, j) for i in inside for j in inside if i <= j < i + 4]
-        expected = sorted(pairs, key=lambda pair: -float(start[row, pair[0]] + end[row, pair[1]]))[:9]
-        assert int(valid[row]) == len(expected)
-        assert list(zip(firsts[row].tolist(), lasts[row].tolist(), strict=True))[: len(expected)] == expected
-    assert valid.tolist() == [9, 9, 6, 1, 0]
-    assert int(lasts.max()) < 12
-    _, _, none = best_spans(torch.full((5, 12), torch.nan), end, places, 4, 9)
-    assert none.tolist() == [0] * 5
-
-
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], set[str]]] = {
     "bert": (word_pieces, bert, {"input_ids", "attention_mask", "token_type_ids"}),
     "roberta": (
         roberta_tokenizer,
-        lambda t: RobertaModel(RobertaConfig(vocab_size=len(t), pad_token_id=0, max_position_embeddings=64, **SMALL)),
+        lambda t: RobertaModel(
+            RobertaConfig(vocab_size=len(t), pad_token_id=0, max_position_embeddings=64, type_vocab_size=1, **SMALL)
+        ),
         {"input_ids", "attention_mask"},
     ),
     "distilbert": (
@@ -308,10 +291,18 @@ def test_a_batch_carries_what_the_model_takes_and_keeps_the_rest_apart(encoder: 
     types = batch.inputs["token_type_ids"]
     assert types[0, batch.labels[0, 3]] == 1
     distilled = DistilBertModel(DistilBertConfig(vocab_size=300, dim=16, n_layers=1, n_heads=2, hidden_dim=16))
-    other = squad(tmp_path, hard_questions(0, 6), save(distilled, word_pieces(), tmp_path / "distil"))
+    tokenizer = word_pieces()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    other = squad(tmp_path, hard_questions(0, 6), save(distilled, tokenizer, tmp_path / "distil"))
     batch = other.collate(other.examples("train"), [0])
     assert set(batch.inputs) == {"input_ids", "attention_mask"}
     assert set(batch.others) == {"token_type_ids"}
+    assert other.inputs_for(task.build_model(encoder), batch).keys() == {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+    }
+    assert batch.others["token_type_ids"][0, batch.labels[0, 3]] == 1
 
 
 def test_the_loss_is_the_mean_over_start_and_end_without_padding(encoder: Path, tmp_path: Path) -> None:
@@ -408,7 +399,9 @@ def test_long_questions_are_cut(encoder: Path, tmp_path: Path) -> None:
 
 def test_windows_that_would_leave_gaps_are_refused(encoder: Path, tmp_path: Path) -> None:
     """The special tokens take room too: the spec alone cannot know how many."""
-    with pytest.raises(ValueError, match=r"doc_stride is 22, and .* - 3 special tokens is 21: .*lower doc_stride"):
+    with pytest.raises(
+        ValueError, match=r"doc_stride is 22, and .* - 3 special tokens is 21: .*; lower doc_stride to 21 or "
+    ):
         squad(tmp_path, hard_questions(0, 2), encoder, doc_stride=22)
 
 

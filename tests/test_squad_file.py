@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,7 @@ PLACE = r"train-v1\.1\.json, article 'Cafés', question "
 FAULTS = [
     ("", r"train-v1\.1\.json is empty"),
     ('{"data": [\n  {"title": }]}', r"train-v1\.1\.json, line 2, column 13: not JSON: Expecting value"),
+    ('{"data": %s}' % ("9" * 5000), r"train-v1\.1\.json is not JSON .* a number has thousands of digits"),
     ("[" * 100_000, r"train-v1\.1\.json is nested too deeply"),
     ([], 'must be an object with a list of articles, "data"'),
     ({"data": {}}, 'must be an object with a list of articles, "data"'),
@@ -96,6 +98,7 @@ FAULTS = [
     (content(A, without(B, "id")), "article 'Cafés', question 2 of a paragraph: no field 'id'; fields found: 'qu"),
     (content(A, {**B, "id": 7}), "question 2 of a paragraph: 'id' is a int, and must be text"),
     (content(without(A, "question")), PLACE + "'a': no field 'question'"),
+    (content(asked("a"), context=" \t"), PLACE + "'a': the context is blank"),
     (content({**A, "question": "\udc00?"}), PLACE + "'a': 'question' holds half a surrogate pair"),
     (content(without(A, "answers")), PLACE + "'a': no field 'answers'"),
     (content({**A, "answers": {}}), PLACE + "'a': 'answers' is a dict, and must be a list"),
@@ -157,6 +160,28 @@ def test_files_that_are_not_there_are_told_without_reading(tmp_path: Path) -> No
     named = SquadSpec(data_dir=str(tmp_path), train_file="mine.json", validation_file="squad/dev-v1.1.json")
     assert check_data_files(named) == [f"no file for the train split of squad; looked for {tmp_path}/mine.json"]
     assert f"data_dir {tmp_path}/none does not exist" in check_data_files(SquadSpec(data_dir=f"{tmp_path}/none"))[0]
+
+
+def test_a_name_that_is_too_long_is_that_of_no_file(tmp_path: Path) -> None:
+    """Not an error of the system."""
+    [mistake] = check_data_files(SquadSpec(data_dir=str(tmp_path), validation_file="x" * 5000), ["validation"])
+    assert mistake.startswith("no file for the validation split of squad; looked for")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_seq_length": 40}, "is -24: .*; lower max_query_length, or raise max_seq_length$"),
+        ({"max_seq_length": 65, "doc_stride": 1}, "is 1: .*; lower max_query_length, or raise max_seq_length$"),
+        ({"doc_stride": 320}, "is 320: .*; lower doc_stride to 319 or less, lower max_query_length, or raise max_seq"),
+    ],
+)
+def test_windows_that_would_leave_gaps_are_told_with_every_way_out(fields: dict[str, int], words: str) -> None:
+    """And with none that does not exist: a doc_stride below 1."""
+    with pytest.raises(ValueError) as caught:
+        SquadSpec(**fields)
+    [error] = caught.value.errors()
+    assert re.search(words, error["msg"])
 
 
 def test_a_dataset_and_files_exclude_each_other() -> None:

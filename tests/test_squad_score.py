@@ -51,7 +51,7 @@ def test_v2_scores_equal_hand_computed_values() -> None:
     golds = {"a": ["old town"], "b": ["moon", "the"], "c": [], "d": []}
     predictions = {"a": "the old town hall", "b": "moon", "c": "", "d": "sun"}
     odds = {"a": -3.0, "b": 2.0, "c": 5.0, "d": 1.0}
-    found = score_v2(predictions, golds, odds)
+    found = score_v2(predictions, golds, odds, predictions)
     assert found == {
         "exact_match": 50.0,
         "f1": pytest.approx(100 * (0.8 + 1 + 1 + 0) / 4),
@@ -72,9 +72,20 @@ def test_v2_scores_equal_hand_computed_values() -> None:
 
 def test_v2_without_one_of_the_kinds_leaves_its_part_out() -> None:
     """As the official script: no NoAns where all have an answer. A gold text of no words is no answer to give."""
-    found = score_v2({"a": ""}, {"a": ["the"]}, {"a": 1.0})
+    found = score_v2({"a": ""}, {"a": ["the"]}, {"a": 1.0}, {"a": ""})
     assert found["exact_match"] == found["f1"] == found["HasAns_f1"] == 100
     assert not [name for name in found if name.startswith("NoAns")]
+
+
+def test_the_best_threshold_may_lie_above_the_one_in_use() -> None:
+    """What the run made "" at 0 is right: answering up to 1.5 would be worth 100, and silence cannot hide that."""
+    golds = {"a": ["moon"], "b": ["sun"], "c": []}
+    odds = {"a": -1.0, "b": 1.5, "c": 9.0}
+    found = score_v2({"a": "moon", "b": "", "c": ""}, golds, odds, {"a": "moon", "b": "sun", "c": "sky"})
+    assert found["f1"] == found["exact_match"] == pytest.approx(200 / 3)
+    assert found["HasAns_f1"] == 50
+    assert (found["best_f1"], found["best_f1_thresh"]) == (100, 1.5)
+    assert (found["best_exact"], found["best_exact_thresh"]) == (100, 1.5)
 
 
 def score_at(threshold: float, scores: dict[str, float], silent: dict[str, float], odds: dict[str, float]) -> float:

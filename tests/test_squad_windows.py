@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from launching import SHARED
-from squad_examples import TOKENIZERS, hard_questions, word_pieces
+from squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
 
 from ds_trainer.models import train_tokenizer
 from ds_trainer.squad_file import Answer, Question
@@ -65,24 +65,28 @@ def test_every_training_answer_is_the_fewest_tokens_that_cover_it(tokenizer: Any
 
 
 def test_windows_are_the_tokenizers_own_pairs(tokenizer: Any) -> None:
-    """Each window equals what the library cuts when its overlap is set to keep windows doc_stride apart."""
+    """Each window equals what the library cuts when its overlap is set to keep windows doc_stride apart.
+
+    But for an end of text where there is no class token.
+    """
     several = 0
     for question, found in rows_of(tokenizer, SHORT.model_copy(update={"max_query_length": 20}), hard_questions(1)):
         asked = tokenizer(question.question, add_special_tokens=False)["input_ids"]
         if len(asked) > 20:
             continue
-        room = 40 - len(asked) - tokenizer.num_special_tokens_to_add(pair=True)
+        end = [] if tokenizer.cls_token_id is not None else [tokenizer.eos_token_id]
+        room = 40 - len(asked) - len(end) - tokenizer.num_special_tokens_to_add(pair=True)
         expected = tokenizer(
             question.question,
             question.context,
             truncation="only_second",
-            max_length=40,
+            max_length=40 - len(end),
             stride=room - SHORT.doc_stride if room > SHORT.doc_stride else 0,
             return_overflowing_tokens=True,
             return_token_type_ids=True,
         )
         if room > SHORT.doc_stride:
-            assert [window.columns["input_ids"] for window in found] == expected["input_ids"]
+            assert [window.columns["input_ids"] for window in found] == [[*ids, *end] for ids in expected["input_ids"]]
             # where the model takes them: the library gives the later windows of the others other types than the first
             if "token_type_ids" in tokenizer.model_input_names:
                 assert [window.columns["token_type_ids"] for window in found] == expected["token_type_ids"]
@@ -159,6 +163,21 @@ def test_a_class_token_at_the_end_is_found() -> None:
             assert window.columns["input_ids"][window.places.null] == tokenizer.cls_token_id
             assert window.places.null == len(window.columns["input_ids"]) - 1
             assert window.columns["token_type_ids"][-1] == 2
+
+
+def test_without_a_class_token_an_end_of_text_says_that_there_is_no_answer() -> None:
+    """GPT-2's rows get one behind the context, where a causal model has seen it all, and which is no answer itself."""
+    tokenizer = gpt2_tokenizer()
+    for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
+        for window in found:
+            ids, places = window.columns["input_ids"], window.places
+            assert places.null == len(ids) - 1 == places.last + 1
+            assert ids[-1] == tokenizer.eos_token_id
+            assert window.columns["char_end"][-1] == -1
+            assert {len(column) for column in window.columns.values()} == {len(ids)}
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"neither a class token nor an end of text.*give it an eos_token"):
+        list(windows(tokenizer, SHORT, hard_questions(3, 1)))
 
 
 def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:

@@ -1,8 +1,9 @@
 """Language-model heads computed only at the positions that carry a loss.
 
 A head over the vocabulary can cost more than the encoder below it, and masked language modelling needs it at 15% of
-the positions. Two hooks give the library's own head only those rows of the encoder's output, whatever the
-architecture. Which positions those are is the task's affair (`lm.py`).
+the positions. Hooks give the library's own head only those rows of what is below it, whatever the architecture: the
+output of the base model, or of that model's own decoder (OPT, BART). Which positions those are is the task's affair
+(`lm.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 NAME = "head_positions"
 """The further argument of the model's forward."""
@@ -21,7 +23,7 @@ def take_head_positions(model: Any) -> Any:
 
     They are (n,) int64 places in batch x length. Without them the model is as it was. Hidden states, where asked for,
     are (batch, length, width) either way. The hooks follow the model into copies and engines, and are in no saved
-    folder. Gives the model.
+    folder. A forward that does not come to use its positions raises ValueError. Gives the model.
     """
     encoder = model.base_model
     if encoder is model:
@@ -29,6 +31,10 @@ def take_head_positions(model: Any) -> Any:
     head = _HeadPositions("use_cache" in inspect.signature(model.forward).parameters)
     model.register_forward_pre_hook(head.take, with_kwargs=True)
     encoder.register_forward_hook(head.select)
+    decoder = getattr(encoder, "decoder", None)
+    if isinstance(decoder, PreTrainedModel):
+        decoder.register_forward_hook(head.select)
+    model.register_forward_hook(head.check)
     model.register_forward_hook(head.forget, always_call=True)
     return model
 
@@ -47,13 +53,22 @@ class _HeadPositions:
         return args, kwargs
 
     def select(self, encoder: nn.Module, args: Any, output: Any) -> Any:
+        """Runs in the innermost module first, whose output the one around it hands on."""
         if self.wanted is None:
             return output
         rows = output[0].flatten(0, 1).index_select(0, self.wanted).unsqueeze(0)
+        self.wanted = None
         if isinstance(output, tuple):
             return (rows, *output[1:])
         output.last_hidden_state = rows
         return output
+
+    def check(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.wanted is not None:
+            raise ValueError(
+                f"{type(model).__name__} does not give its head the output of its base model: its logits cannot be "
+                f"computed at some positions alone; use another architecture"
+            )
 
     def forget(self, model: nn.Module, args: Any, output: Any) -> None:
         """Runs after a forward that raised, too: its positions are not for the next call."""

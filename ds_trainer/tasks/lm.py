@@ -7,6 +7,7 @@ anew for each `draw` in `masking.py`; heads run only where there is a loss (`hea
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,12 +33,15 @@ from ds_trainer.tasks.pretrained import (
     tokenizer_state,
 )
 from ds_trainer.tasks.sequences import Tally, cutter_for, tokenised_documents
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Batch, Task, check_finite
 
 IGNORED = -100
 """The label of a position that has logits and no loss."""
 _CHUNK_VALUES = 1 << 24
 """Logits that are turned to fp32 at once at evaluation: 64 MiB."""
+_LARGEST_LOSS = math.log(sys.float_info.max)
+"""Whose perplexity is a float."""
+_ROUNDING = 1e-5
 
 
 class Answer(NamedTuple):
@@ -56,6 +60,7 @@ class LmTask(Task):
     for one, in place.
     """
 
+    spec: LmSpec
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
     own_inputs: ClassVar[frozenset[str]] = frozenset({"head_positions"})
 
@@ -74,12 +79,17 @@ class LmTask(Task):
         self._rule: MaskRule | None = None
 
     def build_model(self, folder: str | Path) -> nn.Module:
-        """Load `folder`'s model with its head, in fp32, on the CPU; it takes `head_positions`."""
+        """Load `folder`'s model with its head, in fp32, on the CPU; it takes `head_positions`.
+
+        A forward of four tokens tells whether it can, and for "clm" whether it is causal: ValueError where not.
+        """
         model = load_with_head(folder, self.head)
         check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        model = take_head_positions(model)
+        before, after = _before_the_last(model, self._ordinary())
         if self.spec.name == "clm":
-            _check_causal(folder, model.config)
-        return take_head_positions(model)
+            _check_causal(folder, model.config, before, after)
+        return model
 
     def examples(self, split: str) -> Examples:
         """The tokenised split; for "mlm" the first call also counts the training split's tokens. Collective.
@@ -96,7 +106,7 @@ class LmTask(Task):
         names = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
         settings = {name: getattr(self.spec, name) for name in names}
         source = lm_text.fingerprint(self.spec, split)
-        return fingerprint("lm", split, source, settings, self._limit(split), tokenizer_state(self.tokenizer))
+        return fingerprint("lm", split, source, settings, self.limit(split), tokenizer_state(self.tokenizer))
 
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
@@ -104,7 +114,7 @@ class LmTask(Task):
         examples = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
         if not tally.examples:
             raise ValueError(f"{self.spec.name} {split}: {_why_empty(tally, self.spec)}")
-        examples = _chosen(examples, spread(len(examples), self._limit(split)))
+        examples = _chosen(examples, spread(len(examples), self.limit(split)))
         counts = np.bincount(examples.tokens["input_ids"], minlength=_vocabulary(self.tokenizer))
         distributed.info(
             f"{self.spec.name} {split}: {_told(tally, examples, self.spec)} ({time.monotonic() - started:.1f} s)"
@@ -147,11 +157,15 @@ class LmTask(Task):
         return dict(zip(batch.ids.tolist(), found, strict=True))
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        """Perplexity, mean negative log-likelihood and accuracy, over all labels of the split."""
+        """Perplexity, mean negative log-likelihood and accuracy, over all labels of the split.
+
+        A perplexity beyond the largest float is told as that: infinity is no JSON.
+        """
+        check_finite(split, [math.isfinite(answer.nll) for answer in answers.values()])
         tokens = sum(len(answer.predicted) for answer in answers.values())
         loss = math.fsum(answer.nll for answer in answers.values()) / tokens
         hits = sum(answer.hits for answer in answers.values())
-        return {"perplexity": float(np.exp(loss)) if loss < 700 else math.inf, "loss": loss, "accuracy": hits / tokens}
+        return {"perplexity": math.exp(min(loss, _LARGEST_LOSS)), "loss": loss, "accuracy": hits / tokens}
 
     def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
         """Share of the split's labels for which two models predict the same token."""
@@ -164,17 +178,16 @@ class LmTask(Task):
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
 
-    def _limit(self, split: str) -> int | None:
-        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
-
     def _mask_rule(self, counted: Examples) -> MaskRule:
         spec = self.spec
         weights = token_weights(np.array(counted.notes["counts"]), spec.mlm_smoothing, self._special)
-        known = np.unique(list(self.tokenizer.get_vocab().values()))
-        ordinary = np.setdiff1d(known, self._special)
         return MaskRule(
-            weights, ordinary, self.tokenizer.mask_token_id, spec.mlm_mask_prop, spec.word_mask, spec.word_rand
+            weights, self._ordinary(), self.tokenizer.mask_token_id, spec.mlm_mask_prop, spec.word_mask, spec.word_rand
         )
+
+    def _ordinary(self) -> Array:
+        """The ids of tokens that stand for text."""
+        return np.setdiff1d(list(self.tokenizer.get_vocab().values()), self._special)
 
     def _masked(self, tokens: Array, attended: Array, ids: Array, draw: int) -> tuple[Array, Array, Array]:
         """The corrupted tokens, the places of the heads, and their labels."""
@@ -214,12 +227,30 @@ def _vocabulary(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _check_causal(source: str | Path, config: Any) -> None:
-    """An encoder with a causal head would read its labels, were it not told to be a decoder."""
-    if type(config) in MASKED_LM.mapping and not (config.is_decoder or getattr(config, "causal", False)):
+@torch.no_grad()
+def _before_the_last(model: Any, ordinary: Array) -> tuple[Tensor, Tensor]:
+    """Logits (3, vocabulary) before the last token of two sequences of four that differ in that token alone."""
+    training = model.training
+    model.eval()
+    found = []
+    for last in (ordinary[0], ordinary[-1]):
+        ids = torch.tensor([[ordinary[0], ordinary[0], ordinary[0], last]])
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), head_positions=torch.arange(3))
+        found.append(out.logits[0].float())
+    model.train(training)
+    return found[0], found[1]
+
+
+def _check_causal(source: str | Path, config: Any, before: Tensor, after: Tensor) -> None:
+    """Refuse a model whose earlier logits change with the last token: it would read its labels.
+
+    A causal model's may differ by rounding, where what is computed together depends on the tokens (experts).
+    """
+    if float((before - after).abs().max()) > _ROUNDING * float(before.abs().max()):
         raise ValueError(
             f'{source} is a {config.model_type} model whose tokens see those after them: use the task "mlm", a '
-            f'decoder such as gpt2, or set "is_decoder": true in its config.json'
+            f'decoder such as gpt2, or make it causal in its config.json ("is_decoder": true for BERT and its like, '
+            f'"causal": true for XLM, "attn_type": "uni" for XLNet)'
         )
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+_LEAST_WEIGHT = 1e-300
+"""The times in `choose` are up to 37 over a weight, and infinite for what is never chosen alone."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class MaskRule:
 
 
 def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
-    """count ** -smoothing by token id, 0 for the ids in `special`. A token that was never seen counts as seen once."""
-    weights = np.maximum(counts, 1).astype(np.float64) ** -smoothing
+    """count ** -smoothing by token id, 0 for the ids in `special`. A token that was never seen counts as seen once.
+
+    No other weight is 0, however large the smoothing.
+    """
+    weights = np.maximum(np.maximum(counts, 1).astype(np.float64) ** -smoothing, _LEAST_WEIGHT)
     weights[special] = 0
     return weights
 

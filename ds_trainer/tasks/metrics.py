@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torchmetrics.functional.classification import (
     binary_f1_score,
@@ -17,7 +16,7 @@ from torchmetrics.functional.regression import pearson_corrcoef, spearman_corrco
 
 
 def score(metrics: Sequence[str], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Each metric by its name; predictions and labels (n,), class indices or, with 0 classes, scores.
+    """Each metric by its name; predictions and labels (n,), class indices or, with 0 classes, finite scores.
 
     F1 is of class 1 where there are two, the macro mean over more. A correlation (Matthews, Pearson, Spearman)
     with a constant is 0/0; it is counted as 0, as scikit-learn does for Matthews: a constant explains nothing.
@@ -28,9 +27,8 @@ def score(metrics: Sequence[str], predictions: Tensor, labels: Tensor, classes: 
         "pearson": pearson_corrcoef,
         "spearman": spearman_corrcoef,
     }
-    finite = bool(torch.isfinite(predictions).all())
-    if not finite or _constant(predictions) or _constant(labels):
-        return {name: 0.0 if finite else float("nan") for name in metrics}
+    if _constant(predictions) or _constant(labels):
+        return dict.fromkeys(metrics, 0.0)
     return {name: float(correlations[name](predictions.double(), labels.double())) for name in metrics}
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -30,6 +32,8 @@ from transformers import (
 from ds_trainer import distributed
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
+# what a JSON file of a folder makes transformers raise where it is of another form than expected
+_BROKEN_JSON = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,26 @@ class HeadKind:
     name: str
     auto_class: Any
     mapping: Any
+    others: frozenset[str] = frozenset()
+    """Further classes that hold such a head, beside another one."""
 
     def trained_in(self, config: Any) -> bool:
-        """Whether the folder of this config holds a head of this kind."""
+        """Whether this config says that its folder holds a head of this kind; loading tells whether it does."""
         model_class = self.mapping.get(type(config), None)
         classes = model_class if isinstance(model_class, tuple) else (model_class,)
-        return bool({c.__name__ for c in classes if c} & set(config.architectures or []))
+        return bool(({c.__name__ for c in classes if c} | self.others) & set(config.architectures or []))
 
 
 CLASSIFIER = HeadKind(
     "sequence classifier", AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 )
 ANSWERER = HeadKind("question answering head", AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING)
-MASKED_LM = HeadKind("masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING)
+_WITH_SENTENCE_HEAD = frozenset(
+    f"{family}ForPreTraining" for family in ("Albert", "Bert", "BigBird", "Ernie", "FNet", "MegatronBert", "MobileBert")
+)  # not Electra, whose pre-training has a discriminator
+MASKED_LM = HeadKind(
+    "masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, others=_WITH_SENTENCE_HEAD
+)
 CAUSAL_LM = HeadKind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
@@ -60,18 +71,18 @@ def load_tokenizer(source: str | Path) -> Any:
     _check_exists(source)
     try:
         return AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
         raise ValueError(f"{source} has no tokenizer that transformers can load: {_first_line(error)}") from error
 
 
 def load_config(source: str | Path, kind: HeadKind) -> Any:
     """The config of a model folder or hub name; ValueError says why no model with such a head comes of it."""
     _check_exists(source)
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    if os.path.isdir(source) and not (Path(source) / "config.json").is_file():
         raise ValueError(f"the model folder {source} has no config.json: it is not a transformers model")
     try:
         config = AutoConfig.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError) as error:
+    except _BROKEN_JSON as error:
         raise ValueError(f"the config of {source} cannot be read: {_first_line(error)}") from error
     if type(config) not in kind.mapping:
         raise ValueError(f"{source} is a {config.model_type} model: transformers has no {kind.name} for it")
@@ -87,6 +98,7 @@ def input_names(config: Any, kind: HeadKind) -> set[str]:
 
 
 def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: bool) -> tuple[Any, dict[str, Any]]:
+    """The model in fp32, and what loading found missing or mismatched; with `keep_head` a mismatch is an error."""
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("*.safetensors*")):
         found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "no weights at all"
@@ -105,12 +117,17 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: 
 
 
 def load_with_head(source: str | Path, kind: HeadKind) -> Any:
-    """The model of a folder or hub name with such a head, in fp32, on the CPU. A head that is new is told."""
+    """The model of a folder or hub name with such a head, in fp32, on the CPU. A head that is new is told.
+
+    ValueError where the config claims a trained one, and the weights do not hold all of it.
+    """
     config = load_config(source, kind)
-    trained = kind.trained_in(config)
-    model, info = from_pretrained(source, config, kind, keep_head=trained)
+    # mismatches are told by their names, below
+    model, info = from_pretrained(source, config, kind, keep_head=False)
     check_encoder_is_whole(source, model, info)
-    if not trained:
+    if kind.trained_in(config):
+        check_head_is_whole(source, model, info)
+    else:
         distributed.info(f"{source}: a new head; the model is no {kind.name}")
     return model
 
@@ -118,15 +135,30 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
 def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
     """Only what sits on top of the encoder (pooler, head) may be new."""
     prefix = f"{model.base_model_prefix}."
-    mismatched = {entry[0] for entry in info["mismatched_keys"]}
-    new = sorted(
-        name for name in {*info["missing_keys"], *mismatched} if name.startswith(prefix) and "pooler" not in name
-    )
+    new = [name for name in _new_weights(info) if name.startswith(prefix) and "pooler" not in name]
     if new:
         raise ValueError(
             f"the weights of {source} do not fit its config.json: {len(new)} of the encoder are missing or of "
             f"another shape, {new[0]} the first"
         )
+
+
+def check_head_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
+    """Refuse a head that the config claims is trained and the weights hold in part or not at all."""
+    prefix = f"{model.base_model_prefix}."
+    new = [name for name in _new_weights(info) if not name.startswith(prefix)]
+    if new:
+        architecture = next(iter(model.config.architectures or []), type(model).__name__)
+        raise ValueError(
+            f"the weights of {source} lack what its config.json claims: {', '.join(new)} of the head are missing or "
+            f'of another shape. Give a folder that holds them, or take {architecture} out of "architectures" in '
+            f"config.json to start with a new head"
+        )
+
+
+def _new_weights(info: dict[str, Any]) -> list[str]:
+    """The weights that loading left random, by name; tied ones are not among them."""
+    return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
 
 
 def check_fits(model: Any, vocabulary: int, max_seq_length: int) -> None:
@@ -156,13 +188,16 @@ def tokenizer_state(tokenizer: Any) -> Any:
         state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
     else:
         state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, state]
+    # not all of them are in the backend: which token ends a text, say, which decides how documents are closed
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, special, state]
 
 
 def _check_exists(source: str | Path) -> None:
     """A name with at most one slash may be the hub's; anything else must be a folder."""
     name = str(source)
-    if not Path(name).is_dir() and (name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists()):
+    # os.path, since pathlib raises where a name is too long to be one
+    if not os.path.isdir(name) and (name.count("/") > 1 or name.startswith((".", "/", "~")) or os.path.exists(name)):
         raise ValueError(f"the model folder {name} does not exist")
 
 
@@ -174,7 +209,8 @@ def _positions(model: Any) -> int | None:
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     if getattr(model.config, "relative_attention", False):
         return None
-    return getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if limit is None or limit > 0 else None  # XLNet says -1
 
 
 def _first_line(error: Exception) -> str:

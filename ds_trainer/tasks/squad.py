@@ -3,6 +3,9 @@
 An example is a window of a question's context. A model's answers stay tokens of windows until they are scored, where
 the windows of a question are merged and tokens become characters of its context. Files are read in `squad_file.py`,
 windows cut in `squad_windows.py`, answers counted in `squad_score.py`.
+
+Of a span that is in several windows the best score wins. The original script takes it only from the window that has the
+most context around it, which drops what a model finds in the others; later scripts have left that rule out, too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from ds_trainer import distributed, squad_file
 from ds_trainer.data import Examples, Positions, fingerprint, pack, spread
 from ds_trainer.squad_file import Question
-from ds_trainer.task_specs import SquadSpec
+from ds_trainer.task_specs import SquadSpec, ways_out
 from ds_trainer.tasks.pretrained import (
     ANSWERER,
     check_fits,
@@ -32,27 +35,37 @@ from ds_trainer.tasks.pretrained import (
     tokenizer_state,
 )
 from ds_trainer.tasks.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
-from ds_trainer.tasks.squad_windows import Places, windows
-from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
+from ds_trainer.tasks.squad_windows import Places, special_tokens, windows
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_finite, model_inputs
 
+# token types also where the model takes none: a teacher of another family may
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8, "char_start": np.int32, "char_end": np.int32}
 _INPUTS = ("input_ids", "token_type_ids")
 
 
 class WindowAnswer(NamedTuple):
-    """The best spans of one window, first and last position of each, with their logits; and those of "no answer"."""
+    """The best spans of one window, first and last position of each, with their logits; and those of "no answer".
+
+    `finite`: whether all logits of the window are; where not, the spans mean nothing.
+    """
 
     starts: list[int]
     ends: list[int]
     start_logits: list[float]
     end_logits: list[float]
     null_logits: tuple[float, float]
+    finite: bool = True
 
 
 class Verdict(NamedTuple):
-    """What the windows of one question say together: its text, the n best, and how much "no answer" is ahead."""
+    """What the windows of one question say together.
+
+    Its text, "" where "no answer" is ahead by more than the threshold; the best text, whatever the threshold; the n
+    best; and how much "no answer" is ahead.
+    """
 
     text: str
+    answer: str
     n_best: list[Candidate]
     null_odds: float
 
@@ -64,6 +77,7 @@ class SquadTask(Task):
     without a padding token is given the end of text for one, in place.
     """
 
+    spec: SquadSpec
     logits_of: ClassVar[Literal["example", "token", "position"]] = "token"
 
     def __init__(self, spec: SquadSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
@@ -83,29 +97,28 @@ class SquadTask(Task):
         """The split's questions, up to its limit; read from the file at the first call, on the calling rank only."""
         if split not in self._read:
             found = squad_file.questions(self.spec, split)
-            self._read[split] = [found[position] for position in spread(len(found), self._limit(split))]
+            self._read[split] = [found[position] for position in spread(len(found), self.limit(split))]
         return self._read[split]
 
     def fingerprint(self, split: str) -> str:
         fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
         settings = {name: getattr(self.spec, name) for name in fields}
         source = squad_file.fingerprint(self.spec, split)
-        return fingerprint("squad", split, source, settings, self._limit(split), tokenizer_state(self.tokenizer))
+        return fingerprint("squad", split, source, settings, self.limit(split), tokenizer_state(self.tokenizer))
 
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
         questions = self.questions(split)
         places: list[Places] = []
         owners: list[int] = []
-        dtypes = {name: dtype for name, dtype in _DTYPES.items() if name in self._columns()}
 
         def chunks() -> Iterator[dict[str, list[list[int]]]]:
             for found in windows(self.tokenizer, self.spec, questions):
                 places.extend(window.places for window in found)
                 owners.extend(window.question for window in found)
-                yield {name: [window.columns[name] for window in found] for name in dtypes}
+                yield {name: [window.columns[name] for window in found] for name in _DTYPES}
 
-        packed = pack(chunks(), dtypes, {})
+        packed = pack(chunks(), _DTYPES, {})
         fields = {"labels": np.array(places, np.int32), "question": np.array(owners, np.int32)}
         examples = replace(packed, fields=fields)
         _tell(split, questions, examples, time.monotonic() - started)
@@ -116,11 +129,9 @@ class SquadTask(Task):
         of_model = {name: flat for name, flat in examples.tokens.items() if name in _INPUTS}
         rows = Examples(examples.offsets, of_model)
         padded = rows.padded(ids, {"input_ids": self._pad_token_id}, self.spec.pad_to_multiple_of)
-        columns = {name: torch.from_numpy(column) for name, column in padded.columns.items()}
-        columns["attention_mask"] = torch.from_numpy(padded.mask)
-        others = {name: columns.pop(name) for name in list(columns) if name not in self._inputs}
+        inputs, others = model_inputs(padded, self._inputs)
         labels = examples.fields["labels"][ids].astype(np.int64)
-        return Batch(columns, torch.from_numpy(labels), torch.from_numpy(ids), others)
+        return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Mean of the cross entropies over the positions of the answer's start and of its end."""
@@ -130,7 +141,7 @@ class SquadTask(Task):
 
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
         """Start and end, each (rows, length)."""
-        padding = _attention(batch) == 0
+        padding = batch.mask == 0
         return out.start_logits.masked_fill(padding, PAD_LOGIT), out.end_logits.masked_fill(padding, PAD_LOGIT)
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
@@ -141,21 +152,23 @@ class SquadTask(Task):
         columns = [starts, ends, start.gather(1, starts), end.gather(1, ends)]
         rows = zip(*(column.tolist() for column in columns), strict=True)
         null = torch.stack([logits.gather(1, places.null[:, None])[:, 0] for logits in (start, end)], 1)
+        finite = (start.isfinite() & end.isfinite()).all(1)
+        told = zip(*(column.tolist() for column in (batch.ids, valid, null, finite)), rows, strict=True)
         return {
-            id: WindowAnswer(a[:count], b[:count], c[:count], d[:count], (nulls[0], nulls[1]))
-            for id, count, (a, b, c, d), nulls in zip(
-                batch.ids.tolist(), valid.tolist(), rows, null.tolist(), strict=True
-            )
+            id: WindowAnswer(a[:count], b[:count], c[:count], d[:count], (nulls[0], nulls[1]), sound)
+            for id, count, nulls, sound, (a, b, c, d) in told
         }
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         """Exact match and F1 over the questions, in percent; for v2 all that its official script tells."""
+        check_finite(split, [answer.finite for answer in answers.values()])
         verdicts = self._verdicts(split, answers)
         predictions = {id: verdict.text for id, verdict in verdicts.items()}
         golds = {question.id: [answer.text for answer in question.answers] for question in self.questions(split)}
         if not self.spec.version_2_with_negative:
             return score_v1(predictions, golds)
-        return score_v2(predictions, golds, {id: verdict.null_odds for id, verdict in verdicts.items()})
+        odds = {id: verdict.null_odds for id, verdict in verdicts.items()}
+        return score_v2(predictions, golds, odds, {id: verdict.answer for id, verdict in verdicts.items()})
 
     def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
         """Share of the questions to which two models give the same text."""
@@ -195,44 +208,30 @@ class SquadTask(Task):
         # where there is nothing else to say, any threshold says nothing; infinity is no JSON
         odds = null.score - best[0].score if best else 0.0
         if not self.spec.version_2_with_negative:
-            return Verdict(text, best or [null], odds)
-        text = "" if odds > self.spec.null_score_diff_threshold else text
-        return Verdict(text, sorted([*best, null], key=lambda each: -each.score), odds)
-
-    def _columns(self) -> set[str]:
-        return {"input_ids", "char_start", "char_end", *self.tokenizer.model_input_names}
-
-    def _limit(self, split: str) -> int | None:
-        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
+            return Verdict(text, text, best or [null], odds)
+        final = "" if odds > self.spec.null_score_diff_threshold else text
+        return Verdict(final, text, sorted([*best, null], key=lambda each: -each.score), odds)
 
 
 def best_spans(start: Tensor, end: Tensor, places: Places, max_length: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """First and last positions, each (rows, size or fewer), of each row's best spans, best first; how many are valid.
 
     A span lies in the context, has at most `max_length` tokens, and its score is the sum of its two logits
-    (rows, length). What follows a row's valid spans is there for the shape alone.
+    (rows, length). Logits that are not finite may change which are best, not which are valid. What follows a row's
+    valid spans is there for the shape alone.
     """
     width = start.shape[1]
     max_length = min(max_length, width)
     position = torch.arange(width, device=start.device)
-    outside = (position < places.first[:, None]) | (position > places.last[:, None])
-    start, end = (logits.masked_fill(outside | logits.isnan(), -torch.inf) for logits in (start, end))
-    ends = F.pad(end, (0, max_length - 1), value=-torch.inf).unfold(1, max_length, 1)
-    scores = (start[:, :, None] + ends).flatten(1)
+    inside = (position >= places.first[:, None]) & (position <= places.last[:, None])
+    ends, ends_inside = (F.pad(each, (0, max_length - 1)).unfold(1, max_length, 1) for each in (end, inside))
+    valid = (inside[:, :, None] & ends_inside).flatten(1)
+    scores = (start[:, :, None] + ends).flatten(1).nan_to_num().masked_fill(~valid, -torch.inf)
     best = scores.topk(min(size, scores.shape[1]))
     first = best.indices // max_length
     # what is not valid may lie behind the row, where nothing can be gathered
     last = (first + best.indices % max_length).clamp(max=width - 1)
     return first, last, (best.values > -torch.inf).sum(1)
-
-
-def training_texts(spec: SquadSpec) -> list[str]:
-    """Every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
-    return squad_file.training_texts(spec)
-
-
-def _attention(batch: Batch) -> Tensor:
-    return (batch.inputs | batch.others)["attention_mask"]
 
 
 def _candidates(context: str, row: Mapping[str, Any], answer: WindowAnswer) -> Iterator[Candidate]:
@@ -252,12 +251,12 @@ def _check_tokenizer(tokenizer: Any, spec: SquadSpec, source: str | Path) -> Non
             f"the tokenizer of {source} ({type(tokenizer).__name__}) is a slow one, which cannot tell which characters "
             f"a token is: take a model with a tokenizer.json"
         )
-    special = tokenizer.num_special_tokens_to_add(pair=True)
+    special = special_tokens(tokenizer)
     room = spec.max_seq_length - spec.max_query_length - special
     if spec.doc_stride > room:
         raise ValueError(
             f"doc_stride is {spec.doc_stride}, and max_seq_length - max_query_length - {special} special tokens is "
-            f"{room}: parts of a context would be in no window; lower doc_stride, or raise max_seq_length"
+            f"{room}: parts of a context would be in no window; {ways_out(room)}"
         )
 
 

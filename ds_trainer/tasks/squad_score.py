@@ -64,15 +64,15 @@ def score_v1(predictions: Mapping[str, str], golds: Golds) -> dict[str, float]:
     return {"exact_match": _percent(exacts), "f1": _percent(overlaps)}
 
 
-def score_v2(predictions: Mapping[str, str], golds: Golds, null_odds: Mapping[str, float]) -> dict[str, float]:
+def score_v2(
+    predictions: Mapping[str, str], golds: Golds, null_odds: Mapping[str, float], answers: Mapping[str, str]
+) -> dict[str, float]:
     """All that SQuAD v2's script tells of predictions in which "" says that there is no answer.
 
-    The best thresholds on `null_odds` are those of the predictions as given: where they are "" already, no threshold
-    brings an answer back.
+    The best thresholds on `null_odds` are searched over `answers`, the best texts before any were made "": the script,
+    which knows the predictions alone, can only find thresholds below the one that they were made with.
     """
-    wanted = {id: [text for text in texts if normalised(text)] or [""] for id, texts in golds.items()}
-    exacts = {id: max(exact(predictions[id], gold) for gold in texts) for id, texts in wanted.items()}
-    overlaps = {id: max(f1_v2(predictions[id], gold) for gold in texts) for id, texts in wanted.items()}
+    exacts, overlaps = _v2_scores(predictions, golds)
     found = {**_summary("", exacts, overlaps), "total": float(len(golds))}
     for name, answered in (("HasAns_", True), ("NoAns_", False)):
         ids = [id for id, texts in golds.items() if bool(texts) == answered]
@@ -80,10 +80,17 @@ def score_v2(predictions: Mapping[str, str], golds: Golds, null_odds: Mapping[st
             part = _summary(name, {id: exacts[id] for id in ids}, {id: overlaps[id] for id in ids})
             found |= {**part, f"{name}total": float(len(ids))}
     answerable = {id for id, texts in golds.items() if texts}
-    for name, scores in (("exact", exacts), ("f1", overlaps)):
-        best, threshold = best_threshold(predictions, scores, null_odds, answerable)
+    for name, scores in zip(("exact", "f1"), _v2_scores(answers, golds), strict=True):
+        best, threshold = best_threshold(answers, scores, null_odds, answerable)
         found |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return found
+
+
+def _v2_scores(texts: Mapping[str, str], golds: Golds) -> tuple[dict[str, float], dict[str, float]]:
+    """Exact match and F1 of each question, the best over its answers."""
+    wanted = {id: [gold for gold in each if normalised(gold)] or [""] for id, each in golds.items()}
+    exacts = {id: max(exact(texts[id], gold) for gold in each) for id, each in wanted.items()}
+    return exacts, {id: max(f1_v2(texts[id], gold) for gold in each) for id, each in wanted.items()}
 
 
 def best_threshold(

@@ -2,7 +2,9 @@
 
 As arXiv 1810.04805 does for SQuAD: the windows of a context start a fixed number of tokens apart. A tokenizer's own
 truncation fixes the overlap instead, so that windows would be nearer to each other the longer the question. Here
-question and context are tokenised alone and joined as the tokenizer joins a pair. Needs a fast tokenizer.
+question and context are tokenised alone and joined as the tokenizer joins a pair. A tokenizer without a class token
+(GPT-2) gets an end of text behind that, to stand for "no answer": there a causal model has seen everything, and it is
+no token of the context, which could be an answer itself. Needs a fast tokenizer.
 """
 
 from __future__ import annotations
@@ -82,13 +84,13 @@ class PairForm(NamedTuple):
         return sum(map(len, self.ids))
 
     def null(self, question: int, context: int) -> int:
-        """Where the class token is, for so many tokens of question and context; 0 in a model that has none."""
+        """Where the class token is, for so many tokens of question and context; without one, the end of the row."""
         before, between, behind = self.ids
         if self.cls_id in before:
             return before.index(self.cls_id)
         if self.cls_id in behind:
             return len(before) + question + len(between) + context + behind.index(self.cls_id)
-        return 0
+        return self.special + question + context - 1
 
 
 def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
@@ -106,6 +108,11 @@ def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> I
         ]
 
 
+def special_tokens(tokenizer: Any) -> int:
+    """How many special tokens a row has, at most."""
+    return int(tokenizer.num_special_tokens_to_add(pair=True)) + (tokenizer.cls_token_id is None)
+
+
 def pair_form(tokenizer: Any, questions: Sequence[Question]) -> PairForm:
     """The form, read off the first pair of which the tokenizer makes tokens on both sides."""
     for question in questions:
@@ -119,7 +126,8 @@ def pair_form(tokenizer: Any, questions: Sequence[Question]) -> PairForm:
         )
         sides = row.sequence_ids(0)
         if 0 in sides and 1 in sides:
-            return _form(row["input_ids"], row["token_type_ids"], sides, tokenizer.cls_token_id)
+            form = _form(row["input_ids"], row["token_type_ids"], sides, tokenizer.cls_token_id)
+            return _with_end(form, tokenizer.eos_token_id)
     raise ValueError("the tokenizer makes no tokens of any question and its context: they do not belong together")
 
 
@@ -157,6 +165,17 @@ def _form(ids: list[int], types: list[int], sides: list[int | None], cls_id: int
         types[context[0]],
         cls_id,
     )
+
+
+def _with_end(form: PairForm, end_of_text: int | None) -> PairForm:
+    """The form with a token that can stand for "no answer"."""
+    if form.cls_id is not None or form.ids[2]:
+        return form
+    if end_of_text is None:
+        raise ValueError(
+            "the tokenizer has neither a class token nor an end of text to stand for no answer: give it an eos_token"
+        )
+    return form._replace(ids=(*form.ids[:2], [end_of_text]), types=(*form.types[:2], [form.context_type]))
 
 
 def _tokens(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> Tokens:

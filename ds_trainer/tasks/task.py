@@ -7,7 +7,7 @@ collated from positions, so that the loop alone decides which rank sees what.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer import distributed
-from ds_trainer.data import Examples, cached
+from ds_trainer.data import Examples, PaddedRows, cached
 from ds_trainer.losses import PAD_LOGIT
+from ds_trainer.task_specs import TaskSpec
 from ds_trainer.tasks.pretrained import HeadKind, input_names, load_config
 
 __all__ = ["PAD_LOGIT", "Batch", "Task"]
@@ -43,6 +44,11 @@ class Batch:
         """Positions the model computes, padding included."""
         return self.inputs["input_ids"].numel()
 
+    @property
+    def mask(self) -> Tensor:
+        """(rows, length), 1 where there is a token; also where the model takes no mask."""
+        return (self.inputs | self.others)["attention_mask"]
+
     def to(self, device: torch.device) -> Batch:
         inputs, others = (
             {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
@@ -54,6 +60,7 @@ class Batch:
 class Task(ABC):
     """One family of problems; one subclass a family."""
 
+    spec: TaskSpec
     tokenizer: Any
     head: HeadKind
     cache_dir: Path
@@ -82,6 +89,10 @@ class Task(ABC):
     def key(self, split: str) -> str:
         """What tells this tokenised split from every other, on every rank; collective."""
         return distributed.on_main(lambda: self.fingerprint(split))
+
+    def limit(self, split: str) -> int | None:
+        """How many examples of the split to use at most."""
+        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
 
     def hidden_size(self, folder: str | Path) -> int:
         """The model's width, known without loading it, for the engine file's "auto" bucket sizes."""
@@ -133,7 +144,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        """The task's metrics over all examples of the split."""
+        """The task's metrics over all examples of the split; ValueError where a model's logits are not finite."""
 
     def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
         """Share of the split's examples of which two models say the same."""
@@ -142,3 +153,22 @@ class Task(ABC):
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """JSON files, by name, that a user of this task expects beside its score: predictions."""
         return {}
+
+
+def model_inputs(padded: PaddedRows, taken: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The columns and the attention mask as tensors: those that a model takes by their names, and the others."""
+    columns = {name: torch.from_numpy(column) for name, column in padded.columns.items()}
+    columns["attention_mask"] = torch.from_numpy(padded.mask)
+    others = {name: columns.pop(name) for name in list(columns) if name not in taken}
+    return columns, others
+
+
+def check_finite(split: str, finite: Sequence[bool]) -> None:
+    """Refuse answers that come of logits that are not finite: one for each example, false where they are not."""
+    broken = len(finite) - sum(finite)
+    if broken:
+        raise ValueError(
+            f"{split}: the model gives logits that are not finite (NaN or infinity) for {broken:,} of {len(finite):,} "
+            f"examples, so that there is nothing to score: its weights are broken, or too large for its precision; "
+            f"train again with a lower learning rate, or in bf16 instead of fp16"
+        )

@@ -8,6 +8,7 @@ Models are loaded in `text_model.py`, metrics are in `metrics.py`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from ds_trainer.tasks import text_model
 from ds_trainer.tasks.docstrings import DocstringSource
 from ds_trainer.tasks.metrics import score
 from ds_trainer.tasks.pretrained import CLASSIFIER, check_fits, input_names, load_config, pad_token_id, tokenizer_state
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Batch, Task, check_finite, model_inputs
 
 # token types also where the model takes none: a teacher of another family may
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
@@ -49,6 +50,8 @@ class TextTask(Task):
     Every rank must build it and ask for its splits. A tokenizer without a padding token is given the end of text
     for one, in place.
     """
+
+    spec: TextSpec
 
     def __init__(
         self, spec: TextSpec, tokenizer: Any, source: str | Path, cache_dir: Path, rows: RowSource | None = None
@@ -86,13 +89,11 @@ class TextTask(Task):
     def collate(self, examples: Examples, positions: Sequence[int] | Positions, draw: int = 0) -> Batch:
         ids = np.asarray(positions, dtype=np.int64)
         padded = examples.padded(ids, {"input_ids": self._pad_token_id}, self.spec.pad_to_multiple_of)
-        columns = {name: torch.from_numpy(column) for name, column in padded.columns.items()}
-        columns["attention_mask"] = torch.from_numpy(padded.mask)
-        others = {name: columns.pop(name) for name in list(columns) if name not in self._inputs}
+        inputs, others = model_inputs(padded, self._inputs)
         labels = examples.fields["labels"][ids]
         if self._task_labels:
             labels = self._model_class[labels]
-        return Batch(columns, torch.from_numpy(labels), torch.from_numpy(ids), others)
+        return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Cross entropy, or squared error for regression."""
@@ -105,16 +106,20 @@ class TextTask(Task):
         return (out.logits,)
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
-        """The predicted class in the task's own order, or the predicted score."""
+        """The predicted class in the task's own order, None where a logit is not finite; or the predicted score."""
         if self._task_labels:
-            found = self._task_class[out.logits.argmax(-1).cpu().numpy()].tolist()
+            classes = self._task_class[out.logits.argmax(-1).cpu().numpy()].tolist()
+            finite = out.logits.isfinite().all(-1).tolist()
+            found = [one if sound else None for one, sound in zip(classes, finite, strict=True)]
         else:
             found = out.logits.float().squeeze(-1).tolist()
         return dict(zip(batch.ids.tolist(), found, strict=True))
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         labels = self.examples(split).fields["labels"]
-        predictions = torch.tensor([answers[position] for position in range(len(labels))])
+        found = [answers[position] for position in range(len(labels))]
+        check_finite(split, [answer is not None and math.isfinite(answer) for answer in found])
+        predictions = torch.tensor(found)
         gold = torch.from_numpy(np.array(labels))
         return score(metrics_of(self.spec), predictions, gold, len(self._task_labels))
 
@@ -123,15 +128,12 @@ class TextTask(Task):
         settings = {name: getattr(self.spec, name) for name in fields}
         source = self._rows.fingerprint(split)
         tokenizer = tokenizer_state(self.tokenizer)
-        return fingerprint("text", split, source, settings, self._limit(split), self._task_labels, tokenizer)
-
-    def _limit(self, split: str) -> int | None:
-        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
+        return fingerprint("text", split, source, settings, self.limit(split), self._task_labels, tokenizer)
 
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
         found = self._rows.rows(split)
-        rows = [found.rows[position] for position in spread(len(found.rows), self._limit(split))]
+        rows = [found.rows[position] for position in spread(len(found.rows), self.limit(split))]
         found = replace(found, rows=rows)
         labels = _class_indices(found, self._task_labels) if self._task_labels else _scores(found)
         examples = pack(self._encoded(rows), _DTYPES, {"labels": labels})

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from ds_trainer import distributed
-from ds_trainer.tasks.pretrained import CLASSIFIER, check_encoder_is_whole, from_pretrained, load_config
+from ds_trainer.tasks.pretrained import (
+    CLASSIFIER,
+    check_encoder_is_whole,
+    check_head_is_whole,
+    from_pretrained,
+    load_config,
+)
 
 
 def trained_head(config: Any) -> tuple[str, ...] | None:
@@ -38,15 +44,19 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     """A sequence classifier over `labels` in this order (none: regression), in fp32.
 
     A trained head of the same classes is kept, its rows put in this order; so is one with as many classes of other
-    names, with a warning. One with another number of classes is replaced.
+    names, with a warning. One with another number of classes is replaced. ValueError where the config claims a head
+    to keep, and the weights do not hold all of it.
     """
     config = load_config(source, CLASSIFIER)
     head = trained_head(config)
     size = max(1, len(labels))
     _configure(config, labels, pad_token_id)
     keep = head is not None and len(head) == size
-    model, info = from_pretrained(source, config, CLASSIFIER, keep)
+    # mismatches are told by their names, or are of a head to be replaced
+    model, info = from_pretrained(source, config, CLASSIFIER, keep_head=False)
     check_encoder_is_whole(source, model, info)
+    if keep:
+        check_head_is_whole(source, model, info)
     if head is None or not keep:
         _tell_new_head(source, head, size)
     elif labels:

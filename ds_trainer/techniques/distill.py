@@ -41,8 +41,7 @@ class Distill(Technique):
         self._undo: list[Any] = []
         self._teacher: Teacher | None = None
         self._says: Teaches | None = None
-        self._agreed: Tensor | float = 0.0
-        self._compared = 0
+        self._counts = (torch.zeros(()), 0)  # rows on which both agree, rows compared
         if spec.cache_teacher and task.inputs_vary:
             raise ValueError(
                 "cache_teacher: the inputs of this task differ from epoch to epoch (random masking): drop it"
@@ -53,6 +52,7 @@ class Distill(Technique):
         check_vocabulary(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
         student: Any = model.config
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
+        self._check_vocabularies(student.get_text_config(), teacher)
         self._check_layers(student.get_text_config().num_hidden_layers, teacher.num_hidden_layers)
         widths = student.get_text_config().hidden_size, teacher.hidden_size
         if self._ask_student.hidden and widths[0] != widths[1]:
@@ -62,7 +62,7 @@ class Distill(Technique):
         return model
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
-        rules = []
+        rules = [GroupRule(params=f"{_PROJECTION}.*")] if self.projection is not None else []
         for field, patterns in _FROZEN.items():
             if not getattr(self.spec, field):
                 continue
@@ -89,7 +89,7 @@ class Distill(Technique):
         teacher = self._says(forward.batch)
         student = self._ask_student.of(forward.out, self.task.logits(forward.out, forward.batch))
         self._compare(student, teacher)
-        mask = forward.batch.inputs["attention_mask"]
+        mask = forward.batch.mask
         of_layers = [term for term in self.spec.terms if term in ("cos", "hidden", "attention")]
         found = {f"distill.{term}": self._layer_term(term, student, teacher, mask) for term in of_layers}
         if "mse" in self.spec.terms:
@@ -99,12 +99,14 @@ class Distill(Technique):
         return found
 
     def readings(self) -> dict[str, float]:
-        """Share of the rows of logits since the last time on which both say the same, over all ranks."""
-        if self.task.regression or not self._compared:
+        """Share of the rows of logits since the last time on which both say the same, over all ranks; collective."""
+        if self.task.regression:
             return {}
-        share = torch.as_tensor(self._agreed, dtype=torch.float32) / self._compared
-        self._agreed, self._compared = 0.0, 0
-        return {"distill/agreement": float(distributed.mean_(share))}
+        agreed, compared = self._counts
+        pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
+        agreed, compared = distributed.mean_(pair).tolist()
+        self._counts = (torch.zeros(()), 0)
+        return {"distill/agreement": agreed / compared} if compared else {}
 
     def views(self) -> dict[str, Predict]:
         return {"teacher": self._teacher.predict} if self._teacher is not None else {}
@@ -134,11 +136,19 @@ class Distill(Technique):
     @torch.no_grad()
     def _compare(self, student: Outputs, teacher: Outputs) -> None:
         """Count on how many rows both find the same class likeliest; nothing leaves the device."""
-        if self.task.regression:
-            return
-        for ours, theirs in _logit_pairs(student, teacher):
-            self._agreed = self._agreed + (ours.argmax(-1) == theirs.argmax(-1)).sum()
-            self._compared += len(ours)
+        for ours, theirs in [] if self.task.regression else _logit_pairs(student, teacher):
+            agreed, compared = self._counts
+            same = (ours.argmax(-1) == theirs.argmax(-1)).sum()
+            self._counts = (agreed.to(same.device) + same, compared + len(ours))
+
+    def _check_vocabularies(self, student: Any, teacher: Any) -> None:
+        """Models of one tokenizer may have heads of different sizes: some are padded."""
+        compares = {"logits", "mse"} & set(self.spec.terms)
+        if self.task.logits_of == "position" and compares and student.vocab_size != teacher.vocab_size:
+            raise ValueError(
+                f"distill: the teacher {self.spec.teacher} gives {teacher.vocab_size} logits and the student "
+                f"{student.vocab_size}: give the student's config the teacher's vocab_size"
+            )
 
     def _check_layers(self, student: int, teacher: int) -> None:
         for pair in self.spec.layer_pairs:

@@ -6,7 +6,6 @@ inputs that are the same in every epoch. Rank 0 writes it; all hosts must see th
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
@@ -23,12 +22,13 @@ from torch import Tensor
 from ds_trainer import distributed
 from ds_trainer.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
 from ds_trainer.losses import PAD_LOGIT
+from ds_trainer.models import folder_hash
 from ds_trainer.tasks.pretrained import load_config
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.teacher import Outputs, Teacher
 
 _TOKENS = 2048
-"""Padded tokens in a batch while the cache is filled."""
+"""At most so many positions in a batch while the cache is filled: with a vocabulary each, 400 MB."""
 
 _Rows = tuple[Array, Array]
 """Where values go in an array's first dimension, and the values."""
@@ -86,10 +86,10 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
     started = time.monotonic()
     found = _outputs(teacher, examples)
     first = next(found)
-    shapes = distributed.on_main(lambda: _shapes(examples, teacher.task, first[0]))
-    distributed.on_main(lambda: _check_space(shapes, folder))  # before rank 0 writes: the others could not be told
 
     def write(aside: Path) -> None:
+        shapes = _shapes(examples, teacher.task, first[0])
+        _check_space(shapes, folder)
         arrays = {name: _allocated(aside / f"{name}.npy", shape) for name, shape in shapes.items()}
         for shards in chain([first], found):
             for rows in shards:
@@ -99,18 +99,24 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
             array.flush()
         write_index(aside, arrays, {})
 
+    mistake = None
     if distributed.is_main():
-        save_aside(folder, write)
-        distributed.info(f"the teacher's outputs are kept in {folder} ({time.monotonic() - started:.0f} s)")
-    else:
-        for _ in found:
-            pass
-    distributed.barrier()
+        try:
+            save_aside(folder, write)
+        except ValueError as error:
+            mistake = str(error)
+    for _ in found:  # the other ranks; and rank 0 after a mistake, as long as they wait for it
+        pass
+    mistake = distributed.broadcast(mistake)
+    if mistake:
+        raise ValueError(mistake)
+    distributed.info(f"the teacher's outputs are kept in {folder} ({time.monotonic() - started:.0f} s)")
+    teacher.close()
 
 
 def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _Rows]]]:
     """Batch by batch what every rank's teacher said, on rank 0; every rank must exhaust it."""
-    size = max(1, int(_TOKENS / examples.lengths.mean()))
+    size = max(1, _TOKENS // int(examples.lengths.max()))
     for positions in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size):
         batch = teacher.task.collate(examples, positions)
         rows = _rows(teacher(batch.to(teacher.device)), batch, examples, teacher.task)
@@ -136,10 +142,13 @@ def _rows(said: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[s
 
 
 def _places(examples: Examples, batch: Batch) -> Array:
-    """(rows, width) where each position of the batch stands among all tokens of the split; -1 for padding."""
-    starts = examples.offsets[batch.ids.numpy()]
-    mask = batch.inputs["attention_mask"].cpu().numpy()
-    return np.where(mask > 0, starts[:, None] + np.arange(mask.shape[1]), -1)
+    """(rows, width) where each position of the batch stands among all tokens of the split; -1 for padding.
+
+    From what is on the host: asking the device for the mask would wait for it.
+    """
+    ids = batch.ids.numpy()
+    column = np.arange(batch.inputs["input_ids"].shape[1])
+    return np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
 
 
 def _shapes(examples: Examples, task: Task, rows: dict[str, _Rows]) -> dict[str, tuple[int, ...]]:
@@ -154,7 +163,6 @@ def _shapes(examples: Examples, task: Task, rows: dict[str, _Rows]) -> dict[str,
 def _check_space(shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Tell what will be written, and refuse what does not fit."""
     size = sum(2 * math.prod(shape) for shape in shapes.values())
-    folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     distributed.info(f"cache_teacher: {size / 1e6:,.1f} MB of the teacher's outputs go to {folder}")
     if size > free:
@@ -181,12 +189,7 @@ def _identity(teacher: Teacher) -> str:
         if commit is None:
             raise ValueError(f"cache_teacher: the hub does not tell the version of {source}: give a folder")
         return str(commit)
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([source / "config.json", *source.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 24):
-                digest.update(chunk)
-    return digest.hexdigest()
+    return folder_hash(source)
 
 
 def _half(values: Tensor) -> Array:
