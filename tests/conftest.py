@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 from launching import SHARED
+
+# before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = {"fruit": "apple pear plum fig", "tool": "hammer saw drill file", "bird": "wren crow finch owl"}
 
