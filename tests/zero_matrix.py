@@ -80,7 +80,7 @@ CASES += [Case("both", stage, "autocast") for stage in range(4)]
 class ToyTask:
     """What of a task the objective and distillation use: cross entropy over logits, a teacher of a folder."""
 
-    head, regression, inputs_vary = CLASSIFIER, False, False
+    head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
