@@ -158,7 +158,7 @@ def _place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> l
     elif output_file and not os.path.isdir(output_file.absolute().parent):
         mistakes.append(f"--output_file: the folder {output_file.absolute().parent} does not exist")
     if predictions_dir:
-        above = (path for path in (predictions_dir.absolute(), *predictions_dir.absolute().parents))
+        above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
         there = next(path for path in above if os.path.exists(path))
         if not there.is_dir():
             mistakes.append(f"--predictions_dir: {there} is a file: name a folder")

@@ -39,21 +39,8 @@ LAYERS = [
     {"schedules"},
     {"distributed"},
 ]
-BEFORE_TORCH = (
-    "command",
-    "engine_file",
-    "engine_blocks",
-    "engine_keys",
-    "readers",
-    "sources",
-    "tabular",
-    "run_folder",
-    "settings",
-    "recipe",
-    "task_files",
-    "lm_text",
-    "squad_file",
-)
+# What checks a command, and all below it, is loaded before torch.
+BEFORE_TORCH = tuple(sorted(set().union(*LAYERS[LAYERS.index({"command"}) :])))
 
 
 def module_of(path: Path) -> str:

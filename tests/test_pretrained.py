@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from test_text_tasks import write_csv
 from transformers import BertConfig
 
 from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import TextSpec
 from ds_trainer.task_specs import LmSpec, SquadSpec
 from ds_trainer.tasks import build_task
 from ds_trainer.tasks.pretrained import (
@@ -87,16 +87,7 @@ def test_a_classifier_that_the_config_claims_must_be_in_the_weights(
     change: Any, folder_of: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Where its classes fit and it would be kept; one of other classes is new either way. The pooler may be new."""
-    rows = "".join(f"{text},{label}\n" for text, label in zip(TEXTS, "aab", strict=True))
-    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
-    spec = TextSpec(
-        name="text",
-        data_dir=str(tmp_path),
-        text_columns=["text"],
-        label_column="label",
-        train_file="rows.csv",
-        validation_file="rows.csv",
-    )
+    spec = write_csv(tmp_path, ["a", "a", "b"])
     name = "BertForSequenceClassification"
     for folder in (folder_of(name, without("pooler")), folder_of(name, change("classifier."), num_labels=3)):
         assert build_task(spec, folder, tmp_path / "cache").build_model(folder)

@@ -112,6 +112,16 @@ def squad(folder: Path, questions: list[Question], source: Path | None = None, *
     return SquadTask(spec, load_tokenizer(source), source, folder / "cache")
 
 
+YEAR = Question("q", "T", "the year", "what?", (Answer("year", 4),), False)
+
+
+def nothing_ahead(batch: Any) -> SimpleNamespace:
+    """A perfect model's output, but for "no answer", which is ahead of every answer by 1.5."""
+    out = perfect(batch)
+    out.start_logits[:, 0], out.end_logits[:, 0] = 21.0, 20.5
+    return out
+
+
 def perfect(batch: Any) -> SimpleNamespace:
     """The output of a model that knows every window's labels."""
     rows, width = batch.inputs["input_ids"].shape
@@ -166,21 +176,14 @@ def test_a_perfect_model_of_v2_knows_what_has_no_answer(encoder: Path, tmp_path:
 
 def test_nothing_is_answered_above_the_threshold_only(encoder: Path, tmp_path: Path) -> None:
     """The text stays where "no answer" is ahead by no more than null_score_diff_threshold."""
-    question = Question("q", "T", "the year", "what?", (Answer("year", 4),), False)
-
-    def predict(batch: Any) -> SimpleNamespace:
-        out = perfect(batch)
-        out.start_logits[:, 0], out.end_logits[:, 0] = 21.0, 20.5  # ahead by 1.5
-        return out
-
     for threshold, text in ((0.0, ""), (1.49, ""), (1.5, "year"), (2.0, "year")):
         fields = {"version_2_with_negative": True, "null_score_diff_threshold": threshold}
-        task = squad(tmp_path, [question], encoder, **fields)
-        files = task.artifacts("validation", answered(task, predict))
+        task = squad(tmp_path, [YEAR], encoder, **fields)
+        files = task.artifacts("validation", answered(task, nothing_ahead))
         assert files["predictions.json"] == {"q": text}
         assert files["null_odds.json"] == {"q": 1.5}
-    plain = squad(tmp_path, [question], encoder)
-    files = plain.artifacts("validation", answered(plain, predict))
+    plain = squad(tmp_path, [YEAR], encoder)
+    files = plain.artifacts("validation", answered(plain, nothing_ahead))
     assert files["predictions.json"] == {"q": "year"}
     assert set(files) == {"predictions.json", "nbest_predictions.json"}
 

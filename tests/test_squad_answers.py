@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from squad_examples import gpt2_tokenizer, with_words_only
-from test_squad import answered, bert, perfect, save, squad, word_pieces
+from test_squad import YEAR, answered, bert, nothing_ahead, perfect, save, squad, word_pieces
 from transformers import GPT2Config, GPT2Model
 
-from ds_trainer.squad_file import Answer, Question
+from ds_trainer.squad_file import Question
 from ds_trainer.tasks.squad import best_spans
 from ds_trainer.tasks.squad_windows import Places
 
@@ -59,17 +59,10 @@ def test_a_model_without_a_class_token_can_say_that_there_is_no_answer(gpt2: Pat
 
 def test_no_threshold_hides_a_better_one(encoder: Path, tmp_path: Path) -> None:
     """The best threshold is that of the texts before any was made "", whatever threshold is in use."""
-    question = Question("q", "T", "the year", "what?", (Answer("year", 4),), False)
-
-    def predict(batch: Any) -> SimpleNamespace:
-        out = perfect(batch)
-        out.start_logits[:, 0], out.end_logits[:, 0] = 21.0, 20.5  # ahead by 1.5
-        return out
-
     for threshold, reached in ((0.0, 0), (2.0, 100)):
         fields = {"version_2_with_negative": True, "null_score_diff_threshold": threshold}
-        task = squad(tmp_path, [question], encoder, **fields)
-        found = task.score("validation", answered(task, predict))
+        task = squad(tmp_path, [YEAR], encoder, **fields)
+        found = task.score("validation", answered(task, nothing_ahead))
         assert found["exact_match"] == found["HasAns_f1"] == reached
         assert (found["best_exact"], found["best_exact_thresh"]) == (100, 1.5)
         assert (found["best_f1"], found["best_f1_thresh"]) == (100, 1.5)

@@ -41,12 +41,12 @@ class CachedTeacher:
         self._arrays, self._examples = arrays, examples
         self._layout, self._device = teacher.task.logits_of, teacher.device
         self._layers = teacher.wanted.hidden
+        self._kept_logits = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         ids = batch.ids.numpy()
         places = _places(self._examples, batch)
-        names = sorted(name for name in self._arrays if name.startswith("logits"))
-        logits = tuple(self._logits(self._arrays[name], ids, places, batch) for name in names)
+        logits = tuple(self._logits(kept, ids, places, batch) for kept in self._kept_logits)
         hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"][places.clip(0)]) for layer in self._layers}
         return Outputs(logits, hidden)
 
