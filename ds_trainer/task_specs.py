@@ -14,6 +14,8 @@ from ds_trainer.fields import Count, Fraction, Positive, Strict
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
+Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
+"""A part of a whole that leaves some of it."""
 
 
 class TaskBase(Strict):
@@ -40,6 +42,7 @@ class TextSpec(TaskBase):
     regression: bool = False
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
     max_seq_length: Length = 128
+    held_out: Share = Field(0.0, description="share of the training set that no phase trains on, for calibrating exits")
 
 
 class SquadSpec(TaskBase):

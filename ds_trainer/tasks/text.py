@@ -3,6 +3,7 @@
 Rows come from `readers.py` or `docstrings.py`, are tokenised once and cached as `Examples`, and are collated with
 numpy. Labels in the cache are in the task's order. The model's order is that of the folder the task is built for,
 where its trained head has the same names in another order: a downloaded MNLI model keeps its class ids.
+The split "held_out" is a share of the training rows, which "train" is then without.
 Models are loaded in `text_model.py`, metrics are in `metrics.py`.
 """
 
@@ -42,6 +43,7 @@ from ds_trainer.tasks.task import Batch, Task, check_finite, model_inputs
 # token types also where the model takes none: a teacher of another family may
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
 _CHUNK = 4096
+HELD_OUT = "held_out"
 
 
 class TextTask(Task):
@@ -123,16 +125,23 @@ class TextTask(Task):
         gold = torch.from_numpy(np.array(labels))
         return score(metrics_of(self.spec), predictions, gold, len(self._task_labels))
 
+    def limit(self, split: str) -> int | None:
+        """How many examples to use at most: of "train", after the held-out ones are taken; of those, all."""
+        return None if split == HELD_OUT else super().limit(split)
+
     def fingerprint(self, split: str) -> str:
         fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
         settings = {name: getattr(self.spec, name) for name in fields}
-        source = self._rows.fingerprint(split)
+        source_split = self._source_split(split)
+        if self.spec.held_out and source_split == "train":
+            settings["held_out"] = self.spec.held_out
+        source = self._rows.fingerprint(source_split)
         tokenizer = tokenizer_state(self.tokenizer)
         return fingerprint("text", split, source, settings, self.limit(split), self._task_labels, tokenizer)
 
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()
-        found = self._rows.rows(split)
+        found = self._of_split(split, self._rows.rows(self._source_split(split)))
         rows = [found.rows[position] for position in spread(len(found.rows), self.limit(split))]
         found = replace(found, rows=rows)
         labels = _class_indices(found, self._task_labels) if self._task_labels else _scores(found)
@@ -146,6 +155,28 @@ class TextTask(Task):
         )
         return examples
 
+    def _source_split(self, split: str) -> str:
+        """The split of the source that has this one's rows."""
+        if split != HELD_OUT:
+            return split
+        if not self.spec.held_out:
+            raise ValueError("no training examples are held out: set task.held_out to their share (e.g. 0.02)")
+        return "train"
+
+    def _of_split(self, split: str, found: TextRows) -> TextRows:
+        """The training rows without the held-out ones, or these alone; the rows of another split as they are."""
+        share, count = self.spec.held_out, len(found.rows)
+        if not share or self._source_split(split) != "train":
+            return found
+        held_out, left = held_out_and_left(count, share)
+        if not held_out or not left:
+            part, way_out = ("held out", f"to {1 / count:.2g} or more") if left else ("left to train on", "lower")
+            raise ValueError(
+                f"task.held_out is {share:g}, and of the {count:,} examples of {found.origin} none would be {part}: "
+                f"set task.held_out {way_out} (0.02 suits some thousands of examples; 0 holds none out)"
+            )
+        return replace(found, rows=[found.rows[position] for position in (held_out if split == HELD_OUT else left)])
+
     def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Mapping[str, list[list[int]]]]:
         for start in range(0, len(rows), _CHUNK):
             texts = zip(*(row.texts for row in rows[start : start + _CHUNK]), strict=True)
@@ -158,8 +189,21 @@ class TextTask(Task):
             )
 
 
+def held_out_and_left(count: int, share: float) -> tuple[Sequence[int], Sequence[int]]:
+    """Part `count` positions in two, both ascending: round(share * count) of them, and all others.
+
+    Drawn at random, the same every time: evenly spaced ones would all be of one class in a file that alternates.
+    """
+    order = np.random.default_rng(0).permutation(count)
+    cut = round(share * count)
+    return sorted(order[:cut].tolist()), sorted(order[cut:].tolist())
+
+
 def training_texts(spec: TextSpec) -> list[str]:
-    """Every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
+    """Every text of the training set, held out or not, for training a tokenizer.
+
+    Not collective: one rank can call it alone.
+    """
     return [text for row in _rows_of(spec).rows("train").rows for text in row.texts]
 
 
