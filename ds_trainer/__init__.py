@@ -1,3 +1,23 @@
 """Make transformer models small and fast: pruning, early exit and distillation, trained on DeepSpeed."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
 __version__ = "0.1.0"
+
+
+def load_model(folder: str | Path) -> nn.Module:
+    """The model of a folder that a run left, in evaluation mode, in fp32.
+
+    With exit heads in the folder, its forward exits early: `logits` (rows, classes), and `exit_layers` (rows,), the
+    layers that each sample went through. Raises ValueError where the folder holds no trained model.
+    """
+    from ds_trainer.techniques import early_exit  # torch is loaded by those who want a model, not by every check
+
+    return early_exit.load_model(folder)

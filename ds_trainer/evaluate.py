@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,11 +11,15 @@ import torch
 
 from ds_trainer import distributed
 from ds_trainer.data import evaluation_shard
-from ds_trainer.tasks.task import Task
-from ds_trainer.techniques import Predict
+from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.techniques import Forward, Predict
 
 Answers = dict[int, Any]
 """What a model says of each example, by id."""
+Views = Callable[[Forward], dict[str, Any]]
+"""Further outputs for a batch, by name, beside the model's own."""
+OWN = ""
+"""The name of the model's own answers."""
 
 
 @dataclass
@@ -28,49 +32,75 @@ class Evaluation:
     def files(self, task: Task) -> dict[str, Any]:
         """What goes beside the scores as JSON, by name: predictions."""
         return {
-            f"{_prefix(task, split)}{name}": value
+            f"{split_prefix(task, split)}{name}": value
             for split, answers in self.answers.items()
             for name, value in task.artifacts(split, answers).items()
         }
 
 
-def evaluate(predict: Predict, task: Task, batch_size: int, views: Mapping[str, Predict] | None = None) -> Evaluation:
+def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[Views] = ()) -> Evaluation:
     """Score every split: `accuracy`, or beyond the first split `validation_mismatched/accuracy`.
 
-    Each of `views` is scored too, as `teacher/accuracy`, and `teacher/agreement` is the share of answers it shares.
+    What each of `views` gives is scored too, as `teacher/accuracy`, and `teacher/agreement` is the share of answers
+    that it shares with the model. All come from one pass over the data.
     """
     found = Evaluation()
     for split in task.splits:
-        own = answers_of(predict, task, split, batch_size)
-        others = {name: answers_of(view, task, split, batch_size) for name, view in (views or {}).items()}
-        scores = distributed.on_main(partial(_scores, task, split, own, others))
-        found.scores |= {f"{_prefix(task, split)}{name}": value for name, value in scores.items()}
-        found.answers[split] = own
+        answers = answers_of(predict, task, split, batch_size, views)
+        scores = distributed.on_main(partial(_scores, task, split, answers))
+        found.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
+        found.answers[split] = answers.get(OWN, {})
     return found
 
 
-def _prefix(task: Task, split: str) -> str:
+def split_prefix(task: Task, split: str) -> str:
+    """What goes before the names of a split's scores and files."""
     return "" if split == task.splits[0] else f"{split}/"
 
 
-def _scores(task: Task, split: str, own: Answers, others: Mapping[str, Answers]) -> dict[str, float]:
+def _scores(task: Task, split: str, answers: Mapping[str, Answers]) -> dict[str, float]:
+    own = answers[OWN]
     scores = task.score(split, own)
-    for name, other in others.items():
+    for name, other in answers.items():
+        if name == OWN:
+            continue
         scores |= {f"{name}/{metric}": value for metric, value in task.score(split, other).items()}
         scores[f"{name}/agreement"] = task.agreement(split, own, other)
     return scores
 
 
 @torch.no_grad()
-def answers_of(predict: Predict, task: Task, split: str, batch_size: int) -> Answers:
-    """The answer to each example of the split on rank 0, however the shards are padded; elsewhere nothing."""
-    examples = task.examples(split)
-    device = distributed.device()
-    answers: Answers = {}
-    for positions in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), batch_size):
-        batch = task.collate(examples, positions).to(device)
-        answers |= task.answers(predict(batch), batch)
+def answers_of(
+    predict: Predict, task: Task, split: str, batch_size: int, views: Sequence[Views] = ()
+) -> dict[str, Answers]:
+    """The model's answer to each example of the split, and those of its views, by name; on rank 0, elsewhere nothing.
+
+    However the shards are padded, there is one for each example.
+    """
+    found: dict[str, Answers] = {}
+    for batch in evaluation_batches(task, split, batch_size):
+        out = predict(batch)
+        outputs = {OWN: out}
+        for view in views:
+            outputs |= view(Forward(batch, out, step=0))
+        for name, output in outputs.items():
+            found.setdefault(name, {}).update(task.answers(output, batch))
     distributed.give_back_freed_memory()
-    merged = {key: value for shard in distributed.gather(answers) for key, value in shard.items()}
-    assert not distributed.is_main() or len(merged) == len(examples), f"{len(merged)} of {len(examples)} answered"
+    return _merged(distributed.gather(found), len(task.examples(split)))
+
+
+def evaluation_batches(task: Task, split: str, batch_size: int) -> Iterator[Batch]:
+    """This rank's batches of a split, on its device; equally many on every rank."""
+    examples = task.examples(split)
+    for positions in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), batch_size):
+        yield task.collate(examples, positions).to(distributed.device())
+
+
+def _merged(shards: Sequence[dict[str, Answers]], examples: int) -> dict[str, Answers]:
+    merged: dict[str, Answers] = {}
+    for shard in shards:
+        for name, answers in shard.items():
+            merged.setdefault(name, {}).update(answers)
+    for name, answers in merged.items():
+        assert len(answers) == examples, f"{name or 'the model'}: {len(answers)} of {examples} answered"
     return merged

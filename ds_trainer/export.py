@@ -51,7 +51,9 @@ def save_folded(model: Any, techniques: Sequence[Technique], task: Task, batch: 
         model = technique.fold(model)
     results: dict[str, Any] = {}
 
-    def check(aside: Path) -> None:
+    def finish(aside: Path) -> None:
+        for technique in techniques:
+            technique.save(aside)
         reloaded: Any = task.build_model(aside).to(next(model.parameters()).dtype).eval()
         reloaded.set_attn_implementation(attention)
         after = task.logits(reloaded(**batch.inputs), batch)
@@ -61,5 +63,5 @@ def save_folded(model: Any, techniques: Sequence[Technique], task: Task, batch: 
             raise RuntimeError(f"the exported model's logits differ by {difference}: {folder} is left as it was")
         results.update(weights=count_weights(reloaded), max_logit_difference=difference)
 
-    save_folder(model, task.tokenizer, folder, check)
+    save_folder(model, task.tokenizer, folder, finish)
     return results

@@ -21,7 +21,7 @@ from ds_trainer.recipe import Phase, Techniques
 from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.tasks.task import Batch, Task
-from ds_trainer.techniques import Clock, Forward, Predict, Technique, build_techniques
+from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
         interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
     )
 
-    def evaluate_now(views: Mapping[str, Predict] | None = None) -> Evaluation:
+    def evaluate_now(viewed: Sequence[Technique]) -> Evaluation:
         for technique in techniques:
             technique.on_step(step)
         ds_engine.eval()
+        views = [technique.views for technique in viewed]
         found = evaluate(lambda batch: ds_engine(**batch.inputs), task, phase.per_device_eval_batch_size, views)
         ds_engine.train()
-        report.write(step, {f"eval/{name}": value for name, value in found.scores.items()})
-        report.say(f"{phase.name}: step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in found.scores.items()))
+        report.write_scores(step, found.scores)
         return found
 
     while step < clock.total:
@@ -102,13 +102,13 @@ def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
             flush(report, techniques, ds_engine)
         if step < clock.total and due(step, eval_every):
             with report.paused():
-                evaluate_now()
+                evaluate_now([t for t in techniques if t.cheap_views])
         if due(step, save_every):
             report.check_finite()  # before anything of such a step is kept
             with report.paused():
                 checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
     checkpoint.drop_oldest(plan.folder, phase.save_total_limit)
-    last = evaluate_now({name: view for technique in techniques for name, view in technique.views().items()})
+    last = evaluate_now(techniques)
     distributed.on_main(lambda: save_json(last.files(task), plan.folder / "eval"))
     results = {"train": report.totals() | {"steps": step}, "eval": last.scores}
     for technique in techniques:

@@ -113,16 +113,17 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     return {"layers": layers, "encoder": dict(total), "model": dict(everything)}
 
 
-def save_folder(model: Any, tokenizer: Any, folder: Path, check: Callable[[Path], None] = lambda _: None) -> None:
-    """Write a `transformers` folder (safetensors): aside, then checked, then put in its place file by file.
+def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path], None] = lambda _: None) -> None:
+    """Write a `transformers` folder (safetensors): aside, then finished, then put in its place file by file.
 
-    Files of other names that are in the folder stay there. If `check`, given the folder aside, raises, nothing changes.
+    Files of other names that are in the folder stay there. `finish`, given the folder aside, may add to it and check
+    it: if it raises, nothing changes.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        check(aside)
+        finish(aside)
         folder.mkdir(exist_ok=True)
         for path in aside.iterdir():
             path.replace(folder / path.name)

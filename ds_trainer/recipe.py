@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from ds_trainer.exit_specs import ExitsSpec, SavedExits
 from ds_trainer.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.schedules import LrSchedule
 from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
@@ -22,18 +23,21 @@ from ds_trainer.technique_specs import DistillSpec, PruneSpec, StudentSpec, Tech
 
 __all__ = [
     "DistillSpec",
+    "ExitsSpec",
     "GroupRule",
     "LmSpec",
     "ModelSpec",
     "Phase",
     "PruneSpec",
     "Recipe",
+    "SavedExits",
     "SquadSpec",
     "StudentSpec",
     "TaskSpec",
     "Techniques",
     "TextSpec",
     "TokenizerSpec",
+    "parse_exits",
     "parse_recipe",
     "parse_task",
     "recipe_schema",
@@ -123,6 +127,11 @@ class Phase(Strict):
                     f"are names of loss weights): write only one of them"
                 )
         table = ({"task": 1.0} if loss is None else loss) | asked
+        exits = (data.get("techniques") or {}).get("exits")
+        if exits is not None:
+            table = _with_exits(table, said=bool(loss) or "task" in asked)
+            terms = [name.removeprefix("exits.") for name in table if name.startswith("exits.")]
+            data = data | {"techniques": data["techniques"] | {"exits": {"terms": terms} | exits}}
         distill = (data.get("techniques") or {}).get("distill")
         if distill and distill.get("terms") is None:
             terms = [name.removeprefix("distill.") for name in table if name.startswith("distill.")]
@@ -138,9 +147,10 @@ class Phase(Strict):
         prune = self.techniques.prune
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             raise ValueError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
-        for term in self.techniques.distill.terms if self.techniques.distill else []:
-            if f"distill.{term}" not in self.loss:
-                raise ValueError(f'distill has the term {term} but no weight for it: set loss["distill.{term}"]')
+        for name, spec in (("distill", self.techniques.distill), ("exits", self.techniques.exits)):
+            for term in spec.terms if spec else []:
+                if f"{name}.{term}" not in self.loss:
+                    raise ValueError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
         return self
 
 
@@ -154,6 +164,7 @@ class Recipe(Strict):
     cache_dir: str | None = Field(None, description="tokenised data; by default ~/.cache/ds_trainer")
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = 42
     tensorboard: bool = True
+    report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
 
     @model_validator(mode="after")
     def _phases_connect(self) -> Recipe:
@@ -171,10 +182,32 @@ class Recipe(Strict):
                         f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
                         + "".join(f', "@{name}"' for name in names)
                     )
+            if phase.techniques.exits:
+                self._check_exits(phase)
             if distill and before:
                 self._check_subject(phase, {"@previous": before[-1]} | {f"@{p.name}": p for p in before})
             before.append(phase)
         return self
+
+    def _check_exits(self, phase: Phase) -> None:
+        """Exits are for labelled text; thresholds are calibrated on what no phase on the same data has trained on."""
+        task = phase.task or self.task
+        if not isinstance(task, TextSpec):
+            raise ValueError(f'phase "{phase.name}" has exits, and its task is {task.name}: they go with labelled text')
+        exits = phase.techniques.exits
+        if exits and exits.calibrated and not task.held_out:
+            raise ValueError(
+                f'phase "{phase.name}" calibrates its exits, and no training examples are held out for that: set '
+                f"task.held_out to their share, e.g. 0.02 (0.1 of a small training set)"
+            )
+        data = ("name", "data_dir", "dataset", "train_file")
+        for other in (other.task or self.task for other in self.phases):
+            same = isinstance(other, TextSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
+            if same and isinstance(other, TextSpec) and other.held_out != task.held_out:
+                raise ValueError(
+                    f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
+                    f"would train on what the other holds out; write the same in both"
+                )
 
     def _check_subject(self, phase: Phase, phases: dict[str, Phase]) -> None:
         """A phase that teaches must have learned a task of the same family."""
@@ -195,6 +228,11 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
 def parse_task(data: dict[str, Any]) -> TaskSpec:
     """Check a task by itself, as the evaluation of a model folder needs it."""
     return _parse(_LoneTask, {"task": data}, "").task
+
+
+def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
+    """Check what a model folder says of its exit heads."""
+    return _parse(SavedExits, data, where)
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
@@ -257,6 +295,13 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
     return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
+
+
+def _with_exits(table: dict[str, Any], said: bool) -> dict[str, Any]:
+    """The loss table of a phase with exits: by default the heads' own loss, and the model's by what is said of it."""
+    if any(name.startswith("exits.") for name in table):
+        return table
+    return table | {"exits.heads": 1.0} | ({} if said else {"task": 0.0})
 
 
 def _is_nested(data: Any) -> bool:

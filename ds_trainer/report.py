@@ -119,6 +119,11 @@ class Report:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
 
+    def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record an evaluation, and say it."""
+        self.write(step, {f"eval/{name}": value for name, value in scores.items()})
+        self.say(f"{self.phase}: step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
     def say(self, message: str) -> None:
         """A line on rank 0's console, above the progress bar."""
         if self._bar is not None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ds_trainer.exit_specs import ExitsSpec
 from ds_trainer.fields import Count, Positive, Rate, Strict, Units
 from ds_trainer.schedules import Shape
 
@@ -137,6 +138,7 @@ _ALPHAS = tuple(name for name in DistillSpec.model_fields if name.startswith("al
 
 
 class Techniques(Strict):
+    exits: ExitsSpec | None = None
     prune: PruneSpec | None = None
     distill: DistillSpec | None = None
 

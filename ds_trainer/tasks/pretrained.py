@@ -77,16 +77,20 @@ def load_tokenizer(source: str | Path) -> Any:
 
 def load_config(source: str | Path, kind: HeadKind) -> Any:
     """The config of a model folder or hub name; ValueError says why no model with such a head comes of it."""
+    config = _config(source)
+    if type(config) not in kind.mapping:
+        raise ValueError(f"{source} is a {config.model_type} model: transformers has no {kind.name} for it")
+    return config
+
+
+def _config(source: str | Path) -> Any:
     _check_exists(source)
     if os.path.isdir(source) and not (Path(source) / "config.json").is_file():
         raise ValueError(f"the model folder {source} has no config.json: it is not a transformers model")
     try:
-        config = AutoConfig.from_pretrained(str(source))
+        return AutoConfig.from_pretrained(str(source))
     except _BROKEN_JSON as error:
         raise ValueError(f"the config of {source} cannot be read: {_first_line(error)}") from error
-    if type(config) not in kind.mapping:
-        raise ValueError(f"{source} is a {config.model_type} model: transformers has no {kind.name} for it")
-    return config
 
 
 def input_names(config: Any, kind: HeadKind) -> set[str]:
@@ -130,6 +134,16 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     else:
         distributed.info(f"{source}: a new head; the model is no {kind.name}")
     return model
+
+
+def load_trained(source: str | Path) -> Any:
+    """The model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
+    kinds = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
+    config = _config(source)
+    for kind in kinds:
+        if type(config) in kind.mapping and kind.trained_in(config):
+            return load_with_head(source, kind)
+    raise ValueError(f"{source} holds no trained {', '.join(kind.name for kind in kinds[:-1])} or {kinds[-1].name}")
 
 
 def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from ds_trainer.tasks.pretrained import load_config, load_tokenizer
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.teacher import Outputs, Teacher, Teaches, Wanted, check_vocabulary
 from ds_trainer.techniques.teacher_cache import cached_teacher
-from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Technique
 
 _PROJECTION = "distill_projection"
 _FROZEN = {
@@ -108,8 +108,8 @@ class Distill(Technique):
         self._counts = (torch.zeros(()), 0)
         return {"distill/agreement": agreed / compared} if compared else {}
 
-    def views(self) -> dict[str, Predict]:
-        return {"teacher": self._teacher.predict} if self._teacher is not None else {}
+    def views(self, forward: Forward) -> dict[str, Any]:
+        return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
 
     def fold(self, model: nn.Module) -> nn.Module:
         for undo in self._undo:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,8 @@ class Forward:
 
 class Technique:
     name: ClassVar[str]
+    cheap_views: ClassVar[bool] = False
+    """Whether `views` costs little beside the model's own forward, so that evaluations while training have them too."""
     term_names: tuple[str, ...] = ()
     """The loss terms on offer, as this object is set up."""
 
@@ -67,10 +70,16 @@ class Technique:
         """What to log at a flush: density, threshold, ..."""
         return {}
 
-    def views(self) -> dict[str, Predict]:
-        """Other answers to evaluate beside the model's own: a teacher's, an early exit's."""
+    def views(self, forward: Forward) -> dict[str, Any]:
+        """Other outputs for the batch, to evaluate beside the model's own: a teacher's, an early exit's.
+
+        `forward` is the model's latest.
+        """
         return {}
 
     def fold(self, model: nn.Module) -> nn.Module:
         """Undo the training-only surgery on a whole (not partitioned) model."""
         return model
+
+    def save(self, folder: Path) -> None:
+        """Write what belongs beside the folded model into its folder."""

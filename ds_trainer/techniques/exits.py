@@ -1,0 +1,160 @@
+"""Early exits while training: a head after every layer, in a second stage or with the model.
+
+DeeBERT (arXiv 2004.12993) trains the heads alone, all else frozen, by the sum of their losses; PABEE (arXiv 2006.04152)
+all together, by a mean weighted by the number of the layer. `exits.distill` has the model's own head teach the others.
+Who leaves where is decided in `exit_policy.py`, and the model that does it is in `early_exit.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer import distributed, losses
+from ds_trainer.exit_specs import SavedExits, policy_of
+from ds_trainer.models import encoder_layers
+from ds_trainer.recipe import ExitsSpec, GroupRule
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.exit_heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.technique import Clock, Forward, Technique
+
+_HEADS = "exit_heads"
+
+
+class Exits(Technique):
+    name: ClassVar[str] = "exits"
+    cheap_views: ClassVar[bool] = True
+
+    def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
+        self.spec, self.task = spec, task
+        self.term_names = tuple(f"exits.{term}" for term in spec.terms)
+        self.layers: list[int] = []
+        self.heads: dict[int, nn.Module] = {}
+        self._module = nn.ModuleDict()
+        self._states: LayerStates | None = None
+        self._losses: list[Tensor] = []
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Add the heads: those of the folder the model comes from, where it has them, or copies of its own."""
+        self.layers = self._asked_layers(len(encoder_layers(model)))
+        policy_of(self.spec, len(self.layers), self.task.regression)
+        self._check_weights()
+        self._module = self._heads_for(model)
+        model.add_module(_HEADS, self._module)
+        self.heads = {int(layer): head for layer, head in self._module.items()}
+        self._states = LayerStates(model, self.layers)
+        return model
+
+    def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
+        heads = GroupRule(params=f"{_HEADS}.*")
+        return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)
+
+    def terms(self, forward: Forward) -> dict[str, Tensor]:
+        logits = self._logits(forward)
+        found = {}
+        if "heads" in self.spec.terms:
+            found["exits.heads"] = self._labels_term(forward, logits)
+        if "distill" in self.spec.terms:
+            (own,) = self.task.logits(forward.out, forward.batch)
+            found["exits.distill"] = self._weighted([self._taught(one, own) for one in logits.values()])
+        return found
+
+    def readings(self) -> dict[str, float]:
+        """Each head's loss on the labels, mean since the last time over all ranks; collective."""
+        if not self._losses:
+            return {}
+        means = distributed.mean_(torch.stack(self._losses).mean(0)).tolist()
+        self._losses = []
+        return {f"exits/loss/{layer}": value for layer, value in zip(self.layers, means, strict=True)}
+
+    def views(self, forward: Forward) -> dict[str, Any]:
+        return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
+
+    def fold(self, model: nn.Module) -> nn.Module:
+        assert self._states is not None, "attach() comes first"
+        self._states.remove()
+        delattr(model, _HEADS)
+        return model
+
+    def save(self, folder: Path) -> None:
+        policy = policy_of(self.spec, len(self.layers), self.task.regression)
+        (pooling,) = {head.pooling for head in self._module.values()}
+        held_out = getattr(self.task.spec, "held_out", 0.0)
+        save_heads(
+            folder, self._module, SavedExits(layers=self.layers, pooling=pooling, policy=policy, held_out=held_out)
+        )
+        load_heads(self.task.build_model(folder), folder)  # raises where they would not load
+
+    def _logits(self, forward: Forward) -> dict[int, Tensor]:
+        """What each head says of the states of the model's latest forward, which was of this batch."""
+        assert self._states is not None, "attach() comes first"
+        states, mask = self._states.take(), forward.batch.mask
+        return {
+            layer: head(states[layer].to(next(head.parameters()).dtype), mask) for layer, head in self.heads.items()
+        }
+
+    def _labels_term(self, forward: Forward, logits: dict[int, Tensor]) -> Tensor:
+        found = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
+        self._losses.append(torch.stack(found).detach())
+        if self.spec.training == "joint":
+            found.append(self.task.loss(forward.out, forward.batch))
+        return self._weighted(found)
+
+    def _weighted(self, found: Sequence[Tensor]) -> Tensor:
+        """Their sum, or with joint training their mean; weights beyond the heads at hand are the own head's."""
+        values = torch.stack(list(found))
+        weights = torch.tensor(self._weights()[: len(found)], dtype=values.dtype, device=values.device)
+        total = (weights * values).sum()
+        return total / weights.sum() if self.spec.training == "joint" else total
+
+    def _weights(self) -> list[float]:
+        """One a head, and with joint training one for the model's own."""
+        if self.spec.head_weights is not None:
+            return self.spec.head_weights
+        if self.spec.training == "heads":
+            return [1.0] * len(self.layers)
+        return [*map(float, self.layers), float(self._depth)]
+
+    def _taught(self, logits: Tensor, own: Tensor) -> Tensor:
+        """The own head's lesson to another."""
+        teacher = own.detach()
+        if self.task.regression:
+            return losses.logit_mse(logits, teacher)
+        return losses.distillation_kl(logits, teacher.clone(), self.spec.temperature)  # which overwrites the teacher's
+
+    def _asked_layers(self, depth: int) -> list[int]:
+        self._depth = depth
+        if depth < 2:
+            raise ValueError(f"exits: the model has {depth} layer, and no layer before the last to exit after")
+        asked = sorted(self.spec.layers or range(1, depth + 1))
+        if asked[-1] > depth:
+            raise ValueError(
+                f"exits: layers names layer {asked[-1]}, and the model has {depth}: write 1 to {depth - 1}"
+            )
+        inner = [layer for layer in asked if layer < depth]  # after the last is the model's own head
+        if not inner:
+            raise ValueError(f"exits: layers names only the last layer, {depth}, where the model's own head is")
+        return inner
+
+    def _check_weights(self) -> None:
+        wanted = len(self.layers) + (self.spec.training == "joint")
+        given = self.spec.head_weights
+        if given is not None and (len(given) != wanted or not any(given)):
+            heads = f"the heads after layers {', '.join(map(str, self.layers))}"
+            own = " and the model's own" if self.spec.training == "joint" else ""
+            raise ValueError(f"exits: head_weights are {given}: give {wanted}, for {heads}{own}, not all of them 0")
+
+    def _heads_for(self, model: Any) -> nn.ModuleDict:
+        folder = Path(model.name_or_path)
+        if has_exits(folder):
+            saved = read_exits(folder)
+            if saved.layers == self.layers and self.spec.pooling in (None, saved.pooling):
+                distributed.info(f"{folder}: its exit heads are trained further")
+                return load_heads(model, folder)[0]
+            distributed.info(f"{folder}: its exit heads are after layers {saved.layers}: new ones")
+        return new_heads(model, self.layers, self.spec.pooling)

@@ -1,0 +1,75 @@
+"""Tiny sequence classifiers of every architecture that exits are made for, with heads that disagree, and texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from ds_trainer.exit_specs import ExitPolicy
+from ds_trainer.techniques.early_exit import EarlyExitModel
+from ds_trainer.techniques.exit_heads import new_heads
+
+WIDTH, LAYERS, BUCKETS = 32, 4, 8
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+DEBERTA = SMALL | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": BUCKETS}
+MODERN = SMALL | {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 8,
+}
+DISTIL = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", SMALL),
+    "roberta": ("roberta", SMALL | {"pad_token_id": 1}),
+    "distilbert": ("distilbert", DISTIL | {"vocab_size": 99, "max_position_embeddings": 64}),
+    "electra": ("electra", SMALL | {"embedding_size": 16}),
+    "deberta": ("deberta-v2", DEBERTA | {"norm_rel_ebd": "layer_norm", "share_att_key": True, "type_vocab_size": 0}),
+    "deberta-conv": ("deberta-v2", DEBERTA | {"conv_kernel_size": 3, "position_biased_input": False}),
+    "modernbert": ("modernbert", MODERN),
+    "modernbert-mean": ("modernbert", MODERN | {"classifier_pooling": "mean"}),
+}
+
+
+def classifier(family: str, num_labels: int = 3, **fields: Any) -> Any:
+    """A model whose answers depend on every token: weights are large for its size."""
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, num_labels=num_labels, **settings | fields)
+    return randomise(AutoModelForSequenceClassification.from_config(config), 0.25).eval()
+
+
+def randomise(module: Any, width: float) -> Any:
+    """Draw all its matrices anew."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=width)
+    return module
+
+
+def early_exit(model: Any, policy: ExitPolicy, layers: tuple[int, ...] = (1, 2, 3)) -> EarlyExitModel:
+    """The model with heads of their own mind after these layers."""
+    torch.manual_seed(1)
+    return EarlyExitModel(model, randomise(new_heads(model, layers, None), 0.5), policy).eval()
+
+
+def texts(rows: int = 16, length: int = 12, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """(rows, length) token ids, padded behind, and their mask: texts of 4 to `length` tokens."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 99, (rows, length), generator=generator)
+    sizes = 4 + torch.arange(rows) % (length - 3)
+    mask = (torch.arange(length) < sizes[:, None]).long()
+    return ids * mask + padding * (1 - mask), mask
