@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +17,15 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_trainer import distributed
 from ds_trainer.engine_file import Said, check_engine_file, read_engine_file
+from ds_trainer.exit_command import (
+    add_aim_flags,
+    add_policy_flags,
+    asked_calibration,
+    asked_policy,
+    calibration_mistakes,
+    saved_exits,
+)
+from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.json_file import read_json
 from ds_trainer.recipe import Phase, Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
@@ -31,6 +41,8 @@ T = TypeVar("T")
 class TrainJob:
     """A checked training command: the recipe, the engine file as written, and what the flags ask."""
 
+    command: str
+    """As it was given, for the run's report."""
     recipe: Recipe
     engine_config: dict[str, Any]
     output: Path
@@ -49,6 +61,19 @@ class EvaluateJob:
     cache_dir: str | None
     output_file: Path | None
     predictions_dir: Path | None
+    exit_policy: ExitPolicy | None
+    """In place of the model folder's."""
+
+
+@dataclass(frozen=True)
+class CalibrateJob:
+    """A checked calibration command."""
+
+    model: str
+    task: TaskSpec
+    batch_size: int
+    cache_dir: str | None
+    exits: ExitsSpec
 
 
 def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
@@ -95,6 +120,14 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     evaluate_folder(job)
 
 
+def calibrate_command(arguments: Sequence[str]) -> None:
+    """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
+    job = read_calibrate_job(arguments)
+    from ds_trainer.run import calibrate_exits
+
+    calibrate_exits(job)
+
+
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
     """Parse and check a training command; a ValueError tells every mistake of it, one a line."""
     flags = _train_parser().parse_args(list(arguments))
@@ -118,13 +151,43 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.tell()
     assert recipe is not None
     assert output is not None
-    return TrainJob(recipe, engine_config, output, flags.overwrite_output_dir, flags.resume, flags.dry_run)
+    command = shlex.join(["launch/train.py", *arguments])
+    return TrainJob(command, recipe, engine_config, output, flags.overwrite_output_dir, flags.resume, flags.dry_run)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     """Parse and check an evaluation command; a ValueError tells every mistake of it, one a line."""
     flags = _evaluate_parser().parse_args(list(arguments))
     mistakes = _Mistakes()
+    task, cache_dir = _asked_task(flags, mistakes)
+    mistakes += check_data_files(task, splits=("validation",)) if task else []
+    saved = mistakes.of(lambda: saved_exits(flags.model))
+    policy = mistakes.of(partial(asked_policy, flags, saved, task)) if task else None
+    mistakes += _place_mistakes(flags.output_file, flags.predictions_dir)
+    mistakes.tell()
+    assert task is not None
+    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, flags.output_file, flags.predictions_dir, policy)
+
+
+def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
+    """Parse and check a calibration command; a ValueError tells every mistake of it, one a line."""
+    flags = _calibrate_parser().parse_args(list(arguments))
+    mistakes = _Mistakes()
+    task, cache_dir = _asked_task(flags, mistakes)
+    mistakes += check_data_files(task, splits=("train",)) if task else []
+    mistakes.tell()
+    assert task is not None
+    saved = mistakes.of(lambda: saved_exits(flags.model))
+    mistakes.tell()
+    mistakes += calibration_mistakes(flags, saved, task)
+    mistakes.tell()
+    assert saved is not None
+    spec = asked_calibration(flags, saved)
+    return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec)
+
+
+def _asked_task(flags: argparse.Namespace, mistakes: _Mistakes) -> tuple[TaskSpec | None, str | None]:
+    """The task that the flags say, or the last one of their recipe, and its cache folder; checks the model, too."""
     data = (mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}) if flags.recipe else {}
     recipe = mistakes.of(lambda: parse_recipe(data)) if data else None
     spec = (recipe.phases[-1].task or recipe.task) if recipe else None
@@ -135,17 +198,12 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     for setting in flags.set:
         mistakes.of(partial(_apply_task_setting, task_data, setting))
     task = mistakes.of(lambda: parse_task(task_data))
-    mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += model_mistakes(flags.model)
     if flags.batch_size < 1:
         mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
-    mistakes += _place_mistakes(flags.output_file, flags.predictions_dir)
     if "name" not in task_data:
         mistakes.append("no task: give --task_name, or --recipe with a task")
-    mistakes.tell()
-    assert task is not None
-    cache_dir = recipe.cache_dir if recipe else None
-    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, flags.output_file, flags.predictions_dir)
+    return task, recipe.cache_dir if recipe else None
 
 
 def _place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
@@ -226,13 +284,26 @@ def _train_parser() -> argparse.ArgumentParser:
 
 def _evaluate_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="evaluate.py", description="Score a model folder on a task.", allow_abbrev=False)
+    _add_task_flags(parser)
+    parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
+    parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
+    add_policy_flags(parser)
+    return parser
+
+
+def _calibrate_parser() -> argparse.ArgumentParser:
+    description = "Pick a model folder's exit thresholds on the held-out part of the training set."
+    parser = _Parser(prog="calibrate.py", description=description, allow_abbrev=False)
+    _add_task_flags(parser)
+    add_aim_flags(parser)
+    return parser
+
+
+def _add_task_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or hub name")
     parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
     parser.add_argument("--batch_size", type=int, default=64, help="examples per rank and forward")
-    parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
-    parser.add_argument("--predictions_dir", type=Path, help="write predictions there, where the task has any")
     _add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
-    return parser
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:

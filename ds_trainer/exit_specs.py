@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from ds_trainer.fields import Positive, Rate, Strict
 
+EXITS_FILE = "exits.json"
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
 Limit = Rate | Annotated[list[Rate], Field(min_length=1)]
@@ -58,6 +59,8 @@ class ExitsSpec(Strict):
     def _consistent(self) -> ExitsSpec:
         if self.layers and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers names one twice: {self.layers}")
+        if len(set(self.terms)) != len(self.terms):
+            raise ValueError(f"terms names one twice: {', '.join(self.terms)}")
         if self.target_speedup is not None and self.max_drop is not None:
             raise ValueError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
         if self.per_head and not self.calibrated:
@@ -91,14 +94,24 @@ class SavedExits(Strict):
     def _consistent(self) -> SavedExits:
         if sorted(set(self.layers)) != self.layers:
             raise ValueError(f"layers are {self.layers}: they go from first to last")
-        wanted = len(self.layers)
-        if self.policy.thresholds and len(self.policy.thresholds) != wanted:
-            raise ValueError(f"{len(self.policy.thresholds)} thresholds for {wanted} heads")
-        if self.policy.criterion == "patience" and self.policy.patience is None:
-            raise ValueError("criterion is patience and patience is not set")
-        if self.policy.criterion != "patience" and not self.policy.thresholds:
-            raise ValueError(f"criterion is {self.policy.criterion} and there are no thresholds")
+        # whether it is of a regression only its model tells
+        regression = self.policy.criterion == "patience" and bool(self.policy.thresholds)
+        mistake = policy_mistake(self.policy, len(self.layers), regression)
+        if mistake:
+            raise ValueError(mistake)
         return self
+
+
+def policy_mistake(policy: ExitPolicy, heads: int, regression: bool) -> str | None:
+    """Why a policy is none for a model with so many heads beside its own."""
+    if regression and policy.criterion != "patience":
+        return f'criterion is "{policy.criterion}", and a regression has no probabilities: set "patience"'
+    wanted = 0 if policy.criterion == "patience" and not regression else heads
+    if len(policy.thresholds) != wanted:
+        return f"{len(policy.thresholds)} thresholds for {heads} heads by {policy.criterion}: give {wanted}"
+    if policy.criterion == "patience" and policy.patience is None:
+        return "criterion is patience and patience is not set"
+    return None
 
 
 def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:

@@ -44,7 +44,7 @@ __all__ = [
     "task_of",
 ]
 
-_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard"}
+_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard", "plots"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from tqdm import tqdm
 from ds_trainer import distributed
 from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.tasks.task import Batch
+
+_OF_ONE_EXIT = re.compile(r"(^|/)exit_\d+/")
 
 
 class Report:
@@ -164,11 +167,12 @@ class _MicroBatch:
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The phases side by side: metrics, encoder weights kept, training seconds, examples per second."""
+    """The phases side by side: metrics but those of single exit heads, encoder weights kept, seconds, examples/s."""
     rows = []
     for name, found in results.items():
         kept = found["weights"]["encoder"]
-        row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in found["eval"].items()}
+        metrics = {metric: value for metric, value in found["eval"].items() if not _OF_ONE_EXIT.search(metric)}
+        row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in metrics.items()}
         row |= {"encoder weights": f"{kept['kept']:,} ({100 * kept['kept'] / kept['total']:.1f}%)"}
         row |= {"seconds": f"{found['train']['train_seconds']:.0f}"}
         rows.append(row | {"examples/s": f"{found['train']['examples_per_s']:.0f}"})

@@ -14,20 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
-from ds_trainer.command import EvaluateJob, TrainJob, said_by
+from ds_trainer.command import CalibrateJob, EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
-from ds_trainer.evaluate import Evaluation, evaluate
+from ds_trainer.evaluate import evaluate
+from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
+from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
+from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
 from ds_trainer.recipe import Phase, Techniques, task_of
 from ds_trainer.report import Report, results_table, save_json
+from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder
 from ds_trainer.schedules import steps_of
 from ds_trainer.starting_models import StartingModels
-from ds_trainer.tasks import Task, build_task
+from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock
+from ds_trainer.techniques.early_exit import with_exits
+from ds_trainer.techniques.exit_heads import has_exits
 
 _MADE = "starting_models"
 """Holds the models that a run makes to start from."""
@@ -49,6 +55,10 @@ def run(job: TrainJob) -> None:
                 results[phase.name] = _run_phase(job, phase, folder, models)
                 distributed.on_main(partial(_write_results, folder, results))
             models.left[phase.name] = str(job.output / phase.name / "model")
+        if job.recipe.report:
+            _compare(job, results)
+            distributed.on_main(partial(_write_results, folder, results))
+            distributed.on_main(lambda: write_report(job.output))
         distributed.info("\n" + results_table(results))
         distributed.info(f"\nmodel: {job.output / 'model'}")
     finally:
@@ -75,8 +85,24 @@ def evaluate_folder(job: EvaluateJob) -> None:
         device = distributed.device()
         model = task.build_model(job.model).to(device).eval()
         found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+        files: dict[str, Any] = {}
+        if has_exits(job.model):
+            early = with_exits(model, Path(job.model), job.exit_policy).eval()
+            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+            found.scores |= flat_scores(task, files[EXITS_FILE])
         _tell(found.scores)
-        distributed.on_main(lambda: _write_evaluation(job, task, found))
+        distributed.on_main(lambda: _write_evaluation(job, found.scores, found.files(task) | files))
+    finally:
+        distributed.stop()
+
+
+def calibrate_exits(job: CalibrateJob) -> None:
+    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
+    _start()
+    try:
+        task = build_task(job.task, job.model, job.cache_dir)
+        task.check_trained(job.model)
+        _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
     finally:
         distributed.stop()
 
@@ -152,13 +178,42 @@ def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingM
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
     distributed.on_main(partial(_claim, folder, plan))
     with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
-        return train(plan, report, job.resume)
+        results = train(plan, report, job.resume)
+        if phase.techniques.exits:
+            found = _measure_exits(plan, phase.techniques.exits)
+            results["eval"] |= flat_scores(plan.task, found)
+            results["exits"] = found
+            report.write_scores(plan.clock.total, flat_scores(plan.task, found))
+        return results
+
+
+def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
+    """Calibrate and evaluate the exits of a phase's exported model; all but the curves, which go to a file."""
+    model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
+    if spec.calibrated:
+        calibrate_folder(model, plan.task, batch_size, spec)
+    early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
+    found = evaluate_exits(early, plan.task, batch_size)
+    distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
+    return without_curves(found)
+
+
+def _compare(job: TrainJob, results: dict[str, Any]) -> None:
+    """Add to every phase's results what its model costs, all measured in one place, side by side."""
+    subjects = {}
+    for phase in job.recipe.phases:
+        model = (job.output if phase is job.recipe.phases[-1] else job.output / phase.name) / "model"
+        subjects[phase.name] = Subject(model, build_task(task_of(phase, job.recipe), str(model), job.recipe.cache_dir))
+        subjects[phase.name].task.examples(subjects[phase.name].task.splits[0])  # collective, unlike what follows
+    for name, costs in distributed.on_main(lambda: compare(subjects)).items():
+        results[name] |= costs
 
 
 def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
     folder.open(job.overwrite)
     folder.write_json("recipe.json", job.recipe.model_dump())
+    folder.write_json("command.json", {"command": job.command})
     for name in ("log.jsonl", "tensorboard"):
         folder.claim(name)
     folder.claim(_MADE).mkdir(exist_ok=True)
@@ -173,11 +228,11 @@ def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
 
 
-def _write_evaluation(job: EvaluateJob, task: Task, found: Evaluation) -> None:
+def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
     if job.output_file:
-        job.output_file.write_text(json.dumps(found.scores, indent=2) + "\n", encoding="utf-8")
+        job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
-        save_json(found.files(task), job.predictions_dir)
+        save_json(files, job.predictions_dir)
 
 
 def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:

@@ -12,18 +12,8 @@ _LIST = ".ds_trainer.json"
 _WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *(
-        "vocab.txt",
-        "vocab.json",
-        "merges.txt",
-        "spm.model",
-        "complete.json",
-        "exits.json",
-        "exit_heads.safetensors",
-        "*_states.pt",
-        "events.out.tfevents.*",
-    ),
-    *("predictions.json", "nbest_predictions.json", "null_odds.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "complete.json", "*_states.pt", "events.out.tfevents.*"),
+    *("predictions.json", "nbest_predictions.json", "null_odds.json", "exits.json", "exit_heads.safetensors"),
 )
 """The names of files inside folders that a run writes: models, checkpoints, TensorBoard, predictions."""
 
@@ -69,11 +59,6 @@ class RunFolder:
         self._write_list()
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
-
-    def remember(self, path: Path) -> None:
-        """Take for ours a file inside the folder that has been written."""
-        self._own.add(str(path.relative_to(self.path)))
-        self._write_list()
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all."""

@@ -3,7 +3,7 @@
 # to 10% by movement pruning, compare both. Downloads neither model nor data. Usage: bash launch/quickstart.sh [OUTPUT_DIR]
 set -euo pipefail
 here=$PWD
-source "$(dirname "$0")/setup.sh" ""
+source "$(dirname "$0")/setup.sh" "[plots]"
 output=${1:-runs/quickstart}
 case $output in /*) ;; *) output=$here/$output ;; esac
 

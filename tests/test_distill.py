@@ -146,8 +146,9 @@ def test_agreement_counts_the_rows_of_equal_answers(spec, student, teacher, tmp_
         same = model(**batch.inputs).logits.argmax(-1) == teacher_model(**batch.inputs).logits.argmax(-1)
     terms_of(model, technique, batch)
     assert technique.readings()["distill/agreement"] == pytest.approx(float(same.float().mean()))
-    assert set(technique.views()) == {"teacher"}
-    assert task.answers(technique.views()["teacher"](batch), batch).keys() == set(range(10))
+    viewed = technique.views(Forward(batch, None, 0))
+    assert viewed.keys() == {"teacher"}
+    assert task.answers(viewed["teacher"], batch).keys() == set(range(10))
 
 
 @pytest.mark.parametrize("layers", [{}, {"terms": ["logits", "cos"], "layer_pairs": [[1, 1], [-1, -1]]}])
@@ -321,10 +322,10 @@ def test_a_cached_teacher_is_not_kept_in_memory(spec, student, teacher, tmp_path
     """Once its answers are on disk the model is freed; it comes back for the evaluation of the teacher itself."""
     *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
     assert technique._teacher._model is None
-    technique.views()["teacher"](batch)
+    technique.views(Forward(batch, None, 0))
     assert technique._teacher._model is not None
     technique.stop()
-    assert technique.views() == {}
+    assert technique.views(Forward(batch, None, 0)) == {}
 
 
 def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exit_models import BUCKETS, FAMILIES, LAYERS, WIDTH, classifier, early_exit, texts
+from exit_models import BUCKETS, FAMILIES, LAYERS, SMALL, WIDTH, classifier, early_exit, randomise, texts
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.models import encoder_layers
 from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput, load_model, with_exits
 from ds_trainer.techniques.exit_heads import new_heads, save_heads
 from ds_trainer.techniques.exit_policy import confidence, entropy, exit_heads
@@ -125,6 +126,21 @@ def test_if_nobody_leaves_it_is_the_plain_model(family):
     assert out.exit_layers.tolist() == [LAYERS] * len(ids)
 
 
+def test_what_a_model_does_to_its_inputs_is_done():
+    """A Longformer's classifier has the first token attend globally, and pads to its window: exits change neither."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("longformer", num_labels=3, pad_token_id=0, attention_window=8, **SMALL)
+    plain = randomise(AutoModelForSequenceClassification.from_config(config), 0.25).eval()
+    ids, mask = texts()
+    with torch.no_grad():
+        expected = plain(input_ids=ids, attention_mask=mask).logits
+    model = early_exit(plain, NEVER)
+    torch.testing.assert_close(model(ids, mask).logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.all_logits(ids, mask)[-1], expected, atol=1e-5, rtol=0)
+    model = split_by(model, "entropy", ids, mask)
+    check_same(model(ids, mask), one_by_one(model, ids, mask))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_leave_at_the_first_head(family, monkeypatch):
     """The layers behind it do not run at all."""
@@ -143,8 +159,6 @@ def test_all_leave_at_the_first_head(family, monkeypatch):
 
 
 def layers_of(model: EarlyExitModel) -> list[Any]:
-    from ds_trainer.models import encoder_layers
-
     return list(encoder_layers(model.model).values())
 
 
@@ -222,28 +236,32 @@ def test_token_types_reach_the_model():
 
 
 def test_threads_do_not_mix_their_texts():
-    """Two batches through one model at the same time: each gets its own results, every time."""
+    """One thread's batch goes through the whole model while another's is half way: each gets its own results."""
     model = made("bert")
     ids, mask = texts()
-    halves = [(ids[:8], mask[:8]), (ids[8:, :], mask[8:])]
-    expected = [model(*half) for half in halves]
-    wrong: list[int] = []
-    together = threading.Barrier(2)
+    expected = [model(ids[:7], mask[:7]), model(ids[7:], mask[7:])]
+    half_way, done = threading.Event(), threading.Event()
+    first = threading.get_ident()
 
-    def ask(number: int) -> None:
-        together.wait()
-        for _ in range(25):
-            out = model(*halves[number])
-            same = torch.equal(out.exit_layers, expected[number].exit_layers)
-            if not same or not torch.allclose(out.logits, expected[number].logits, atol=1e-5):
-                wrong.append(number)
+    def wait(*_: Any) -> None:
+        if threading.get_ident() == first and not done.is_set():
+            half_way.set()
+            assert done.wait(timeout=30)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    found: list[EarlyExitOutput] = []
+
+    def other() -> None:
+        assert half_way.wait(timeout=30)
+        found.append(model(ids[7:], mask[7:]))
+        done.set()
+
+    layers_of(model)[1].register_forward_hook(wait)
+    thread = threading.Thread(target=other)
+    thread.start()
+    out = model(ids[:7], mask[:7])
+    thread.join()
+    check_same(out, expected[0])
+    check_same(found[0], expected[1])
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])

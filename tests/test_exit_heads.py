@@ -53,27 +53,31 @@ def test_the_own_head_says_what_the_model_says(family, num_labels):
 
 
 PARTS = {
-    "bert": ["BertPooler", "Dropout", "Linear"],
-    "roberta": ["RobertaClassificationHead"],
+    "bert": ["Linear", "Tanh", "Dropout", "Linear"],
+    "roberta": ["Linear", "Dropout", "Linear"],
     "distilbert": ["Linear", "ReLU", "Dropout", "Linear"],
-    "electra": ["ElectraClassificationHead"],
-    "deberta": ["ContextPooler", "StableDropout", "Linear"],
-    "modernbert": ["ModernBertPredictionHead", "Dropout", "Linear"],
+    "electra": ["Linear", "GELUActivation", "Dropout", "Linear"],
+    "deberta": ["Linear", "Dropout", "Dropout", "Linear"],
+    "modernbert": ["LayerNorm", "Linear", "GELUActivation", "LayerNorm", "Dropout", "Linear"],
 }
 
 
 @pytest.mark.parametrize("family", PARTS)
 def test_a_head_has_the_parts_of_the_models_own(family):
-    """Pooler where the model has one, dropout, classifier: the same classes of modules, with as many parameters."""
+    """Pooler where the model has one, dropout, classifier: the same modules inside, of the same sizes."""
     model = classifier(family)
     (head,) = new_heads(model, [1], None).values()
-    assert [type(step).__name__ for step in head.steps] == [
-        name if name != "StableDropout" else type(model.dropout).__name__ for name in PARTS[family]
-    ]
-    assert any(isinstance(module, torch.nn.Dropout) for module in head.modules())
-    own = own_head(model)
-    assert [p.shape for p in head.parameters()] == [p.shape for p in own.parameters()]
-    assert len(list(own.parameters())) >= 2
+    parts = [type(module).__name__ for module in head.modules() if not list(module.children())]
+    assert parts == PARTS[family]
+    assert [p.shape for p in head.parameters()] == [p.shape for p in own_head(model).parameters()]
+
+
+def test_a_head_drops_out_while_training_alone():
+    """Two passes of one head differ in training, and not in evaluation."""
+    (head,) = new_heads(classifier("bert", hidden_dropout_prob=0.5), [1], None).values()
+    hidden, mask = torch.randn(4, 5, WIDTH), torch.ones(4, 5)
+    assert not torch.equal(head.train()(hidden, mask), head(hidden, mask))
+    assert torch.equal(head.eval()(hidden, mask), head(hidden, mask))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,6 +121,7 @@ def test_mean_pooling_ignores_padding(family):
     noisy[0, 4:] = 100.0
     torch.testing.assert_close(head(noisy, mask), expected)
     torch.testing.assert_close(head(hidden[:1, :4], mask[:1, :4]), expected[:1])
+    torch.testing.assert_close(head(hidden[1:], None), expected[1:])
     for place in range(4):
         other = hidden.clone()
         other[0, place] += torch.randn(WIDTH)

@@ -1,4 +1,4 @@
-"""Pruning and distillation under DeepSpeed equal a plain torch loop: methods, ZeRO stages, precisions, ranks."""
+"""Pruning, distillation and exits under DeepSpeed equal a plain torch loop: methods, ZeRO stages, precisions, ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from launching import run_deepspeed
-from zero_matrix import CASES, DISTILLED, METHODS, Case, reference
+from zero_matrix import CASES, DISTILLED, EXITS, METHODS, Case, reference
 
 TOLERANCE = {"fp32": 2e-6, "autocast": 3e-4, "bf16": 3e-3}
 """Of the loss, relative. bf16 at ZeRO 0 goes through DeepSpeed's unfused fp16 optimizer: hence 3e-3."""
@@ -26,10 +26,12 @@ def losses(request, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_equal_the_reference(case, losses):
-    """Every step's loss and density is that of one process with fp32 master weights, AdamW and clipping."""
+    """Every step's loss, density and exit losses are those of one process: fp32 master weights, AdamW, clipping."""
     expected, found = reference_of(Case(case.method, 0, case.precision)), losses[str(case)]
     assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[case.precision])
-    assert found["densities"] == expected["densities"]
+    for one, two in zip(found["readings"], expected["readings"], strict=True):
+        assert one == pytest.approx(two, rel=TOLERANCE[case.precision])
+        assert one.get("prune/density") == two.get("prune/density")
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -41,7 +43,7 @@ def test_a_partitioned_teacher_is_held_in_parts(stage, losses, request):
     assert whole / ranks <= parts <= 1.01 * whole / ranks
 
 
-@pytest.mark.parametrize("method", [*METHODS, *DISTILLED])
+@pytest.mark.parametrize("method", [*METHODS, *DISTILLED, *EXITS])
 def test_the_reference_learns(method):
     """The cases are no trivial ones: the loss changes at every step, and so the agreement says something."""
     losses = reference_of(Case(method, 0, "fp32"))["losses"]

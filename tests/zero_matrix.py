@@ -1,4 +1,4 @@
-"""A tiny BERT pruned and distilled for a few optimizer steps: under the real engine, and by a plain torch loop.
+"""A tiny BERT pruned, distilled and with exits for a few steps: under the real engine, and by a plain torch loop.
 
 `deepspeed --num_gpus N tests/zero_matrix.py OUT` runs every case of CASES under the engine and writes the losses; the
 test compares them with `reference(case)`.
@@ -57,6 +57,23 @@ DISTILLED = {
     "whole": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0}},
     "both": {"prune": METHODS["topK"], "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0}},
 }
+_JOINT = {"training": "joint"}
+EXITS = {
+    "exits-heads": {"exits": {"training": "heads"}},
+    "exits-joint": {"exits": _JOINT},
+    "exits-distill": {"exits": _JOINT | {"head_weights": [1, 2, 4]}},
+    "all": {
+        "prune": METHODS["topK"],
+        "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0},
+        "exits": _JOINT,
+    },
+}
+LOSS = {
+    "layers": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()},
+    "exits-joint": {"task": 0.0, "exits.heads": 1.0},
+    "exits-distill": {"task": 1.0, "exits.heads": 0.5, "exits.distill": 0.5},
+}
+"""Where the weights are not those that the techniques name, or their defaults."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +92,12 @@ CASES = [Case(method, stage, "fp32") for method, stage in product(METHODS, range
 ]
 CASES += [Case(method, stage, "fp32") for method, stage in product(DISTILLED, range(4))]
 CASES += [Case("both", stage, "autocast") for stage in range(4)]
+CASES += [Case(method, stage, "fp32") for method, stage in product(EXITS, range(4))]
+CASES += [Case("exits-joint", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
 
 
 class ToyTask:
-    """What of a task the objective and distillation use: cross entropy over logits, a teacher of a folder."""
+    """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder."""
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
@@ -122,16 +141,15 @@ def bert(**fields) -> BertConfig:
 
 
 def phase_of(method: str) -> Phase:
-    asked = DISTILLED.get(method, {"prune": METHODS.get(method)})
-    techniques = {}
+    asked = (DISTILLED | EXITS).get(method, {"prune": METHODS.get(method)})
+    techniques = {"exits": asked["exits"]} if "exits" in asked else {}
     if "prune" in asked:
         fixed = {"initial_warmup": 0, "final_warmup": 2, "mask_scores_learning_rate": 1e-2}
         techniques["prune"] = asked["prune"] | fixed
     if "distill" in asked:
         techniques["distill"] = asked["distill"] | {"teacher": teacher_folder()}
     frozen = [{"params": "*embeddings*", "frozen": True}]
-    loss = {"loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()}}
-    data = loss if method == "layers" else {}
+    data = {"loss": LOSS[method]} if method in LOSS else {}
     data |= {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": techniques}
     return parse_recipe({"phases": [data]}).phases[0]
 
@@ -140,7 +158,7 @@ def build(method: str):
     phase = phase_of(method)
     torch.manual_seed(0)
     techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5), ToyTask())
-    model = AutoModelForSequenceClassification.from_config(bert())
+    model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
     for technique in techniques:
         model = technique.attach(model)
     rules: list[GroupRule] = [rule for technique in techniques for rule in technique.parameter_rules(model)]
@@ -186,14 +204,14 @@ def rank_batch(step: int, micro: int, rank: int, world: int):
     return Batch(inputs, torch.cat([p.labels for p in parts]), torch.cat([p.ids for p in parts]))
 
 
-def under_engine(case: Case) -> dict[str, list[float]]:
+def under_engine(case: Case) -> dict[str, list]:
     phase, techniques, model, groups = build(case.method)
     world = distributed.world_size()
     ds_engine = engine.start_engine(model, groups, engine_config(case, world), BASE, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)
     for technique in techniques:
         technique.start(ds_engine.device)
-    losses, densities = [], []
+    losses, readings = [], []
     for step in range(STEPS):
         total = torch.zeros(())
         for technique in techniques:
@@ -206,12 +224,27 @@ def under_engine(case: Case) -> dict[str, list[float]]:
             total += loss.detach().float() / ACCUMULATION
         assert ds_engine.global_steps == step + 1
         losses.append(float(distributed.mean_(total)))
-        densities.append(techniques[0].readings().get("prune/density"))
+        readings.append(readings_of(techniques))
     held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
     for technique in techniques:
         technique.stop()
     engine.stop_engine(ds_engine)
-    return {"losses": losses, "densities": densities, "teacher_values": held}
+    return {"losses": losses, "readings": readings, "teacher_values": held}
+
+
+def readings_of(techniques) -> dict[str, float]:
+    """The density, and each exit head's loss since the last time."""
+    found = {name: value for technique in techniques for name, value in technique.readings().items()}
+    return {name: value for name, value in found.items() if name.startswith(("prune/density", "exits/loss/"))}
+
+
+def point_at(model, techniques) -> None:
+    """Have techniques that were attached to a model work on a copy of it."""
+    for technique in techniques:
+        if technique.name == "prune":
+            technique.layers = {name: model.get_submodule(name) for name in technique.layers}
+        if technique.name == "exits":
+            technique.heads = {layer: model.exit_heads[str(layer)] for layer in technique.heads}
 
 
 def values_held(model) -> int:
@@ -219,7 +252,7 @@ def values_held(model) -> int:
     return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
 
 
-def reference(case: Case) -> dict[str, list[float]]:
+def reference(case: Case) -> dict[str, list]:
     """The same run in one process: fp32 master weights, a plain AdamW, clipping by global norm."""
     # a process without a group cannot partition a teacher, whose answers are the same
     phase, techniques, master, groups = build("whole" if case.method == "partitioned" else case.method)
@@ -228,13 +261,12 @@ def reference(case: Case) -> dict[str, list[float]]:
     objective = objective_of(phase, techniques)
     for technique in techniques:
         technique.start(torch.device("cpu"))
-    losses, densities = [], []
+    losses, readings = [], []
     for step in range(STEPS):
         model = master
         if case.precision == "bf16":
-            layers = techniques[0].layers
             model = copy.deepcopy(master).bfloat16()
-            techniques[0].layers = {name: model.get_submodule(name) for name in layers}
+            point_at(model, techniques)
         for technique in techniques:
             technique.on_step(step)
         optimizer.zero_grad()
@@ -246,16 +278,16 @@ def reference(case: Case) -> dict[str, list[float]]:
             loss, _ = objective(Forward(batch, out, step))
             (loss / ACCUMULATION).backward()
             total += float(loss.detach()) / ACCUMULATION
-        densities.append(techniques[0].readings().get("prune/density"))
+        readings.append(readings_of(techniques))
         if model is not master:
             for own, other in zip(master.parameters(), model.parameters(), strict=True):
                 own.grad = None if other.grad is None else other.grad.float()
-            techniques[0].layers = layers
+            point_at(master, techniques)
         torch.nn.utils.clip_grad_norm_([p for p in master.parameters() if p.grad is not None], CLIP)
         optimizer.step()
         scheduler.step()
         losses.append(total)
-    return {"losses": losses, "densities": densities}
+    return {"losses": losses, "readings": readings}
 
 
 def main(out: str) -> None:

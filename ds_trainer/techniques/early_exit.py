@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_trainer.exit_specs import ExitPolicy
+from ds_trainer.exit_specs import ExitPolicy, policy_mistake
 from ds_trainer.models import encoder_layers
 from ds_trainer.tasks.pretrained import load_trained
 from ds_trainer.techniques.exit_heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, own_head
@@ -45,6 +45,9 @@ class EarlyExitModel(nn.Module):
         self.layers = [*map(int, heads), last]
         """Where there is a head, from first to last; the last is the model's own."""
         self.regression = model.config.num_labels == 1
+        mistake = policy_mistake(policy, len(heads), self.regression)
+        if mistake:
+            raise ValueError(f"exits of {model.name_or_path or type(model).__name__}: {mistake}")
         self._own = (own_head(model),)  # its modules are the model's: not registered once more
         self._running = threading.local()
         for layer in range(1, last + 1):
@@ -70,6 +73,8 @@ class EarlyExitModel(nn.Module):
     @torch.no_grad()
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> EarlyExitOutput:
         """Run each sample as far as the policy wants; results are in the order of the rows."""
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None  # nothing is padded: without a mask the library's models take a shorter way
         walk = _Walk(self, input_ids, attention_mask)
         self._running.walk = walk
         try:
@@ -88,9 +93,10 @@ class EarlyExitModel(nn.Module):
             self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         finally:
             states.remove()
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         found = states.take()
-        return torch.stack([head(found[layer], mask) for head, layer in zip(self.heads, self.layers, strict=True)])
+        return torch.stack(
+            [head(found[layer], attention_mask) for head, layer in zip(self.heads, self.layers, strict=True)]
+        )
 
     def _go_on(self, layer: int, args: Any, kwargs: Any) -> Any:
         walk = getattr(self._running, "walk", None)
@@ -124,7 +130,7 @@ class _Walk:
         self.heads = dict(zip(model.layers, model.heads, strict=True))
         self.last = model.layers[-1]
         self.decisions = Decisions(model.policy, model.regression)
-        self.mask = torch.ones_like(input_ids) if mask is None else mask
+        self.mask = mask
         self.exit_layers = torch.full((self.size,), self.last, device=input_ids.device)
         self.logits: Tensor | None = None
         self._rows: Tensor | None = None  # those still there; None while all are
@@ -151,7 +157,7 @@ class _Walk:
             raise _AllLeft
         sure = self.decisions.sure(self._asked, logits)
         self._asked += 1
-        leaving = int(sure.count_nonzero())
+        leaving = int(sure if len(logits) == 1 else sure.count_nonzero())
         if leaving == 0:
             return hidden
         if leaving == len(logits):

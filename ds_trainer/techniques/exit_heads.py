@@ -16,16 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ds_trainer.exit_specs import Pooling, SavedExits
+from ds_trainer.exit_specs import EXITS_FILE, Pooling, SavedExits
 from ds_trainer.json_file import read_json
 from ds_trainer.models import encoder_layers
 from ds_trainer.recipe import parse_exits
 
-EXITS_FILE, HEADS_FILE = "exits.json", "exit_heads.safetensors"
+HEADS_FILE = "exit_heads.safetensors"
 
 
 class ExitHead(nn.Module):
-    """States (rows, length, width) and their mask (rows, length) -> logits (rows, classes)."""
+    """States (rows, length, width) and their mask (rows, length), None for no padding -> logits (rows, classes)."""
 
     def __init__(self, steps: Sequence[nn.Module], pooling: Pooling, norm: nn.Module | None, of_tokens: bool) -> None:
         super().__init__()
@@ -33,19 +33,22 @@ class ExitHead(nn.Module):
         self.norm = norm
         self.steps = nn.ModuleList(steps)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         value = self._pooled(hidden, mask)
         if self._of_tokens:  # a pooler or head that takes the first of the tokens itself
             value = value[:, None]
         for step in self.steps:
-            value = step(value)
+            if self.training or not isinstance(step, nn.Dropout):  # which would cost a call at each head
+                value = step(value)
         return value
 
-    def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def _pooled(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if self.pooling == "first":
             first = hidden[:, 0]
             return first if self.norm is None else self.norm(first)
         states = hidden if self.norm is None else self.norm(hidden)
+        if mask is None:
+            return states.mean(1)
         weights = mask.to(states.dtype).unsqueeze(-1)
         return (states * weights).sum(1) / weights.sum(1)
 
@@ -64,6 +67,8 @@ def own_head(model: Any) -> ExitHead:
         steps = [model.pre_classifier, nn.ReLU(), dropout, classifier]
     elif hasattr(model, "head"):
         steps = [model.head, dropout, classifier]
+    elif pooler is not None and hasattr(pooler, "dense") and hasattr(pooler, "activation"):
+        steps = [pooler.dense, pooler.activation, dropout, classifier]  # of the token that was pooled, as BERT's does
     elif pooler is not None:
         steps, of_tokens = [pooler, dropout, classifier], True
     else:

@@ -14,8 +14,7 @@ from ds_trainer.exit_specs import ExitPolicy
 
 def entropy(logits: Tensor) -> Tensor:
     """Of the classes' distribution, in nats. (..., classes) -> (...), fp32."""
-    log = torch.log_softmax(logits.float(), -1)
-    return -(log.exp() * log).sum(-1)
+    return torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1)
 
 
 def confidence(logits: Tensor) -> Tensor:

@@ -1,0 +1,422 @@
+"""The figures of a run, each a function from plain data, as its files hold them, to a figure.
+
+Where the data are not there, or hold nothing to compare, a function gives None; data that contradict themselves are a
+ValueError. What is on the page, under which name, is decided in `report_page`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ds_trainer import distributed
+from ds_trainer.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Records: TypeAlias = Sequence[Mapping[str, Any]]
+"""What one phase has logged: a record for each step, in order; a value that was not finite is None."""
+
+Counts: TypeAlias = Mapping[str, Mapping[str, int]]
+"""`kept` and `total` weights of each linear layer of the encoder, by name."""
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
+"""Told apart also by the colour-blind (Okabe and Ito, 2008)."""
+
+_MARKERS = "osD^vP*X"
+
+_QKV = ("query", "key", "value")
+_ROLES = {
+    **{f"attention.self.{name}": name for name in _QKV},
+    **{f"attention.self.{name}_proj": name for name in _QKV},
+    **{f"attention.{name[0]}_lin": name for name in _QKV},
+    "attention.output.dense": "output",
+    "attention.out_lin": "output",
+    "intermediate.dense": "ff in",
+    "ffn.lin1": "ff in",
+    "output.dense": "ff out",
+    "ffn.lin2": "ff out",
+}
+"""The matrices of BERT, RoBERTa, ELECTRA, DeBERTa-v2 and DistilBERT by their names inside a layer."""
+
+_HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
+"""The dimension of a weight, (out, in), along which the heads lie."""
+
+
+def losses(phase: str, records: Records) -> Figure | None:
+    """The loss, and each term as logged and times its weight, above the learning rates; all over optimizer steps."""
+    steps, loss = _series(records, "train/loss")
+    if not np.isfinite(loss).any():
+        return None
+    figure = Figure(800, 560)
+    above, below = figure.panels(2, 1, sharex=True, height_ratios=[3, 2])
+    _line(above, steps, loss, color="black", linewidth=2, label="loss")
+    names = _names(records, "train/term/")
+    for colour, name in zip(_colours(names), names, strict=True):
+        steps, term = _series(records, f"train/term/{name}")
+        weight = _last(records, f"train/weight/{name}", 1.0)
+        if weight != 0 and (len(names) > 1 or weight != 1):
+            _line(above, steps, weight * term, color=colour, label=_label(f"{weight:g} × {name}"))
+        if weight != 1:
+            _line(above, steps, term, color=colour, linestyle=":", label=_label(f"{name}, unweighted"))
+    _rates(below, records)
+    _title(figure, f"{phase}: loss")
+    _dress(above, "", "loss")
+    _dress(below, "optimizer step", "learning rate")
+    _legend(above)
+    return figure
+
+
+def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
+    """The share of the encoder's weights that is kept, over steps: of all, by layer, and by kind of matrix."""
+    steps, overall = _series(records, "prune/density")
+    if not np.isfinite(overall).any():
+        return None
+    names = _names(records, "prune/density/")
+    each = {name: _series(records, f"prune/density/{name}") for name in names}
+    alike = all(len(v) == len(overall) and np.nanmax(np.abs(v - overall)) < 0.005 for _, v in each.values())
+    figure = Figure(800, 360 if alike else 640)
+    panels = figure.panels(1 if alike else 2, 1, sharex=True)
+    _title(figure, f"{phase}: encoder weights kept" + (", the same in every matrix" if alike and each else ""))
+    if not alike:
+        _density_by_layer(figure, panels[0], _grouped(each, counts, _layer_of))
+        groups = _grouped(each, counts, _role_of)
+        for colour, (role, (at, values)) in zip(_colours(groups), groups.items(), strict=True):
+            _line(panels[1], at, 100 * values, color=colour, label=_label(role))
+    for axes in panels:
+        _dress(axes, "optimizer step" if axes is panels[-1] else "", "kept (%)")
+        _line(axes, steps, 100 * overall, color="black", linewidth=2, linestyle="-" if alike else "--", label="all")
+        axes.set_ylim(0, 105)
+    if not alike:
+        _legend(panels[1])
+    return figure
+
+
+def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
+    """A heat map, layers by matrices, of the share of the weights of a model folder that are not zero.
+
+    Of query, key and value for each head's rows, of output for each head's columns, of every other matrix whole, from
+    `counts`. What a head would have in a layer where heads are gone is grey.
+    """
+    shares = _shares(counts, model)
+    if not shares:
+        return None
+    layers = sorted({layer for found in shares.values() for layer in found})
+    widths = {role: max(len(cells) for cells in found.values()) for role, found in shares.items()}
+    figure = Figure(800, min(800, 150 + 30 * max(4, len(layers))))
+    ratios = [max(width, 0.45 * max(widths.values())) for width in widths.values()]
+    panels = figure.panels(1, len(shares), sharey=True, width_ratios=ratios)
+    most = max(float(np.max(cells)) for found in shares.values() for cells in found.values())
+    top = max(0.1, math.ceil(most * 10 - 1e-6) / 10)
+    for axes, (role, found) in zip(panels, shares.items(), strict=True):
+        rows = [found.get(layer, np.empty(0)) for layer in layers]
+        grid = np.array([np.pad(row, (0, widths[role] - len(row)), constant_values=np.nan) for row in rows])
+        drawn = axes.imshow(100 * grid, aspect="auto", vmin=0, vmax=100 * top, cmap=_colour_map())
+        axes.set_title(_label(role).replace(" ", "\n", 1).replace(".", "\n"), fontsize=9)
+        heads = sorted({0, widths[role] // 2, widths[role] - 1}) if widths[role] > 1 else []
+        axes.set_xticks(heads, [str(head + 1) for head in heads])
+        axes.set_xlabel("head" if heads else "")
+        axes.tick_params(left=False, labelsize=9)
+    every = -(-len(layers) // 12)
+    panels[0].set_yticks(range(0, len(layers), every), [str(layer + 1) for layer in layers[::every]])
+    panels[0].set_ylabel("layer")
+    figure.drawn.colorbar(drawn, ax=panels, label="kept (%)", fraction=0.05)
+    _title(figure, f"{phase}: weights kept in the final model")
+    return figure
+
+
+def score_by_density(metric: str, points: Mapping[str, tuple[int, float]]) -> Figure | None:
+    """Each phase's score against the encoder weights it has kept, a number of weights; None for fewer than 2 phases."""
+    points = {name: (kept, score) for name, (kept, score) in points.items() if math.isfinite(score)}
+    if len(points) < 2:
+        return None
+    figure = Figure(800, 400)
+    (axes,) = figure.panels()
+    most = max(kept for kept, _ in points.values())
+    scale, unit = next(
+        (s, u) for s, u in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, "")) if s <= most
+    )
+    for index, (name, (kept, score)) in enumerate(points.items()):
+        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
+        axes.plot(kept / scale, score, linestyle="", markersize=9, label=_label(name), **mark)
+    axes.set_xlim(0, 1.05 * most / scale)
+    axes.margins(y=0.15)
+    _title(figure, f"{metric} against size")
+    _dress(axes, f"encoder weights kept ({unit})".replace(" ()", ""), metric)
+    shares = axes.secondary_xaxis("top", functions=_times(100 * scale / most))
+    shares.set_xlabel("share of the largest phase's (%)")
+    _legend(axes)
+    return figure
+
+
+def agreement(phase: str, records: Records, final: float | None) -> Figure | None:
+    """The share of training examples that get the teacher's answer, over steps, and at the end that of validation."""
+    steps, values = _series(records, "distill/agreement")
+    if not np.isfinite(values).any():
+        return None
+    figure = Figure(800, 320)
+    (axes,) = figure.panels()
+    _line(axes, steps, 100 * values, color=_COLOURS[0], label="training batches")
+    if final is not None and math.isfinite(final):
+        axes.plot(
+            steps[-1], 100 * final, "D", color=_COLOURS[1], label=f"validation: {100 * final:.1f} %", clip_on=False
+        )
+    _title(figure, f"{phase}: agreement with the teacher")
+    _dress(axes, "optimizer step", "examples (%)")
+    _legend(axes)
+    return figure
+
+
+def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | None:
+    """The main score against the expected speed-up, layers / mean layers used: a line for each criterion of leaving.
+
+    Beside them each layer's head alone, and the policy that the phase has chosen. A score that is not finite is left
+    out with a warning. `exits` is what `eval/exits.json` holds.
+    """
+    found, layers = exits["splits"][split], exits["num_layers"]
+    chosen = found["early_exit"]
+    metric = next(iter(chosen["scores"]))
+    figure = Figure(800, 440)
+    (axes,) = figure.panels()
+    drawn = 0
+    for index, (criterion, points) in enumerate(found.get("curves", {}).items()):
+        curve = _finite([(p["mean_layers"], p["scores"][metric]) for p in points], f"{phase}: {split}: {criterion}")
+        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": "."}
+        curve = curve[curve[:, 0].argsort()]
+        axes.plot(layers / curve[:, 0], curve[:, 1], label=_label(criterion), **mark)
+        drawn += len(curve)
+    heads = _finite([(int(n), s[metric]) for n, s in found["heads"].items()], f"{phase}: {split}: heads")
+    axes.plot(layers / heads[:, 0], heads[:, 1], "s", color="0.6", label="one head for all samples", zorder=1)
+    policy = _finite([(chosen["mean_layers"], chosen["scores"][metric])], f"{phase}: {split}: policy")
+    axes.plot(layers / policy[:, 0], policy[:, 1], "*", color="black", markersize=15, label=_policy(exits["policy"]))
+    if not drawn + len(heads) + len(policy):
+        raise ValueError(f"no {metric} of the exits is a finite number")
+    _speed_axis(axes, layers, heads)
+    _title(figure, f"{phase}: early exit on {split}")
+    _dress(axes, "expected speed-up (layers / mean layers used)", metric)
+    _legend(axes)
+    return figure
+
+
+def exit_histogram(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | None:
+    """How many samples the chosen policy lets leave at each layer, and their share."""
+    counts = exits["splits"][split]["early_exit"].get("exit_counts")
+    total = sum(counts.values()) if counts else 0
+    if not total:
+        return None
+    figure = Figure(800, 360)
+    (axes,) = figure.panels()
+    layers = [str(layer) for layer in exits["layers"]]
+    left = [counts.get(layer, 0) for layer in layers]
+    bars = axes.bar(layers, left, color=_COLOURS[0])
+    if len(layers) <= 12:
+        axes.bar_label(bars, [f"{100 * count / total:.0f} %" for count in left], padding=2, fontsize=9)
+    axes.margins(y=0.12)
+    _title(figure, f"{phase}: where the samples of {split} leave")
+    _dress(axes, "layer", "samples")
+    shares = axes.secondary_yaxis("right", functions=_times(100 / total))
+    shares.set_ylabel("share (%)")
+    return figure
+
+
+def _series(records: Records, name: str) -> tuple[Array, Array]:
+    """Steps and values of a logged name; NaN, which is drawn as a gap, for a value that was not finite."""
+    found = [(record["step"], record[name]) for record in records if name in record]
+    values = [math.nan if value is None else value for _, value in found]
+    return np.array([step for step, _ in found], float), np.array(values, float)
+
+
+def _names(records: Records, prefix: str) -> list[str]:
+    """What is logged under a prefix, in the order of first appearance."""
+    return list(dict.fromkeys(name[len(prefix) :] for record in records for name in record if name.startswith(prefix)))
+
+
+def _last(records: Records, name: str, default: float) -> float:
+    return next((record[name] for record in reversed(records) if record.get(name) is not None), default)
+
+
+def _finite(points: Sequence[tuple[float, float]], what: str) -> Array:
+    """(points, 2); those that are not finite are left out, and told."""
+    every = np.array([[math.nan if value is None else value for value in point] for point in points], float).reshape(
+        -1, 2
+    )
+    kept = np.isfinite(every).all(1) & (every[:, 0] > 0)
+    if not kept.all():
+        distributed.warn(f"{what}: {int((~kept).sum())} of {len(every)} points are left out: they are not finite")
+    return every[kept]
+
+
+def _rates(axes: Axes, records: Records) -> None:
+    """The learning rate of each group of parameters; those that are the same throughout share a line."""
+    lines: dict[bytes, list[str]] = {}
+    series = {name: _series(records, f"train/lr/{name}") for name in _names(records, "train/lr/")}
+    for name, (steps, values) in series.items():
+        lines.setdefault(np.concatenate([steps, values]).tobytes(), []).append(name)
+    peaks = []
+    for colour, names in zip(_colours(lines), lines.values(), strict=True):
+        steps, values = series[names[0]]
+        peaks.append(np.nanmax(values, initial=0))
+        _line(axes, steps, values, color=colour, label=_label(", ".join(names)))
+    if peaks and max(peaks) > 20 * min(peaks) > 0:
+        axes.set_yscale("log", nonpositive="mask")
+    else:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    if lines:
+        _legend(axes)
+
+
+def _layer_of(name: str) -> str:
+    """The layer's number in a linear layer's name, from 0: the first part that is one."""
+    return next((part for part in name.split(".") if part.isdigit()), "")
+
+
+def _role_of(name: str) -> str:
+    """What a linear layer is inside its layer: in the words of attention, where its family is known."""
+    inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
+    return _ROLES.get(inside, inside)
+
+
+def _grouped(
+    each: Mapping[str, tuple[Array, Array]], counts: Counts, key: Callable[[str], str]
+) -> dict[str, tuple[Array, Array]]:
+    """Mean density of the matrices with the same key, each by the number of its weights."""
+    groups: dict[str, list[str]] = {}
+    for name in each:
+        groups.setdefault(key(name), []).append(name)
+    means = {}
+    for group, names in groups.items():
+        sizes = [counts.get(name, {}).get("total", 1) for name in names]
+        means[group] = (each[names[0]][0], np.average([each[name][1] for name in names], axis=0, weights=sizes))
+    return means
+
+
+def _density_by_layer(figure: Figure, axes: Axes, layers: Mapping[str, tuple[Array, Array]]) -> None:
+    """A line for each layer, its number told by a colour bar."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm
+    from matplotlib.ticker import MaxNLocator
+
+    norm = BoundaryNorm(np.arange(0.5, len(layers) + 1), 256)
+    colours = ScalarMappable(norm, _colour_map())
+    for number, (steps, values) in enumerate(layers.values(), start=1):
+        _line(axes, steps, 100 * values, color=colours.to_rgba(np.array(number)), linewidth=1)
+    beside = axes.inset_axes((1.02, 0, 0.025, 1))
+    figure.drawn.colorbar(colours, cax=beside, label="layer", ticks=MaxNLocator(12, integer=True))
+
+
+def _shares(counts: Counts, model: Path) -> dict[str, dict[int, Array]]:
+    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,)."""
+    shares: dict[str, dict[int, Array]] = {}
+    heads, size = _heads_of(model) if any(_role_of(name) in _HEADS for name in counts) else (0, 0)
+    for name, count in counts.items():
+        role, layer = _role_of(name), int(_layer_of(name) or 0)
+        found = np.array([count["kept"] / max(count["total"], 1)])
+        if heads and role in _HEADS:
+            kept = np.moveaxis(_nonzero(model, f"{name}.weight"), _HEADS[role], 0)
+            if len(kept) % size == 0:
+                found = kept.reshape(len(kept) // size, -1).mean(1)
+        shares.setdefault(role, {})[layer] = found
+    order = [role for role in (*_QKV, "output", "ff in", "ff out") if role in shares]
+    return {role: shares[role] for role in [*order, *(role for role in shares if role not in order)]}
+
+
+def _heads_of(model: Path) -> tuple[int, int]:
+    """How many heads a model's config says a layer has, and the size of one; zeros where it says neither."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_attention_heads") or config.get("n_heads") or 0
+    hidden = config.get("hidden_size") or config.get("dim") or 0
+    return (heads, hidden // heads) if heads and hidden >= heads else (0, 0)
+
+
+def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where a weight of a model folder is not zero: (out, in). ValueError where it is not there."""
+    from safetensors import safe_open
+
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:  # NumPy has no bfloat16
+            if name in tensors.keys():  # noqa: SIM118  (no mapping)
+                return (tensors.get_tensor(name) != 0).numpy()
+    raise ValueError(f"{model} has no weight {name}")
+
+
+def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
+    """Speed-ups on a scale of factors; heads carry their layer's number where there is room for it."""
+    axes.set_xscale("log")
+    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if tick <= layers]
+    axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(0.95, 1.1 * layers)
+    beside = math.inf
+    for layer, score in heads[heads[:, 0].argsort()]:
+        place = math.log(layers / layer) / math.log(layers + 1)
+        if beside - place > 0.035:
+            axes.annotate(
+                f"{layer:.0f}", (layers / layer, score), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+            beside = place
+
+
+def _policy(policy: Mapping[str, Any]) -> str:
+    """The chosen policy in words."""
+    if policy["criterion"] == "patience":
+        return f"chosen: patience {policy['patience']}"
+    thresholds = policy.get("thresholds") or []
+    limit = f"{thresholds[0]:.3g}" if len(set(thresholds)) == 1 else "by layer"
+    return f"chosen: {policy['criterion']} {limit}"
+
+
+def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:
+    """A line with gaps where values are NaN; few points are marked, since one alone would not be seen."""
+    axes.plot(steps, values, marker="." if len(steps) <= 15 else "", **options)
+
+
+def _title(figure: Figure, text: str) -> None:
+    figure.drawn.suptitle(_label(text, 80), fontsize=12)
+
+
+def _dress(axes: Axes, across: str, up: str) -> None:
+    axes.set_xlabel(across)
+    axes.set_ylabel(_label(up))
+    if across == "optimizer step":
+        axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+
+
+def _times(factor: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """From an axis to its secondary one, and back."""
+    return lambda x: x * factor, lambda x: x / factor
+
+
+def _legend(axes: Axes) -> None:
+    """Right of the panel, where it covers nothing."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False, fontsize=9)
+
+
+def _label(text: str, most: int = 28) -> str:
+    """Text that Matplotlib draws as it is: no formulas, no hidden labels, not too long."""
+    short = text if len(text) <= most else text[: most // 2] + "…" + text[1 - most // 2 :]
+    return (" " if short.startswith("_") else "") + short.replace("$", r"\$")
+
+
+def _colours(things: Sized) -> list[str]:
+    """A colour for each; they come again after the eighth."""
+    return [_COLOURS[index % len(_COLOURS)] for index in range(len(things))]
+
+
+def _colour_map() -> Any:
+    """From few to many; grey for what is not there."""
+    from matplotlib import colormaps
+
+    return colormaps["viridis"].with_extremes(bad="0.8")
