@@ -151,8 +151,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.tell()
     assert recipe is not None
     assert output is not None
-    command = shlex.join(["launch/train.py", *arguments])
-    return TrainJob(command, recipe, engine_config, output, flags.overwrite_output_dir, flags.resume, flags.dry_run)
+    return TrainJob(_as_given(arguments), recipe, engine_config, output, flags.overwrite_output_dir, flags.resume, flags.dry_run)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
@@ -221,6 +220,13 @@ def _place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> l
         if not there.is_dir():
             mistakes.append(f"--predictions_dir: {there} is a file: name a folder")
     return mistakes
+
+
+def _as_given(arguments: Sequence[str]) -> str:
+    """The training command, but for what the launcher adds to it; where it ran is told by the ranks."""
+    local, world = distributed.local_world_size(), distributed.world_size()
+    launcher = ["python"] if world == 1 else ["deepspeed", *(["--num_gpus", str(world)] if local == world else [])]
+    return shlex.join([*launcher, "launch/train.py", *(word for word in arguments if "--local_rank" not in word)])
 
 
 def said_by(phase: Phase) -> Said:

@@ -31,6 +31,7 @@ from ds_trainer.techniques.exit_policy import exit_heads
 
 _CRITERIA: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
 _ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time, at batch 1 and at that of the evaluation
+_SECONDS = 60.0  # of timing, about, for each batch size and split
 _FINE = 400  # points of the curve that thresholds are chosen from
 
 
@@ -59,17 +60,21 @@ def without_curves(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_scores(task: Task, found: dict[str, Any]) -> dict[str, float]:
-    """What joins the evaluation's scores: `early_exit/accuracy`, `early_exit/mean_layers`, ..., by split.
+    """What joins an evaluation's scores: `exit_1/accuracy`, `early_exit/accuracy`, `early_exit/mean_layers`, by split.
 
-    `early_exit/speedup` is measured, at the evaluation's batch size.
+    Seconds and `early_exit/speedup` are measured, at the evaluation's batch size; `early_exit/leave_at_1` is a count.
     """
     flat: dict[str, float] = {}
     for split, of_split in found["splits"].items():
         early = of_split["early_exit"]
         *_, measured = early["measured"].values()
         named = early["scores"] | {name: early[name] for name in ("mean_layers", "expected_saving")}
-        named["speedup"] = measured["speedup"]
-        flat |= {f"{split_prefix(task, split)}early_exit/{name}": value for name, value in named.items()}
+        named |= {name: measured[name] for name in ("speedup", "seconds", "full_seconds")}
+        named |= {f"leave_at_{layer}": count for layer, count in early["exit_counts"].items()}
+        of_all = {f"early_exit/{name}": value for name, value in named.items()}
+        *inner, _ = of_split["heads"].items()  # the own head's scores are the model's
+        of_one = {f"exit_{layer}/{name}": value for layer, scores in inner for name, value in scores.items()}
+        flat |= {f"{split_prefix(task, split)}{name}": value for name, value in (of_one | of_all).items()}
     return flat
 
 
@@ -124,25 +129,30 @@ def all_logits(model: EarlyExitModel, task: Task, split: str, batch_size: int) -
     return merged
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: int, limit: int) -> dict[str, Any]:
     """Wall seconds of the model that exits early and of the same model run to the end, and their ratio.
 
-    On at most `limit` examples, evenly spread, in the evaluation's batches; they take turns batch by batch, and in who
-    is first. Not collective: this rank alone, once all have asked for the split.
+    On at most `limit` examples, evenly spread, in the evaluation's batches, in an order drawn at random, until the time
+    is up; they take turns batch by batch, and in who is first. Not collective: this rank alone, once all have asked for
+    the split; the others wait, hence the limits.
     """
     examples = task.examples(split)
     places = np.asarray(spread(len(examples), limit))
     batches = [places[shard] for shard in evaluation_shard(examples.lengths[places], 0, 1, batch_size)]
+    order = np.random.default_rng(0).permutation(len(batches))
     runs: tuple[nn.Module, nn.Module] = (model, model.model)
-    seconds = [0.0, 0.0]
-    for number, positions in enumerate([batches[0], *batches]):
+    seconds, measured, end = [0.0, 0.0], 0, time.perf_counter() + _SECONDS
+    for number, positions in enumerate([batches[order[0]], *(batches[place] for place in order)]):
+        if measured and time.perf_counter() > end:
+            break
         batch = task.collate(examples, positions).to(model.device)
         for which in ((0, 1), (1, 0))[number % 2]:
             taken = _seconds(partial(runs[which], **batch.inputs), model.device)
             seconds[which] += taken if number else 0.0  # the first batch comes twice, to warm up
+        measured += len(positions) if number else 0
     early, full = seconds
-    return {"examples": len(places), "seconds": early, "full_seconds": full, "speedup": full / early}
+    return {"examples": measured, "seconds": early, "full_seconds": full, "speedup": full / early}
 
 
 def _calibration_of(model: EarlyExitModel) -> dict[str, Any] | None:
@@ -222,7 +232,7 @@ def _calibrated(criterion: Criterion, heads: AllHeads, spec: ExitsSpec) -> tuple
         "criterion": criterion,
         "target_speedup": spec.target_speedup,
         "max_drop": spec.max_drop,
-        "threshold": best.threshold,
+        "threshold": None if spec.per_head else best.threshold,
         **({"thresholds": policy.thresholds} if spec.per_head else {}),
         "scores": best.scores,
         "full_scores": heads.score(heads.logits[-1]),

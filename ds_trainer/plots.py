@@ -190,7 +190,8 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
     drawn = 0
     for index, (criterion, points) in enumerate(found.get("curves", {}).items()):
         curve = _finite([(p["mean_layers"], p["scores"][metric]) for p in points], f"{phase}: {split}: {criterion}")
-        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": "."}
+        # of two classes, entropy and confidence are the same line: the first is wider
+        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": ".", "linewidth": 6 / (1 + index)}
         curve = curve[curve[:, 0].argsort()]
         axes.plot(layers / curve[:, 0], curve[:, 1], label=_label(criterion), **mark)
         drawn += len(curve)

@@ -25,7 +25,8 @@ from ds_trainer import distributed
 from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.tasks.task import Batch
 
-_OF_ONE_EXIT = re.compile(r"(^|/)exit_\d+/")
+OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full_seconds|expected_saving)$)")
+"""Scores that a table of phases leaves out: of single exit heads, and what says the same in another way."""
 
 
 class Report:
@@ -171,7 +172,7 @@ def results_table(results: Mapping[str, Any]) -> str:
     rows = []
     for name, found in results.items():
         kept = found["weights"]["encoder"]
-        metrics = {metric: value for metric, value in found["eval"].items() if not _OF_ONE_EXIT.search(metric)}
+        metrics = {metric: value for metric, value in found["eval"].items() if not OF_ONE_EXIT.search(metric)}
         row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in metrics.items()}
         row |= {"encoder weights": f"{kept['kept']:,} ({100 * kept['kept'] / kept['total']:.1f}%)"}
         row |= {"seconds": f"{found['train']['train_seconds']:.0f}"}

@@ -181,32 +181,41 @@ def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingM
         results = train(plan, report, job.resume)
         if phase.techniques.exits:
             found = _measure_exits(plan, phase.techniques.exits)
-            results["eval"] |= flat_scores(plan.task, found)
-            results["exits"] = found
-            report.write_scores(plan.clock.total, flat_scores(plan.task, found))
+            flat = flat_scores(plan.task, found)
+            report.write_scores(plan.clock.total, flat)
+            results["eval"] |= flat  # of the exported model: what training's own precision said of its heads goes
+            results["exits"] = without_curves(found)
         return results
 
 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
-    """Calibrate and evaluate the exits of a phase's exported model; all but the curves, which go to a file."""
+    """Calibrate and evaluate the exits of a phase's exported model; what is found also goes to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
     if spec.calibrated:
         calibrate_folder(model, plan.task, batch_size, spec)
     early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
     found = evaluate_exits(early, plan.task, batch_size)
     distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
-    return without_curves(found)
+    return found
 
 
 def _compare(job: TrainJob, results: dict[str, Any]) -> None:
-    """Add to every phase's results what its model costs, all measured in one place, side by side."""
-    subjects = {}
-    for phase in job.recipe.phases:
-        model = (job.output if phase is job.recipe.phases[-1] else job.output / phase.name) / "model"
-        subjects[phase.name] = Subject(model, build_task(task_of(phase, job.recipe), str(model), job.recipe.cache_dir))
-        subjects[phase.name].task.examples(subjects[phase.name].task.splits[0])  # collective, unlike what follows
-    for name, costs in distributed.on_main(lambda: compare(subjects)).items():
-        results[name] |= costs
+    """Add to every phase's results what its model costs, all measured in one place; what fails is only warned of."""
+    places = {phase.name: job.output / phase.name / "model" for phase in job.recipe.phases}
+    places[job.recipe.phases[-1].name] = job.output / "model"
+    there = distributed.on_main(lambda: [name for name, model in places.items() if (model / "config.json").is_file()])
+    try:
+        subjects = {}
+        for phase in job.recipe.phases:
+            if phase.name in there:
+                model = places[phase.name]
+                task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
+                task.examples(task.splits[0])  # collective, unlike what follows
+                subjects[phase.name] = Subject(model, task)
+        for name, costs in distributed.on_main(lambda: compare(subjects)).items():
+            results[name] |= costs
+    except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run
+        distributed.warn(f"the models of the run are not measured: {error}")
 
 
 def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:

@@ -248,11 +248,17 @@ def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path: Path, cache: Pat
     folder = make_folder(tmp_path / "model", labels, ENTROPY)
     task = build_task(TextSpec(name="mnli", data_dir=str(tmp_path)), folder, cache)
     found = evaluate_exits(exiting(task, folder), task, 8)
+    second_counts = found["splits"]["validation_mismatched"]["early_exit"]["exit_counts"]
     counts = {split: sum(of["early_exit"]["exit_counts"].values()) for split, of in found["splits"].items()}
     assert counts == {"validation": 9, "validation_mismatched": 14}
     flat = flat_scores(task, found)
-    names = ("accuracy", "mean_layers", "expected_saving", "speedup")
-    assert set(flat) == {f"{split}early_exit/{name}" for split in ("", "validation_mismatched/") for name in names}
+    names = ["accuracy", "mean_layers", "expected_saving", "speedup", "seconds", "full_seconds"]
+    names += [f"leave_at_{layer}" for layer in found["layers"]]
+    of_one = {f"exit_{layer}/accuracy" for layer in found["layers"][:-1]}
+    expected = {f"early_exit/{name}" for name in names} | of_one
+    assert set(flat) == expected | {f"validation_mismatched/{name}" for name in expected}
+    assert flat["exit_1/accuracy"] == found["splits"]["validation"]["heads"]["1"]["accuracy"]
+    assert flat["validation_mismatched/early_exit/leave_at_1"] == second_counts["1"]
     second = found["splits"]["validation_mismatched"]["early_exit"]
     assert flat["validation_mismatched/early_exit/accuracy"] == second["scores"]["accuracy"]
     assert flat["early_exit/speedup"] == found["splits"]["validation"]["early_exit"]["measured"]["batch_8"]["speedup"]
@@ -266,7 +272,7 @@ def test_times_are_of_both_models_in_turn_after_a_warm_up(
     seconds = {"early": 1.0, "full": 3.0}
 
     def timed(run: Any, device: torch.device) -> float:
-        assert not torch.is_grad_enabled()
+        assert torch.is_inference_mode_enabled()
         runs.append("early" if isinstance(run.func, EarlyExitModel) else "full")
         assert len(run.keywords["input_ids"]) <= 8
         return seconds[runs[-1]] if len(runs) > 2 else 1000.0
@@ -277,17 +283,26 @@ def test_times_are_of_both_models_in_turn_after_a_warm_up(
     assert runs == [*["early", "full"], *["full", "early"], *["early", "full"], *["full", "early"]]
 
 
+def test_timing_ends_when_its_time_is_up(task: Task, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time at all one batch is measured, and it is said of how many examples."""
+    monkeypatch.setattr(exit_evaluation, "_SECONDS", 0.0)
+    assert measured_speed(exiting(task, classifier), task, "validation", batch_size=8, limit=20)["examples"] in (4, 8)
+
+
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, {1: 64, 8: 1000}), (1, {1: 64})])
 def test_times_are_taken_one_by_one_and_at_the_size_of_the_evaluation(
     task: Task, classifier: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, expected: dict[int, int]
 ) -> None:
     """64 examples of the one, 1,000 of the other, each under its size; the speed-up told is that of the evaluation."""
     monkeypatch.setattr(
-        exit_evaluation, "measured_speed", lambda m, t, split, size, limit: {"speedup": size, "examples": limit}
+        exit_evaluation,
+        "measured_speed",
+        lambda m, t, split, size, limit: {"speedup": size, "examples": limit, "seconds": 1, "full_seconds": 1},
     )
     found = evaluate_exits(exiting(task, classifier), task, batch_size)
     measured = found["splits"]["validation"]["early_exit"]["measured"]
-    assert measured == {f"batch_{size}": {"speedup": size, "examples": limit} for size, limit in expected.items()}
+    told = {name: {key: of[key] for key in ("speedup", "examples")} for name, of in measured.items()}
+    assert told == {f"batch_{size}": {"speedup": size, "examples": limit} for size, limit in expected.items()}
     assert flat_scores(task, found)["early_exit/speedup"] == batch_size
 
 

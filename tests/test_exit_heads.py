@@ -277,7 +277,7 @@ def broken(folder: Path, what: str) -> None:
         ("none", EXITS_FILE, "layers"),
         ("other layers", HEADS_FILE, "does not hold the heads of this model"),
         ("thresholds", EXITS_FILE, "1 thresholds for 2 heads"),
-        ("no thresholds", EXITS_FILE, "there are no thresholds"),
+        ("no thresholds", EXITS_FILE, "0 thresholds for 2 heads"),
         ("no patience", EXITS_FILE, "patience is not set"),
         ("criterion", EXITS_FILE, '"hope"'),
         ("negative", EXITS_FILE, "-0.1"),

@@ -45,9 +45,6 @@ class EarlyExitModel(nn.Module):
         self.layers = [*map(int, heads), last]
         """Where there is a head, from first to last; the last is the model's own."""
         self.regression = model.config.num_labels == 1
-        mistake = policy_mistake(policy, len(heads), self.regression)
-        if mistake:
-            raise ValueError(f"exits of {model.name_or_path or type(model).__name__}: {mistake}")
         self._own = (own_head(model),)  # its modules are the model's: not registered once more
         self._running = threading.local()
         for layer in range(1, last + 1):
@@ -70,9 +67,15 @@ class EarlyExitModel(nn.Module):
         """The heads in the order of `layers`, the own one last."""
         return [*self.exit_heads.values(), *self._own]  # type: ignore[list-item]
 
-    @torch.no_grad()
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> EarlyExitOutput:
-        """Run each sample as far as the policy wants; results are in the order of the rows."""
+        """Run each sample as far as the policy wants; results are in the order of the rows. Keeps no gradient."""
+        walk = self._walk(input_ids, attention_mask, inputs)
+        assert walk.logits is not None, "all have left"
+        # copies made here are plain tensors, unlike what inference mode makes
+        return EarlyExitOutput(logits=walk.logits.clone(), exit_layers=walk.exit_layers.clone())
+
+    @torch.inference_mode()
+    def _walk(self, input_ids: Tensor, attention_mask: Tensor | None, inputs: dict[str, Any]) -> _Walk:
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None  # nothing is padded: without a mask the library's models take a shorter way
         walk = _Walk(self, input_ids, attention_mask)
@@ -83,7 +86,7 @@ class EarlyExitModel(nn.Module):
             pass
         finally:
             self._running.walk = None
-        return EarlyExitOutput(logits=walk.logits, exit_layers=walk.exit_layers)
+        return walk
 
     @torch.no_grad()
     def all_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -113,9 +116,16 @@ def load_model(folder: str | Path) -> nn.Module:
 
 
 def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    """The model with the heads of the folder, and its policy where no other is given."""
+    """The model with the heads of the folder, and its policy where no other is given.
+
+    ValueError where the heads or the policy are none of this model.
+    """
     heads, saved = load_heads(model, folder)
-    return EarlyExitModel(model, heads, policy or saved.policy)
+    early = EarlyExitModel(model, heads, policy or saved.policy)
+    mistake = policy_mistake(early.policy, len(heads), early.regression)
+    if mistake:
+        raise ValueError(f"the exits of {folder}: {mistake}")
+    return early
 
 
 class _AllLeft(Exception):  # noqa: N818
@@ -155,14 +165,18 @@ class _Walk:
         if layer == self.last:
             self._leave(layer, logits, self._rows)
             raise _AllLeft
-        sure = self.decisions.sure(self._asked, logits)
-        self._asked += 1
-        leaving = int(sure if len(logits) == 1 else sure.count_nonzero())
+        head, self._asked = self._asked, self._asked + 1
+        if len(logits) == 1:
+            sure, leaving = None, int(self.decisions.one_is_sure(head, logits))
+        else:
+            sure = self.decisions.sure(head, logits)
+            leaving = int(sure.count_nonzero())
         if leaving == 0:
             return hidden
         if leaving == len(logits):
             self._leave(layer, logits, self._rows)
             raise _AllLeft
+        assert sure is not None, "of a single row none or all leave"
         staying = (~sure).nonzero().squeeze(1)
         rows = torch.arange(self.size, device=sure.device) if self._rows is None else self._rows
         self._leave(layer, logits[sure], rows[sure])
