@@ -151,7 +151,8 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.tell()
     assert recipe is not None
     assert output is not None
-    return TrainJob(_as_given(arguments), recipe, engine_config, output, flags.overwrite_output_dir, flags.resume, flags.dry_run)
+    asked = (flags.overwrite_output_dir, flags.resume, flags.dry_run)
+    return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from ds_trainer import distributed
 from ds_trainer.data import spread
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.early_exit import with_exits
 from ds_trainer.techniques.exit_heads import has_exits
+from ds_trainer.timing import seconds
 
 SIZES = (1, 32)
 """Batch sizes."""
 _EXAMPLES = 64
-_SECONDS = 6.0
-"""Of measuring, at most about so many for each model and batch size."""
+_SECONDS = 60.0
+"""Of measuring, for all models and batch sizes together."""
 _ROUNDS = 5
+_FOR_P95 = 20
+"""Of fewer calls, the 95th percentile is the slowest one."""
+_SAME_DATA = ("name", "data_dir", "dataset")
+"""Fields of a task's spec: where they are the same, so are the texts."""
 
 
 @dataclass(frozen=True)
@@ -42,81 +50,143 @@ def bytes_on_disk(folder: Path) -> int:
 def compare(subjects: Mapping[str, Subject]) -> dict[str, dict[str, Any]]:
     """Of each model its `size`, its `latency`, and where it has exit heads its `early_exit_latency`.
 
-    Latency is by batch size, `{"batch_1": {"median_ms", "p95_ms"}}`, of this process with its threads; models that
-    together take more than a quarter of the memory are not measured. To be called on one rank.
+    Latency is by batch size, `{"batch_1": {"median_ms", "p95_ms", "calls"}}`, in fp32, without `p95_ms` where calls are
+    few; `measured_on` says where, and on what. Measured are those whose task and data are the last one's, for at most a
+    minute in all: what was not reached is left out, and so is all of it where the models are too large to be held
+    together, as are folders that are not there. To be called on one rank.
     """
+    subjects = {name: subject for name, subject in subjects.items() if subject.folder.is_dir()}
     found: dict[str, dict[str, Any]] = {
         name: {"size": {"bytes": bytes_on_disk(subject.folder)}} for name, subject in subjects.items()
     }
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 4 * sum(entry["size"]["bytes"] for entry in found.values()) > memory:
+    alike = _of_the_last_task(subjects)
+    if not _fit([subject.folder for subject in alike.values()]):
         distributed.info("latency: the run's models together are too large to be measured side by side")
         return found
-    ways = {name: _ways(subject) for name, subject in subjects.items()}
-    for size in SIZES:
-        batches = {name: _batches(subject.task, size) for name, subject in subjects.items()}
+    ways = {name: _ways(subject) for name, subject in alike.items()}
+    end = time.perf_counter() + _SECONDS
+    for left, size in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
         runs = {
-            (name, way): [_forward(model, batch) for batch in batches[name]]
+            (name, way): [_forward(model, batch) for batch in batches]
             for name, models in ways.items()
+            for batches in [_batches(alike[name].task, size)]
             for way, model in models.items()
         }
-        for (name, way), times in in_turns(runs, _SECONDS).items():
-            found[name].setdefault(way, {})[f"batch_{size}"] = _summary(times)
+        for (name, way), times in in_turns(runs, (end - time.perf_counter()) / left).items():
+            if times:
+                found[name].setdefault(way, {})[f"batch_{size}"] = _summary(times)
+                found[name]["measured_on"] = _conditions(alike[name].task)
     return found
 
 
-def in_turns(runs: Mapping[Any, Sequence[Callable[[], object]]], seconds: float) -> dict[Any, list[float]]:
-    """Seconds of every call of each run, all runs in turns, so that what disturbs the machine disturbs all alike.
+def in_turns(runs: Mapping[Any, Sequence[Callable[[], object]]], limit: float) -> dict[Any, list[float]]:
+    """Seconds of the calls of each run, all runs in turns, call by call: what disturbs the machine disturbs all alike.
 
-    After one round to warm up, at most five, and as many as fit in so many seconds a run, but one at least.
+    After one call of each to warm up, five rounds or 20 calls, unless `limit`, in seconds, is over: it is looked at
+    before every call, and a run that did not come to its turn has no times.
     """
+    device, end = distributed.device(), time.perf_counter() + limit
     times: dict[Any, list[float]] = {key: [] for key in runs}
-    end = None
-    for _ in range(1 + _ROUNDS):
-        if end is not None and time.perf_counter() > end and all(times.values()):
+    rounds = max([_ROUNDS, *(math.ceil(_FOR_P95 / len(calls)) for calls in runs.values() if calls)])
+    warm_up = [(None, calls[0]) for calls in runs.values() if calls]
+    turns = [
+        (key, call)
+        for calls in zip_longest(*runs.values())
+        for key, call in zip(runs, calls, strict=True)
+        if call is not None
+    ]
+    for key, call in [*warm_up, *turns * rounds]:
+        if time.perf_counter() >= end:
             break
-        for key, calls in runs.items():
-            taken = [_seconds(call) for call in calls]
-            times[key] += taken if end is not None else []
-        end = end or time.perf_counter() + seconds * len(runs)
+        taken = seconds(call, device)
+        if key is not None:
+            times[key].append(taken)
     return times
 
 
+def _of_the_last_task(subjects: Mapping[str, Subject]) -> dict[str, Subject]:
+    """Those that read the same texts as the last one, so that their times can be compared."""
+
+    def data(subject: Subject) -> list[Any]:
+        return [getattr(subject.task.spec, field) for field in _SAME_DATA]
+
+    last = [data(subject) for subject in subjects.values()][-1:]
+    return {name: subject for name, subject in subjects.items() if [data(subject)] == last}
+
+
+def _fit(folders: Sequence[Path]) -> bool:
+    """Whether the weights of all, in fp32, take at most a quarter of the memory that is left, on host and device."""
+    room = [_available_bytes()]
+    if distributed.device().type == "cuda":
+        room.append(torch.cuda.mem_get_info(distributed.device())[0])
+    return 4 * sum(map(_parameters, folders)) <= min(room) / 4
+
+
+def _parameters(folder: Path) -> int:
+    """How many weights a folder holds; only the headers of its files are read, as their types differ in bytes."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count
+
+
+def _available_bytes() -> int:
+    """The host's memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _ways(subject: Subject) -> dict[str, Any]:
-    """The ways to run a folder's model: to its end, and with early exits where it has them."""
+    """The ways to run a folder's model, loaded once: to its end, and with early exits where it has them."""
     device = distributed.device()
     model = subject.task.build_model(subject.folder).to(device).eval()
     if not has_exits(subject.folder):
         return {"latency": model}
-    other = subject.task.build_model(subject.folder)
-    return {"latency": model, "early_exit_latency": with_exits(other, subject.folder).to(device).eval()}
+    early = with_exits(model, subject.folder).to(device).eval()
+    return {"latency": early.model, "early_exit_latency": early}
+
+
+def _chosen(task: Task) -> list[int]:
+    """The same examples for each model of a run, evenly spread over the first evaluation split."""
+    return list(spread(len(task.examples(task.splits[0])), _EXAMPLES))
 
 
 def _batches(task: Task, size: int) -> list[Batch]:
-    """The same examples for each model of a run, evenly spread over the first evaluation split."""
-    examples = task.examples(task.splits[0])
-    chosen = list(spread(len(examples), max(size, _EXAMPLES)))
-    parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    """Whole batches of the chosen examples; what is left over is no measure of this size."""
+    examples, chosen = task.examples(task.splits[0]), _chosen(task)
+    parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
     return [task.collate(examples, part).to(distributed.device()) for part in parts]
 
 
 def _forward(model: Any, batch: Batch) -> Callable[[], object]:
     def run() -> None:
-        with torch.no_grad():
+        with torch.inference_mode():
             model(**batch.inputs)
-        if batch.labels.is_cuda:
-            torch.cuda.synchronize()
 
     return run
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _conditions(task: Task) -> dict[str, Any]:
+    device, chosen = distributed.device(), _chosen(task)
+    return {
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": "float32",
+        "examples": len(chosen),
+        "mean_tokens": float(task.examples(task.splits[0]).lengths[chosen].mean()),
+    }
 
 
 def _summary(times: Sequence[float]) -> dict[str, float]:
     ordered = sorted(times)
-    last = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return {"median_ms": 1e3 * statistics.median(ordered), "p95_ms": 1e3 * last}
+    found = {"median_ms": 1e3 * statistics.median(ordered), "calls": len(ordered)}
+    if len(ordered) >= _FOR_P95:
+        found["p95_ms"] = 1e3 * ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return found

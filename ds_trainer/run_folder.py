@@ -38,39 +38,44 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._list = path / _LIST
-        self._own: set[str] = set(json.loads(self._list.read_text())) if self._list.is_file() else set()
 
     def open(self, overwrite: bool) -> None:
         """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that."""
         self.path.mkdir(parents=True, exist_ok=True)
+        own = self._own()
         if overwrite:
-            for target in [path for name in self._own for path in self.path.glob(name)]:
+            for target in [path for name in own for path in self.path.glob(name)]:
                 _delete_written(target, self.path)
-            self._own = {name for name in self._own if any(self.path.glob(name))}
-        self._write_list()
+            own = {name for name in own if any(self.path.glob(name))}
+        self._write_list(own)
 
     def claim(self, name: str) -> Path:
         """A path to write, or a pattern of paths; one that is there and that no run of ours wrote is a ValueError."""
         target = self.path / name
-        foreign = [] if name in self._own else sorted(self.path.glob(name))
+        own = self._own()
+        foreign = [] if name in own else sorted(self.path.glob(name))
         if foreign:
             raise ValueError(f"{foreign[0]} is there and was not written by this program: move it, or write elsewhere")
-        self._own.add(name)
-        self._write_list()
+        self._write_list(own | {name})
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all."""
-        target = self.claim(name)
-        aside = target.with_name(f".{target.name}.tmp")
-        aside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        aside.replace(target)
+        _replace(self.claim(name), json.dumps(value, indent=2) + "\n")
 
-    def _write_list(self) -> None:
-        aside = self._list.with_name(f"{_LIST}.tmp")
-        aside.write_text(json.dumps(sorted(self._own)), encoding="utf-8")
-        aside.replace(self._list)
+    def _own(self) -> set[str]:
+        """What was claimed; read every time, since another object, or process, may have claimed more."""
+        return set(json.loads(self._list.read_text(encoding="utf-8"))) if self._list.is_file() else set()
+
+    def _write_list(self, own: set[str]) -> None:
+        _replace(self._list, json.dumps(sorted(own)))
+
+
+def _replace(target: Path, text: str) -> None:
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(target)
 
 
 def _delete_written(target: Path, root: Path) -> None:

@@ -1,0 +1,93 @@
+"""What a run shows of its command and files, without the secrets in them.
+
+Found by the names of what holds them, and in addresses: a secret under another name is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Any
+
+HIDDEN = "REDACTED"
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential|(api|access|private)_?key")
+_TOKEN = re.compile(r"(?:^|_)([a-z]*?)_?token(?![a-z])(?!_(?:ids?|types?|counts?)(?:_|$))")
+_TOKENS = re.compile(r"(?:^|_)(?:api|auth|access|bearer|hf|hub)_?tokens(?:_|$)")
+_OF_TEXTS = frozenset("pad bos eos unk sep cls mask special image audio video boi eoi prefix suffix per".split())
+"""Tokens of these kinds are words to a model: `pad_token` is no secret."""
+
+_LOGIN = re.compile(r"""(\bhttps?://)[^\s/"']+@|(\b[a-z][a-z0-9+.-]*://)[^\s/:@"']*:[^\s/"']+@""", re.IGNORECASE)
+_IN_JSON = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:\s*)("(?:[^"\\]|\\.)*"|[-\w.+]+)')
+_ASSIGNED = re.compile(r"""([\w.*-]*\w)=("[^"]*"|'[^']*'|[^\s&"',;]+)""")
+
+
+def redacted(value: Any) -> Any:
+    """The JSON value with `HIDDEN` in place of every secret; a new one, the given one stays as it is.
+
+    Secrets are what is under a key such as `api_key`, `hf_token` or `password`, at any depth; `key=value`,
+    `--key value` and JSON inside of texts; and who logs in at an address, as in `https://user:password@host`. A text
+    under "command" is taken apart as a shell would.
+    """
+    if isinstance(value, dict):
+        return {key: _of_key(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return _text(value) if isinstance(value, str) else value
+
+
+def _of_key(key: str, value: Any) -> Any:
+    if _is_secret(key):
+        return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
+    return _command(value) if key == "command" and isinstance(value, str) else redacted(value)
+
+
+def _is_secret(key: str) -> bool:
+    name = "_".join(_WORDS.findall(key)).lower()
+    if _SECRET.search(name) or _TOKENS.search(name):
+        return True
+    return any(found[1] not in _OF_TEXTS for found in _TOKEN.finditer(name))
+
+
+def _command(text: str) -> str:
+    """A command line, as it was where it holds no secret."""
+    try:
+        parts = shlex.split(text)
+    except ValueError:  # quotes that do not close
+        return _text(text)
+    shown = [_argument(part) for part in parts]
+    for index, flag in enumerate(parts[:-1]):
+        if flag.startswith("-") and "=" not in flag and _is_secret(flag) and not parts[index + 1].startswith("--"):
+            shown[index + 1] = HIDDEN
+    return text if shown == parts else shlex.join(shown)
+
+
+def _argument(text: str) -> str:
+    """An argument: PATH=JSON, JSON, or anything else."""
+    path, equals, given = text.partition("=")
+    if equals and re.fullmatch(r"[\w.*-]+", path):
+        hidden = any(map(_is_secret, path.split(".")))
+        return f"{path}={HIDDEN if hidden else _json_or_text(given)}"
+    return _json_or_text(text)
+
+
+def _json_or_text(text: str) -> str:
+    try:
+        value = json.loads(text)
+        shown = redacted(value)
+    except (ValueError, RecursionError):
+        return _text(text)
+    return text if shown == value else json.dumps(shown)
+
+
+def _text(text: str) -> str:
+    text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
+    text = _IN_JSON.sub(
+        lambda found: f'"{found[1]}"{found[2]}"{HIDDEN}"' if _is_secret(found[1]) else found[0],
+        text,
+    )
+    return _ASSIGNED.sub(
+        lambda found: f"{found[1]}={HIDDEN}" if any(map(_is_secret, found[1].split("."))) else found[0], text
+    )
