@@ -8,7 +8,17 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from ds_trainer.exit_specs import EXITS_FILE, Criterion, ExitPolicy, ExitsSpec, SavedExits, policy_of
+from ds_trainer.exit_specs import (
+    EXITS_FILE,
+    MOST_CONFIDENCE,
+    MOST_PATIENCE,
+    Criterion,
+    ExitPolicy,
+    ExitsSpec,
+    SavedExits,
+    aim_mistakes,
+    policy_of,
+)
 from ds_trainer.json_file import read_json
 from ds_trainer.readers import is_regression
 from ds_trainer.recipe import TaskSpec, TextSpec, parse_exits
@@ -22,7 +32,7 @@ def add_policy_flags(parser: argparse.ArgumentParser) -> None:
         "--early_exit_entropy", type=_thresholds, metavar="X", help=f"leave below this entropy, in nats: {several}"
     )
     policy.add_argument(
-        "--early_exit_confidence", type=_thresholds, metavar="X", help=f"leave above this probability: {several}"
+        "--early_exit_confidence", type=_confidences, metavar="X", help=f"leave above this probability: {several}"
     )
     policy.add_argument(
         "--patience", type=_patience, metavar="N", help="leave once N heads in a row agree with the one before"
@@ -75,9 +85,10 @@ def calibration_mistakes(flags: argparse.Namespace, saved: SavedExits | None, ta
 
 def asked_calibration(flags: argparse.Namespace, saved: SavedExits) -> ExitsSpec:
     """What to calibrate for, the folder's criterion and patience where the flags say none."""
+    of_regression = saved.policy.criterion == "patience" and bool(saved.policy.thresholds)
     return ExitsSpec(
         criterion=flags.criterion or saved.policy.criterion,
-        patience=flags.patience or saved.policy.patience or ExitsSpec().patience,
+        patience=flags.patience or (saved.policy.patience if of_regression else None),
         target_speedup=flags.target_speedup,
         max_drop=flags.max_drop,
         per_head=flags.per_head,
@@ -85,19 +96,10 @@ def asked_calibration(flags: argparse.Namespace, saved: SavedExits) -> ExitsSpec
 
 
 def _criterion_mistakes(flags: argparse.Namespace, saved: SavedExits, task: TaskSpec) -> list[str]:
+    aim = {name: getattr(flags, name) for name in ("target_speedup", "max_drop", "per_head", "patience")}
     criterion = flags.criterion or saved.policy.criterion
-    try:
-        policy_of(ExitsSpec(criterion=criterion), len(saved.layers), _regression(task))
-    except ValueError as error:
-        return [str(error)]
-    if _regression(task):
-        return []
-    mistakes = []
-    if flags.patience is not None:
-        mistakes.append(f"--patience {flags.patience}: it goes with a regression; here it is what --criterion picks")
-    if flags.per_head and criterion == "patience":
-        mistakes.append("--per_head: patience is the same for all heads: give --criterion entropy or confidence")
-    return mistakes
+    found = aim_mistakes(ExitsSpec(**aim), criterion, saved.layers, None, _regression(task))
+    return [f"--{mistake}" for mistake in found]
 
 
 def _held_out_mistakes(model: str, saved: SavedExits, task: TaskSpec) -> list[str]:
@@ -120,13 +122,14 @@ def _regression(task: TaskSpec) -> bool:
     return isinstance(task, TextSpec) and is_regression(task)
 
 
-def _number(text: str, least: float) -> float:
+def _number(text: str, least: float, most: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not least <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {least:g} or more")
+    if not (least <= value <= most and math.isfinite(value)):
+        allowed = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of {least:g} or more"
+        raise argparse.ArgumentTypeError(f"{text!r} is no number {allowed}")
     return value
 
 
@@ -138,13 +141,19 @@ def _drop(text: str) -> float:
     return _number(text, 0)
 
 
-def _thresholds(text: str) -> float | list[float]:
+def _thresholds(text: str, most: float = math.inf) -> float | list[float]:
     """One for every head, or one a head."""
-    values = [_number(part, 0) for part in text.split(",")]
+    values = [_number(part, 0, most) for part in text.split(",")]
     return values if len(values) > 1 else values[0]
 
 
+def _confidences(text: str) -> float | list[float]:
+    return _thresholds(text, MOST_CONFIDENCE)
+
+
 def _patience(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
-    return int(text)
+    # Python refuses to read a number of some thousand digits
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MOST_PATIENCE)) else 0
+    if not 1 <= value <= MOST_PATIENCE:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {MOST_PATIENCE}")
+    return value

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_trainer import distributed
+from ds_trainer import distributed, timing
 from ds_trainer.data import evaluation_shard, spread
 from ds_trainer.evaluate import evaluation_batches, split_prefix
 from ds_trainer.exit_curves import AllHeads, choose, choose_per_head, curve
-from ds_trainer.exit_specs import Criterion, ExitPolicy, ExitsSpec, policy_of
+from ds_trainer.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.tasks.text import HELD_OUT
 from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
@@ -80,6 +80,7 @@ def flat_scores(task: Task, found: dict[str, Any]) -> dict[str, float]:
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
     """Rewrite a folder's `exits.json` with thresholds chosen on held-out examples; gives how. Collective."""
+    distributed.on_main(partial(_check_held_out, folder, task))
     early = with_exits(task.build_model(folder), folder).to(distributed.device()).eval()
     policy, calibration = calibrate(early, task, batch_size, spec)
     saved = read_exits(folder).model_copy(update={"policy": policy, "calibration": calibration})
@@ -94,15 +95,16 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     model's policy) and, for a regression, the patience. ValueError where no threshold reaches the target, the
     criterion does not go with the task, or nothing is held out.
     """
-    criterion = spec.criterion or model.policy.criterion
-    policy_of(ExitsSpec(criterion=criterion), len(model.layers) - 1, model.regression)  # raises where it does not go
-    if spec.per_head and criterion == "patience" and not model.regression:
-        raise ValueError("exits: patience is the same for all heads: calibrate entropy or confidence for one a head")
+    criterion = spec.asked_criterion or model.policy.criterion
+    *layers, depth = model.layers
+    mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
+    if mistakes:
+        raise ValueError("\n".join(f"exits: {mistake}" for mistake in mistakes))
     logits = all_logits(model, task, HELD_OUT, batch_size)
 
     def chosen() -> tuple[ExitPolicy, dict[str, Any]]:
         assert logits is not None, "rank 0 has them"
-        heads = AllHeads(logits, model.layers, _scorer(task, HELD_OUT), spec.patience)
+        heads = AllHeads(logits, model.layers, _scorer(task, HELD_OUT), spec.patience or DEFAULT_PATIENCE)
         return _calibrated(criterion, heads, spec)
 
     return distributed.on_main(chosen)
@@ -148,11 +150,20 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
             break
         batch = task.collate(examples, positions).to(model.device)
         for which in ((0, 1), (1, 0))[number % 2]:
-            taken = _seconds(partial(runs[which], **batch.inputs), model.device)
+            taken = timing.seconds(partial(runs[which], **batch.inputs), model.device)
             seconds[which] += taken if number else 0.0  # the first batch comes twice, to warm up
         measured += len(positions) if number else 0
     early, full = seconds
     return {"examples": measured, "seconds": early, "full_seconds": full, "speedup": full / early}
+
+
+def _check_held_out(folder: Path, task: Task) -> None:
+    """Refuse to choose thresholds on examples that the heads may have seen."""
+    if read_exits(folder).held_out_key != task.held_out_key():
+        raise ValueError(
+            f"the examples held out now are not those that were held out in training {folder}: give the same data file "
+            f"and columns, and the same task.held_out"
+        )
 
 
 def _calibration_of(model: EarlyExitModel) -> dict[str, Any] | None:
@@ -175,7 +186,7 @@ def _of_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) ->
 def _offline(model: EarlyExitModel, task: Task, split: str, logits: Tensor | None) -> dict[str, Any]:
     """Every head by itself, and the curves; on rank 0, which has the logits."""
     assert logits is not None, "rank 0 has them"
-    heads = AllHeads(logits, model.layers, _scorer(task, split), model.policy.patience or ExitsSpec().patience)
+    heads = AllHeads(logits, model.layers, _scorer(task, split), model.policy.patience or DEFAULT_PATIENCE)
     criteria = ("patience",) if model.regression else _CRITERIA
     return {
         "heads": {str(layer): heads.score(own) for layer, own in zip(model.layers, logits, strict=True)},
@@ -239,13 +250,3 @@ def _calibrated(criterion: Criterion, heads: AllHeads, spec: ExitsSpec) -> tuple
         "mean_layers": best.mean_layers,
         "expected_speedup": depth / best.mean_layers,
     }
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started

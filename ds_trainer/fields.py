@@ -15,6 +15,8 @@ def _whole_or_fraction(value: Any) -> Any:
 
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
+"""A part of a whole that leaves some of it."""
 Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
 Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]

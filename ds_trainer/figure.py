@@ -1,7 +1,7 @@
 """A figure: drawn without a display, given as an array of pixels or saved as a file.
 
 Matplotlib draws it (Agg, through its objects: no pyplot, no state shared with a notebook), OpenCV scales backgrounds
-and writes raster files. Both come with the extra `ds_trainer[plots]` and are loaded when the first figure is made.
+and writes raster files. Both come with the extra `plots` and are loaded when the first figure is made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """(height, width, 3), RGB."""
 
 DPI = 100
+INSTALL = """pip install -e ".[plots]" from the project's folder"""
+
 _LEAST_DPI = 20
 """Below, fonts have less than a pixel."""
+_JPEG_SIDE = 65_500
+"""More, and OpenCV's encoder writes nothing."""
 _RASTER, _VECTOR = (".jpeg", ".jpg", ".png"), (".pdf", ".svg")
 
 
@@ -34,7 +38,7 @@ def check_installed() -> None:
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ValueError(f'figures need Matplotlib and OpenCV ({error}): pip install "ds_trainer[plots]"') from error
+        raise ValueError(f"figures need Matplotlib and OpenCV ({error}): {INSTALL}") from error
 
 
 def write_whole(target: Path, data: bytes) -> None:
@@ -48,6 +52,21 @@ def write_whole(target: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def encoded(pixels: Pixels, kind: str) -> bytes:
+    """Pixels as the bytes of a .png, .jpg or .jpeg file. Raises ValueError for a size that a format does not hold."""
+    import cv2
+
+    height, width = pixels.shape[:2]
+    if kind != ".png" and max(width, height) > _JPEG_SIDE:
+        raise ValueError(
+            f"a JPEG has at most {_JPEG_SIDE:,} pixels a side, and {width} x {height} is asked: save a .png"
+        )
+    done, data = cv2.imencode(kind, cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))  # OpenCV writes BGR
+    if not done:
+        raise ValueError(f"OpenCV cannot write {width} x {height} pixels as {kind}")
+    return bytes(data)
 
 
 class Figure:
@@ -97,16 +116,24 @@ class Figure:
         return np.rint(below + (over[..., :3].astype(np.float32) - below) * opacity).astype(np.uint8)
 
     def save(
-        self, path: str | Path, width: int | None = None, height: int | None = None, background: Pixels | None = None
+        self,
+        path: str | Path,
+        width: int | None = None,
+        height: int | None = None,
+        background: Pixels | None = None,
+        alpha: float = 1.0,
     ) -> None:
         """Write it by its extension: .png .jpg .jpeg as `render` gives it, .pdf .svg as shapes, 100 pixels to the inch.
 
-        The file appears whole or not at all. Raises ValueError for another extension, or a path that cannot be written.
+        The file appears whole or not at all. Raises ValueError for another extension, a size that a format does not
+        hold, a path that cannot be written, or shapes with an `alpha` other than 1.
         """
         target = Path(path)
         kind = _checked_extension(target)
         if kind in _RASTER:
-            data = _encoded(self.render(width, height, background), kind)
+            data = encoded(self.render(width, height, background, alpha), kind)
+        elif alpha != 1:
+            raise ValueError(f"the opacity of {target} is {alpha}: shapes have 1; save a {' '.join(_RASTER)}")
         else:
             data = self._vector(kind, *self._size(width, height), background)
         write_whole(target, data)
@@ -163,13 +190,6 @@ def _resized(background: Pixels, width: int, height: int) -> Pixels:
     shrinks = width < columns and height < rows
     resized = cv2.resize(background, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
     return np.asarray(resized, np.uint8)
-
-
-def _encoded(pixels: Pixels, kind: str) -> bytes:
-    import cv2
-
-    # OpenCV writes BGR
-    return bytes(cv2.imencode(kind, cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1])
 
 
 def _checked_extension(target: Path) -> str:

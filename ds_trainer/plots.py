@@ -6,68 +6,43 @@ ValueError. What is on the page, under which name, is decided in `report_page`.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ds_trainer import distributed
 from ds_trainer.figure import Figure
+from ds_trainer.matrices import Array, Counts, kept_shares, layer_of, role_of
+from ds_trainer.run_files import Records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Records: TypeAlias = Sequence[Mapping[str, Any]]
-"""What one phase has logged: a record for each step, in order; a value that was not finite is None."""
-
-Counts: TypeAlias = Mapping[str, Mapping[str, int]]
-"""`kept` and `total` weights of each linear layer of the encoder, by name."""
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 """Told apart also by the colour-blind (Okabe and Ito, 2008)."""
 
 _MARKERS = "osD^vP*X"
-
-_QKV = ("query", "key", "value")
-_ROLES = {
-    **{f"attention.self.{name}": name for name in _QKV},
-    **{f"attention.self.{name}_proj": name for name in _QKV},
-    **{f"attention.{name[0]}_lin": name for name in _QKV},
-    "attention.output.dense": "output",
-    "attention.out_lin": "output",
-    "intermediate.dense": "ff in",
-    "ffn.lin1": "ff in",
-    "output.dense": "ff out",
-    "ffn.lin2": "ff out",
-}
-"""The matrices of BERT, RoBERTa, ELECTRA, DeBERTa-v2 and DistilBERT by their names inside a layer."""
-
-_HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
-"""The dimension of a weight, (out, in), along which the heads lie."""
+_ROOM = 2
+"""A panel of losses is at most so many times as high as what is part of the loss."""
+_LOWER_IS_BETTER = ("perplexity", "loss")
 
 
 def losses(phase: str, records: Records) -> Figure | None:
-    """The loss, and each term as logged and times its weight, above the learning rates; all over optimizer steps."""
+    """The loss, and each term as logged and times its weight, above the learning rates; all over optimizer steps.
+
+    Terms as logged that would squash the lines of the loss are only named.
+    """
     steps, loss = _series(records, "train/loss")
     if not np.isfinite(loss).any():
         return None
     figure = Figure(800, 560)
     above, below = figure.panels(2, 1, sharex=True, height_ratios=[3, 2])
-    _line(above, steps, loss, color="black", linewidth=2, label="loss")
-    names = _names(records, "train/term/")
-    for colour, name in zip(_colours(names), names, strict=True):
-        steps, term = _series(records, f"train/term/{name}")
-        weight = _last(records, f"train/weight/{name}", 1.0)
-        if weight != 0 and (len(names) > 1 or weight != 1):
-            _line(above, steps, weight * term, color=colour, label=_label(f"{weight:g} × {name}"))
-        if weight != 1:
-            _line(above, steps, term, color=colour, linestyle=":", label=_label(f"{name}, unweighted"))
+    # under dashes, so that a term that is all of it does not hide it
+    _line(above, steps, loss, color="black", linewidth=3, label="loss")
+    _terms(above, records)
     _rates(below, records)
     _title(figure, f"{phase}: loss")
     _dress(above, "", "loss")
@@ -88,8 +63,8 @@ def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
     panels = figure.panels(1 if alike else 2, 1, sharex=True)
     _title(figure, f"{phase}: encoder weights kept" + (", the same in every matrix" if alike and each else ""))
     if not alike:
-        _density_by_layer(figure, panels[0], _grouped(each, counts, _layer_of))
-        groups = _grouped(each, counts, _role_of)
+        _density_by_layer(figure, panels[0], _grouped(each, counts, layer_of))
+        groups = _grouped(each, counts, role_of)
         for colour, (role, (at, values)) in zip(_colours(groups), groups.items(), strict=True):
             _line(panels[1], at, 100 * values, color=colour, label=_label(role))
     for axes in panels:
@@ -107,7 +82,7 @@ def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
     Of query, key and value for each head's rows, of output for each head's columns, of every other matrix whole, from
     `counts`. What a head would have in a layer where heads are gone is grey.
     """
-    shares = _shares(counts, model)
+    shares = kept_shares(counts, model)
     if not shares:
         return None
     layers = sorted({layer for found in shares.values() for layer in found})
@@ -135,9 +110,12 @@ def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
 
 
 def score_by_density(metric: str, points: Mapping[str, tuple[int, float]]) -> Figure | None:
-    """Each phase's score against the encoder weights it has kept, a number of weights; None for fewer than 2 phases."""
+    """Each phase's score against the encoder weights it has kept, a number of weights; None where all keep as many.
+
+    Up are at least 2 points, or 2 % of a score above 1, so that noise does not look like a result.
+    """
     points = {name: (kept, score) for name, (kept, score) in points.items() if math.isfinite(score)}
-    if len(points) < 2:
+    if len({kept for kept, _ in points.values()}) < 2:
         return None
     figure = Figure(800, 400)
     (axes,) = figure.panels()
@@ -149,9 +127,13 @@ def score_by_density(metric: str, points: Mapping[str, tuple[int, float]]) -> Fi
         mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
         axes.plot(kept / scale, score, linestyle="", markersize=9, label=_label(name), **mark)
     axes.set_xlim(0, 1.05 * most / scale)
-    axes.margins(y=0.15)
+    scores = [score for _, score in points.values()]
+    middle, span = (max(scores) + min(scores)) / 2, max(scores) - min(scores)
+    half = max(1.3 * span, 0.02 * max(1, *map(abs, scores))) / 2
+    axes.set_ylim(middle - half, middle + half)
+    lower = metric.rpartition("/")[2] in _LOWER_IS_BETTER
     _title(figure, f"{metric} against size")
-    _dress(axes, f"encoder weights kept ({unit})".replace(" ()", ""), metric)
+    _dress(axes, f"encoder weights kept ({unit})".replace(" ()", ""), f"{metric} (less is better)" if lower else metric)
     shares = axes.secondary_xaxis("top", functions=_times(100 * scale / most))
     shares.set_xlabel("share of the largest phase's (%)")
     _legend(axes)
@@ -190,15 +172,28 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
     drawn = 0
     for index, (criterion, points) in enumerate(found.get("curves", {}).items()):
         curve = _finite([(p["mean_layers"], p["scores"][metric]) for p in points], f"{phase}: {split}: {criterion}")
-        # of two classes, entropy and confidence are the same line: the first is wider
-        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": ".", "linewidth": 6 / (1 + index)}
+        # of two classes, entropy and confidence are the same line: the first is a pale band
+        under = index == 0 and len(found["curves"]) > 1
+        style: dict[str, Any] = {"linewidth": 6, "alpha": 0.4} if under else {"linewidth": 1.5, "marker": "."}
         curve = curve[curve[:, 0].argsort()]
-        axes.plot(layers / curve[:, 0], curve[:, 1], label=_label(criterion), **mark)
+        axes.plot(
+            layers / curve[:, 0], curve[:, 1], label=_label(criterion), color=_COLOURS[index % len(_COLOURS)], **style
+        )
         drawn += len(curve)
     heads = _finite([(int(n), s[metric]) for n, s in found["heads"].items()], f"{phase}: {split}: heads")
-    axes.plot(layers / heads[:, 0], heads[:, 1], "s", color="0.6", label="one head for all samples", zorder=1)
+    axes.plot(
+        layers / heads[:, 0], heads[:, 1], "s", color="0.35", mec="white", label="one head for all samples", zorder=3
+    )
     policy = _finite([(chosen["mean_layers"], chosen["scores"][metric])], f"{phase}: {split}: policy")
-    axes.plot(layers / policy[:, 0], policy[:, 1], "*", color="black", markersize=15, label=_policy(exits["policy"]))
+    axes.plot(
+        layers / policy[:, 0],
+        policy[:, 1],
+        "*",
+        color="black",
+        markersize=15,
+        mec="white",
+        label=_policy(exits["policy"]),
+    )
     if not drawn + len(heads) + len(policy):
         raise ValueError(f"no {metric} of the exits is a finite number")
     _speed_axis(axes, layers, heads)
@@ -275,15 +270,25 @@ def _rates(axes: Axes, records: Records) -> None:
         _legend(axes)
 
 
-def _layer_of(name: str) -> str:
-    """The layer's number in a linear layer's name, from 0: the first part that is one."""
-    return next((part for part in name.split(".") if part.isdigit()), "")
-
-
-def _role_of(name: str) -> str:
-    """What a linear layer is inside its layer: in the words of attention, where its family is known."""
-    inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
-    return _ROLES.get(inside, inside)
+def _terms(axes: Axes, records: Records) -> None:
+    """Each term times its weight, dashed; and where that is not 1, as logged, dotted, if it leaves the others room."""
+    names = _names(records, "train/term/")
+    terms = {
+        name: (*_series(records, f"train/term/{name}"), _last(records, f"train/weight/{name}", 1.0)) for name in names
+    }
+    colours = dict(zip(names, _colours(names), strict=True))
+    for name, (steps, term, weight) in terms.items():
+        if weight != 0 and (len(names) > 1 or weight != 1):
+            _line(axes, steps, weight * term, color=colours[name], linestyle="--", label=_label(f"{weight:g} × {name}"))
+    low, high = axes.dataLim.intervaly
+    room = _ROOM * max(high - low, 0.1 * abs(high))
+    for name, (steps, term, weight) in terms.items():
+        if weight == 1:
+            continue
+        if np.nanmax(term, initial=high) - np.nanmin(term, initial=low) <= room:
+            _line(axes, steps, term, color=colours[name], linestyle=":", label=_label(f"{name}, unweighted"))
+        else:
+            axes.plot([], [], " ", label=_label(f"off the scale: {name}", 34))
 
 
 def _grouped(
@@ -314,43 +319,10 @@ def _density_by_layer(figure: Figure, axes: Axes, layers: Mapping[str, tuple[Arr
     figure.drawn.colorbar(colours, cax=beside, label="layer", ticks=MaxNLocator(12, integer=True))
 
 
-def _shares(counts: Counts, model: Path) -> dict[str, dict[int, Array]]:
-    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,)."""
-    shares: dict[str, dict[int, Array]] = {}
-    heads, size = _heads_of(model) if any(_role_of(name) in _HEADS for name in counts) else (0, 0)
-    for name, count in counts.items():
-        role, layer = _role_of(name), int(_layer_of(name) or 0)
-        found = np.array([count["kept"] / max(count["total"], 1)])
-        if heads and role in _HEADS:
-            kept = np.moveaxis(_nonzero(model, f"{name}.weight"), _HEADS[role], 0)
-            if len(kept) % size == 0:
-                found = kept.reshape(len(kept) // size, -1).mean(1)
-        shares.setdefault(role, {})[layer] = found
-    order = [role for role in (*_QKV, "output", "ff in", "ff out") if role in shares]
-    return {role: shares[role] for role in [*order, *(role for role in shares if role not in order)]}
-
-
-def _heads_of(model: Path) -> tuple[int, int]:
-    """How many heads a model's config says a layer has, and the size of one; zeros where it says neither."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    heads = config.get("num_attention_heads") or config.get("n_heads") or 0
-    hidden = config.get("hidden_size") or config.get("dim") or 0
-    return (heads, hidden // heads) if heads and hidden >= heads else (0, 0)
-
-
-def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where a weight of a model folder is not zero: (out, in). ValueError where it is not there."""
-    from safetensors import safe_open
-
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:  # NumPy has no bfloat16
-            if name in tensors.keys():  # noqa: SIM118  (no mapping)
-                return (tensors.get_tensor(name) != 0).numpy()
-    raise ValueError(f"{model} has no weight {name}")
-
-
 def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
     """Speed-ups on a scale of factors; heads carry their layer's number where there is room for it."""
+    from matplotlib.patheffects import withStroke
+
     axes.set_xscale("log")
     ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if tick <= layers]
     axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
@@ -362,7 +334,7 @@ def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
         if beside - place > 0.035:
             axes.annotate(
                 f"{layer:.0f}", (layers / layer, score), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
+            ).set_path_effects([withStroke(linewidth=2, foreground="white")])
             beside = place
 
 

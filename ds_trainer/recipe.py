@@ -11,11 +11,11 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ds_trainer.exit_specs import ExitsSpec, SavedExits
+from ds_trainer.exit_specs import ExitsSpec, ExitTerm, SavedExits
 from ds_trainer.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.schedules import LrSchedule
 from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
@@ -129,7 +129,7 @@ class Phase(Strict):
         table = ({"task": 1.0} if loss is None else loss) | asked
         exits = (data.get("techniques") or {}).get("exits")
         if exits is not None:
-            table = _with_exits(table, said=bool(loss) or "task" in asked)
+            table = _with_exits(table, exits, said=bool(loss) or "task" in asked)
             terms = [name.removeprefix("exits.") for name in table if name.startswith("exits.")]
             data = data | {"techniques": data["techniques"] | {"exits": {"terms": terms} | exits}}
         distill = (data.get("techniques") or {}).get("distill")
@@ -151,6 +151,13 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise ValueError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
+        others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
+        if frozen and others:
+            raise ValueError(
+                f'exits.training is "heads", which freezes all but the heads, and {" and ".join(others)} would train '
+                f'the model: set exits.training to "joint", or give the exits a phase of their own'
+            )
         return self
 
 
@@ -297,11 +304,24 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
     return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
 
 
-def _with_exits(table: dict[str, Any], said: bool) -> dict[str, Any]:
-    """The loss table of a phase with exits: by default the heads' own loss, and the model's by what is said of it."""
-    if any(name.startswith("exits.") for name in table):
+def _with_exits(table: dict[str, Any], exits: dict[str, Any], said: bool) -> dict[str, Any]:
+    """The loss table of a phase with exits: by default each of their terms weighs 1, and by default that is "heads".
+
+    The model's own head is in the heads' loss with joint training, and frozen without: unless something is said of it,
+    the task weighs nothing beside them.
+    """
+    known = [f"exits.{term}" for term in get_args(ExitTerm)]
+    weighed = [name for name in table if name.startswith("exits.")]
+    unknown = [name for name in weighed if name not in known]
+    if unknown:
+        raise ValueError(f"loss: {', '.join(unknown)} is no term of exits; on offer: {', '.join(known)}")
+    if weighed:
         return table
-    return table | {"exits.heads": 1.0} | ({} if said else {"task": 0.0})
+    asked = exits.get("terms")
+    terms = [name for name in known if isinstance(asked, list) and name.removeprefix("exits.") in asked]
+    table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
+    learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
+    return table if said or learns_by_task else table | {"task": 0.0}
 
 
 def _is_nested(data: Any) -> bool:
@@ -309,4 +329,4 @@ def _is_nested(data: Any) -> bool:
     if not isinstance(data, dict) or not isinstance(data.get("loss"), dict | None):
         return False
     techniques = data.get("techniques") or {}
-    return isinstance(techniques, dict) and all(isinstance(t or {}, dict) for t in techniques.values())
+    return isinstance(techniques, dict) and all(t is None or isinstance(t, dict) for t in techniques.values())

@@ -16,7 +16,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(r"passw(or)?d|passphrase|secret|credential|(api|access|private)_?key")
 _TOKEN = re.compile(r"(?:^|_)([a-z]*?)_?token(?![a-z])(?!_(?:ids?|types?|counts?)(?:_|$))")
 _TOKENS = re.compile(r"(?:^|_)(?:api|auth|access|bearer|hf|hub)_?tokens(?:_|$)")
-_OF_TEXTS = frozenset("pad bos eos unk sep cls mask special image audio video boi eoi prefix suffix per".split())
+_OF_TEXTS = frozenset(("pad", "bos", "eos", "unk", "sep", "cls", "mask", "special", "image", "audio", "video"))
 """Tokens of these kinds are words to a model: `pad_token` is no secret."""
 
 _LOGIN = re.compile(r"""(\bhttps?://)[^\s/"']+@|(\b[a-z][a-z0-9+.-]*://)[^\s/:@"']*:[^\s/"']+@""", re.IGNORECASE)
@@ -27,9 +27,9 @@ _ASSIGNED = re.compile(r"""([\w.*-]*\w)=("[^"]*"|'[^']*'|[^\s&"',;]+)""")
 def redacted(value: Any) -> Any:
     """The JSON value with `HIDDEN` in place of every secret; a new one, the given one stays as it is.
 
-    Secrets are what is under a key such as `api_key`, `hf_token` or `password`, at any depth; `key=value`,
-    `--key value` and JSON inside of texts; and who logs in at an address, as in `https://user:password@host`. A text
-    under "command" is taken apart as a shell would.
+    Secrets are what is under a key such as `api_key`, `hf_token` or `password`, at any depth, also as `key=value` and
+    as JSON inside of a text; and who logs in at an address, as in `https://user:password@host`. A text under "command"
+    is taken apart as a shell does, and has secrets as `--key value`, too.
     """
     if isinstance(value, dict):
         return {key: _of_key(str(key), item) for key, item in value.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +22,8 @@ from tqdm import tqdm
 
 from ds_trainer import distributed
 from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.run_files import OF_ONE_EXIT
 from ds_trainer.tasks.task import Batch
-
-OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full_seconds|expected_saving)$)")
-"""Scores that a table of phases leaves out: of single exit heads, and what says the same in another way."""
 
 
 class Report:

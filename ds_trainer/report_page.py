@@ -18,14 +18,14 @@ from string import Template
 from typing import Any, TypeVar
 
 from ds_trainer import distributed, plots
-from ds_trainer.figure import Figure, check_installed, write_whole
+from ds_trainer.figure import INSTALL, Figure, Pixels, check_installed, encoded, write_whole
+from ds_trainer.redaction import redacted
+from ds_trainer.run_files import OF_ONE_EXIT, Run, read_object, read_run
 from ds_trainer.run_folder import RunFolder
 
 T = TypeVar("T")
 Cells = dict[str, str]
 """A column of the table of results: what is said of a phase, by the row's title."""
-
-_INSTALL = 'pip install "ds_trainer[plots]"'
 
 
 def report_command(arguments: Sequence[str]) -> None:
@@ -35,61 +35,26 @@ def report_command(arguments: Sequence[str]) -> None:
     folder = parser.parse_args(list(arguments)).output_dir
     run = read_run(folder)
     try:
-        _write(run)
+        _write(run, _Drawn())
     except OSError as error:
         raise ValueError(f"the report cannot be written to {folder}: {error.strerror}") from error
     distributed.info(f"report: {folder / 'report.md'}")
 
 
 def write_report(folder: Path) -> None:
-    """Draw every figure that the files of an output folder allow, and write its page; by rank 0.
+    """Draw every figure that the files of an output folder allow, and write its page, at the end of a run; by rank 0.
 
     Writes `plots/NAME.png`, `report.md`, and `report.html`, which needs markdown-it-py; beside, TensorBoard images
-    where the run has TensorBoard files. What fails is a warning. Raises ValueError only where the folder holds no
-    run, or its recipe or results cannot be read.
+    where the run has TensorBoard files. What fails is a warning. Raises ValueError only where the folder holds no run.
     """
-    run = read_run(folder)
-    _tried("report", lambda: _write(run))
-
-
-@dataclass(frozen=True)
-class Run:
-    """The files of an output folder. `records`: of each phase what it has logged, one record a step, in order."""
-
-    folder: Path
-    recipe: Mapping[str, Any]
-    results: Mapping[str, Any]
-    records: Mapping[str, plots.Records]
-
-    @property
-    def phases(self) -> list[str]:
-        """Those that have logged or finished, in their order."""
-        return list(dict.fromkeys([*self.results, *self.records]))
-
-    def place(self, phase: str) -> Path:
-        """Where a phase writes its model and its evaluation: the last one into the output folder itself."""
-        asked = [spec["name"] for spec in self.recipe.get("phases", [])] or self.phases
-        return self.folder if phase == asked[-1] else self.folder / phase
-
-    def spec(self, phase: str) -> Mapping[str, Any]:
-        """The phase as the recipe has it; empty where it does not."""
-        return next((spec for spec in self.recipe.get("phases", []) if spec["name"] == phase), {})
-
-    def exits(self, phase: str) -> dict[str, Any]:
-        """What is known of a phase's exits: with the curves where its evaluation wrote them; empty without exits."""
-        file = self.place(phase) / "eval" / "exits.json"
-        return _json(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
-
-
-def read_run(folder: Path) -> Run:
-    """Read the small files of an output folder. Raises ValueError where it holds no run, or a file is not JSON."""
-    if not any((folder / name).is_file() for name in ("log.jsonl", "all_results.json")):
-        found = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
-        raise ValueError(f"{folder} {found}: name the output folder of a run")
-    recipe, results = (
-        _json(folder / name) if (folder / name).is_file() else {} for name in ("recipe.json", "all_results.json")
-    )
-    return Run(folder, recipe, results, _read_log(folder / "log.jsonl"))
+    drawn = _Drawn()
+    run = read_run(folder, drawn.failures)
+    for failure in drawn.failures:
+        distributed.warn(failure)
+    _tried("report", lambda: _write(run, drawn))
+    for phase in run.phases:
+        if (folder / "tensorboard" / phase).is_dir():
+            _tried(f"TensorBoard images of {phase}", partial(_to_tensorboard, run, phase, drawn))
 
 
 @dataclass(frozen=True)
@@ -104,16 +69,17 @@ class _Plot:
 
 @dataclass
 class _Drawn:
-    """The figures that could be drawn, as PNG by name, and why others could not."""
+    """The figures that could be drawn, their pixels and their PNG by name, and why others could not."""
 
     plots: list[_Plot] = field(default_factory=list)
+    pixels: dict[str, Pixels] = field(default_factory=dict)
     images: dict[str, bytes] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
-def _write(run: Run) -> None:
+def _write(run: Run, drawn: _Drawn) -> None:
     """Write the report. Raises ValueError or OSError where the page cannot be."""
-    own, drawn = RunFolder(run.folder), _Drawn()
+    own = RunFolder(run.folder)
     try:
         check_installed()
     except ValueError as error:
@@ -126,40 +92,39 @@ def _write(run: Run) -> None:
     try:
         import markdown_it  # noqa: F401
     except ImportError as error:
-        distributed.warn(f"there is no report.html, only report.md: it needs markdown-it-py ({error}): {_INSTALL}")
+        distributed.warn(f"there is no report.html, only report.md: it needs markdown-it-py ({error}): {INSTALL}")
         return
     images = {f"plots/{name}.png": data for name, data in drawn.images.items()}
     write_whole(own.claim("report.html"), _html(_title(run), page, images).encode(errors="replace"))
 
 
 def _draw(run: Run, own: RunFolder, drawn: _Drawn) -> None:
-    """Every figure: drawn, written to `plots/` and to TensorBoard."""
-    figures: dict[str, dict[str, Figure]] = {}
+    """Every figure, drawn once, and written to `plots/`."""
     for plot in _all_plots(run, drawn.failures):
-        figure = _tried(f"plot {plot.name}", partial(_save, own, plot), drawn.failures)
-        if figure is not None:
+        pixels = _tried(f"plot {plot.name}", partial(_save, own, plot), drawn.failures)
+        if pixels is not None:
             drawn.plots.append(plot)
+            drawn.pixels[plot.name] = pixels
             drawn.images[plot.name] = (run.folder / "plots" / f"{plot.name}.png").read_bytes()
-            figures.setdefault(plot.phase, {})[plot.name] = figure
-    for phase, found in figures.items():
-        if (run.folder / "tensorboard" / phase).is_dir():
-            _tried(f"TensorBoard images of {phase}", partial(_to_tensorboard, run, phase, found))
 
 
-def _save(own: RunFolder, plot: _Plot) -> Figure | None:
+def _save(own: RunFolder, plot: _Plot) -> Pixels | None:
     figure = plot.draw()
-    if figure is not None:
-        figure.save(own.claim(f"plots/{plot.name}.png"))
-    return figure
+    if figure is None:
+        return None
+    pixels = figure.render()
+    write_whole(own.claim(f"plots/{plot.name}.png"), encoded(pixels, ".png"))
+    return pixels
 
 
-def _to_tensorboard(run: Run, phase: str, figures: Mapping[str, Figure]) -> None:
+def _to_tensorboard(run: Run, phase: str, drawn: _Drawn) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     step = max((record["step"] for record in run.records.get(phase, [])), default=0)
     with SummaryWriter(str(run.folder / "tensorboard" / phase)) as events:
-        for name, figure in figures.items():
-            events.add_image(f"plots/{name}", figure.render(), step, dataformats="HWC")
+        for plot in drawn.plots:
+            if plot.phase == phase:
+                events.add_image(f"plots/{plot.name}", drawn.pixels[plot.name], step, dataformats="HWC")
 
 
 def _all_plots(run: Run, failures: list[str]) -> Iterator[_Plot]:
@@ -214,7 +179,9 @@ def _calibration(exits: Mapping[str, Any]) -> str:
     found = exits.get("calibration")
     if not found:
         return ""
-    chosen = "A threshold for each head" if found.get("thresholds") else f"The threshold {found['threshold']:.3g}"
+    threshold = found.get("threshold")
+    one = "The policy" if threshold is None else f"The threshold {threshold:.3g}"
+    chosen = "A threshold for each head" if found.get("thresholds") else one
     return f" {chosen} was set on {found['examples']:,} examples of {found['split']}."
 
 
@@ -238,9 +205,10 @@ def _score_by_density(run: Run) -> Figure | None:
 
 def _markdown(run: Run, drawn: _Drawn) -> str:
     """The page. Whatever comes from the run's files is escaped or fenced."""
-    parts = [f"# {_escaped(_title(run))}", *_subject(run)]
+    parts = [f"# {_escaped(_title(run))}", *(_tried("the run's subject", lambda: _subject(run)) or [])]
     table = _tried("the table of results", lambda: _table(run), drawn.failures)
-    parts += ["## Results", table] if table else []
+    notes = _tried("the notes on the table", lambda: _notes(run), drawn.failures) or []
+    parts += ["## Results", table, *map(_escaped, notes)] if table else []
     if drawn.plots:
         parts.append("## Figures")
         parts += [f"![{_escaped(p.caption)}](plots/{p.name}.png)\n\n{_escaped(p.caption)}" for p in drawn.plots]
@@ -262,19 +230,31 @@ def _subject(run: Run) -> list[str]:
 
 
 def _texts(run: Run) -> Iterator[tuple[str, str]]:
-    """The command and the resolved files, by title."""
-    if (run.folder / "command.json").is_file():
-        told = _tried("command.json", lambda: _json(run.folder / "command.json").get("command"))
-        if told:
-            yield "Command", str(told)
+    """The command and the resolved files without their secrets, by title."""
+    command = run.folder / "command.json"
+    told = _tried("command.json", lambda: redacted(read_object(command)).get("command")) if command.is_file() else None
+    if told:
+        yield "Command", str(told)
     places = dict.fromkeys([run.folder, *map(run.place, run.phases)])
     for file in (run.folder / "recipe.json", *(place / "deepspeed_config.json" for place in places)):
-        if file.is_file():
-            yield str(file.relative_to(run.folder)), file.read_text(encoding="utf-8", errors="replace").strip()
+        text = _tried(str(file), partial(_shown, file)) if file.is_file() else None
+        if text is not None:
+            yield str(file.relative_to(run.folder)), text
+
+
+def _shown(file: Path) -> str:
+    """A file's text; where it holds secrets, without them."""
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return str(redacted(text))
+    shown = redacted(value)
+    return text if shown == value else json.dumps(shown, indent=2)
 
 
 def _table(run: Run) -> str:
-    """The phases side by side, in Markdown."""
+    """The phases side by side, in Markdown, and notes on them."""
     if not run.results:
         return "No phase has finished."
     columns = [_cells(found, run.spec(name)) for name, found in run.results.items()]
@@ -286,15 +266,43 @@ def _table(run: Run) -> str:
     return "\n".join([head, "| --- |" + " ---: |" * len(columns), *rows])
 
 
+def _notes(run: Run) -> list[str]:
+    """What the latencies were measured on, and which exits are no longer those of the table."""
+    measured: dict[str, list[str]] = {}
+    for phase, found in run.results.items():
+        on = found.get("measured_on")
+        if on:
+            line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
+            measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
+    notes = [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
+    again = [phase for phase in run.phases if _tried(f"exits of {phase}", partial(run.calibrated_again, phase))]
+    if again:
+        notes.append(f"The exits of {', '.join(again)} were set again since: the figures are those of the ones before.")
+    return notes
+
+
 def _cells(found: Mapping[str, Any], spec: Mapping[str, Any]) -> tuple[Cells, ...]:
     """What the table says of a phase, in groups: what it did, scores, sizes, times, training."""
-    techniques = [name for name, value in (spec.get("techniques") or {}).items() if value is not None]
-    did = {"techniques": ", ".join(techniques) or "none (dense)"} if spec else {}
     timed = "early_exit/speedup" if found.get("exits") else None  # by batch size among the times
-    scores = {_metric(n): _number(v) for n, v in found.get("eval", {}).items() if not (timed and n.endswith(timed))}
+    scores = {
+        _metric(name): _number(value)
+        for name, value in found.get("eval", {}).items()
+        if not (timed and name.endswith(timed))
+        and (name.endswith("early_exit/expected_saving") or not OF_ONE_EXIT.search(name))
+    }
     trained = found.get("train", {})
     training = {"training": f"{trained['train_seconds']:,.0f} s"} if "train_seconds" in trained else {}
-    return did, scores, _sizes(found), _times(found), training
+    return _techniques(found, spec), scores, _sizes(found), _times(found), training
+
+
+def _techniques(found: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
+    if not spec:
+        return {}
+    used = [name for name, value in (spec.get("techniques") or {}).items() if value is not None]
+    used = (["smaller model"] if spec.get("student") else []) + used
+    kept = found.get("weights", {}).get("encoder", {})
+    dense = bool(kept) and kept["kept"] == kept["total"]
+    return {"techniques": ", ".join(used) or ("none (dense)" if dense else "none")}
 
 
 def _sizes(found: Mapping[str, Any]) -> Cells:
@@ -314,7 +322,8 @@ def _times(found: Mapping[str, Any]) -> Cells:
     cells = {}
     for key, what in (("latency", "latency"), ("early_exit_latency", "early-exit latency")):
         for batch, times in (found.get(key) or {}).items():
-            cells[f"{what}, {batch.replace('_', ' ')} (p95)"] = f"{times['median_ms']:.2f} ({times['p95_ms']:.2f}) ms"
+            slow = f" (p95 {times['p95_ms']:.2f})" if "p95_ms" in times else ""
+            cells[f"{what}, {batch.replace('_', ' ')}"] = f"{times['median_ms']:.2f} ms{slow}"
     for index, (split, exits) in enumerate(((found.get("exits") or {}).get("splits") or {}).items()):
         for batch, times in (exits["early_exit"].get("measured") or {}).items():
             where = f" on {split}" if index else ""
@@ -324,10 +333,16 @@ def _times(found: Mapping[str, Any]) -> Cells:
 
 def _metric(name: str) -> str:
     """A score's name in words: `teacher/agreement`, `early_exit/mean_layers`."""
-    words = {"teacher/agreement": "agreement with the teacher", "teacher/": "teacher's ", "early_exit/": "early exit, "}
+    words = {
+        "teacher/agreement": "agreement with the teacher",
+        "teacher/": "teacher's ",
+        "early_exit/": "early exit, ",
+        "mean_layers": "mean layers",
+        "expected_saving": "share of layers used",
+    }
     for key, said in words.items():
         name = name.replace(key, said)
-    return name.replace("mean_layers", "mean layers")
+    return name
 
 
 def _number(value: Any) -> str:
@@ -367,40 +382,6 @@ def _folded(_renderer: Any, tokens: Sequence[Any], index: int, _options: Any, _e
     text = tokens[index].content
     block = f"<pre><code>{html.escape(text)}</code></pre>\n"
     return block if text.count("\n") < 5 else f"<details><summary>show</summary>\n{block}</details>\n"
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a file that a run has written; NaN is a number there. Raises ValueError."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}: it must be an object, {{...}}")
-    return value
-
-
-def _read_log(file: Path) -> dict[str, plots.Records]:
-    """Each phase's records, one a step: where a resumed run has logged a step again, the last holds."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    found = {number: _record(line) for number, line in enumerate(lines, start=1)}
-    broken = [str(number) for number, record in found.items() if not record]
-    if broken:
-        distributed.warn(f"{file}: left out what is no record, on line {', '.join(broken)}")
-    phases: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in filter(None, found.values()):
-        phases.setdefault(record["phase"], {}).setdefault(record["step"], {}).update(record)
-    return {phase: [records[step] for step in sorted(records)] for phase, records in phases.items()}
-
-
-def _record(line: str) -> dict[str, Any]:
-    """A line of the log; empty where it is none, as the last of a run that was killed may be."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    whole = isinstance(record, dict) and isinstance(record.get("phase"), str) and isinstance(record.get("step"), int)
-    return record if whole else {}
 
 
 def _tried(what: str, call: Callable[[], T], failures: list[str] | None = None) -> T | None:

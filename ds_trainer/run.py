@@ -25,6 +25,7 @@ from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
 from ds_trainer.recipe import Phase, Techniques, task_of
+from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder
@@ -222,7 +223,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
     folder.open(job.overwrite)
     folder.write_json("recipe.json", job.recipe.model_dump())
-    folder.write_json("command.json", {"command": job.command})
+    folder.write_json("command.json", redacted({"command": job.command}))
     for name in ("log.jsonl", "tensorboard"):
         folder.claim(name)
     folder.claim(_MADE).mkdir(exist_ok=True)

@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from ds_trainer.fields import Count, Fraction, Positive, Strict
+from ds_trainer.fields import Count, Fraction, Positive, Share, Strict
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
-Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
-"""A part of a whole that leaves some of it."""
 
 
 class TaskBase(Strict):

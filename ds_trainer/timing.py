@@ -9,7 +9,7 @@ import torch
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Wall seconds of `call`, whose work on `device` is waited for; what was asked of the device before is not in it."""
+    """Wall seconds of `call`, all of its work on `device` in it, and nothing of what was asked of that before."""
     _wait(device)
     started = time.perf_counter()
     call()

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.techniques.early_exit import EarlyExitModel
+from ds_trainer.models import encoder_layers
+from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput
 from ds_trainer.techniques.exit_heads import new_heads
+from ds_trainer.techniques.exit_policy import confidence, entropy
 
 WIDTH, LAYERS, BUCKETS = 32, 4, 8
 SMALL = {
@@ -43,6 +45,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert-mean": ("modernbert", MODERN | {"classifier_pooling": "mean"}),
 }
 
+NEVER = ExitPolicy(criterion="entropy", thresholds=[0.0] * 3)
+AT_ONCE = ExitPolicy(criterion="entropy", thresholds=[9.0] * 3)
+
 
 def classifier(family: str, num_labels: int = 3, **fields: Any) -> Any:
     """A model whose answers depend on every token: weights are large for its size."""
@@ -73,3 +78,48 @@ def texts(rows: int = 16, length: int = 12, padding: int = 0) -> tuple[Tensor, T
     sizes = 4 + torch.arange(rows) % (length - 3)
     mask = (torch.arange(length) < sizes[:, None]).long()
     return ids * mask + padding * (1 - mask), mask
+
+
+def pad_of(family: str) -> int:
+    return FAMILIES[family][1].get("pad_token_id", 0)
+
+
+def split_by(model: EarlyExitModel, criterion: str, ids: Tensor, mask: Tensor) -> EarlyExitModel:
+    """Give the model thresholds at which about a third of these texts leave at each head, none of them near one."""
+    logits = model.all_logits(ids, mask)[:-1]
+    if criterion == "patience":
+        model.policy = ExitPolicy(criterion="patience", patience=1)
+        return model
+    if criterion == "regression":
+        steps = (logits[1:] - logits[:-1]).abs().squeeze(-1)
+        limits = [0.0, *(between(step, 0.4) for step in steps)]
+        model.policy = ExitPolicy(criterion="patience", patience=1, thresholds=limits)
+        return model
+    measured = entropy(logits) if criterion == "entropy" else confidence(logits)
+    share = 0.35 if criterion == "entropy" else 0.65
+    model.policy = ExitPolicy(criterion=criterion, thresholds=[between(values, share) for values in measured])
+    return model
+
+
+def between(values: Tensor, share: float) -> float:
+    """The middle of the widest gap near a quantile."""
+    ordered = values.sort().values
+    start = round(share * (len(ordered) - 1))
+    near = ordered[max(0, start - 2) : start + 3]
+    place = int(near.diff().argmax())
+    return float((near[place] + near[place + 1]) / 2)
+
+
+def made(family: str, criterion: str = "entropy", layers: tuple[int, ...] = (1, 2, 3), **fields: Any) -> EarlyExitModel:
+    labels = 1 if criterion == "regression" else 3
+    model = early_exit(classifier(family, num_labels=labels, **fields), NEVER, layers)
+    return split_by(model, criterion, *texts(padding=pad_of(family)))
+
+
+def check_same(found: EarlyExitOutput, expected: EarlyExitOutput) -> None:
+    assert found.exit_layers.tolist() == expected.exit_layers.tolist()
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=0)
+
+
+def layers_of(model: EarlyExitModel) -> list[Any]:
+    return list(encoder_layers(model.model).values())

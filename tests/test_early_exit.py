@@ -8,7 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from exit_models import BUCKETS, FAMILIES, LAYERS, SMALL, WIDTH, classifier, early_exit, randomise, texts
+from exit_models import (
+    AT_ONCE,
+    BUCKETS,
+    FAMILIES,
+    LAYERS,
+    NEVER,
+    SMALL,
+    WIDTH,
+    check_same,
+    classifier,
+    early_exit,
+    layers_of,
+    made,
+    pad_of,
+    randomise,
+    split_by,
+    texts,
+)
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -18,50 +35,11 @@ from transformers import (
 )
 
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.models import encoder_layers
 from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput, load_model, with_exits
 from ds_trainer.techniques.exit_heads import new_heads, save_heads
-from ds_trainer.techniques.exit_policy import confidence, entropy, exit_heads
+from ds_trainer.techniques.exit_policy import exit_heads
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
-NEVER = ExitPolicy(criterion="entropy", thresholds=[0.0] * 3)
-AT_ONCE = ExitPolicy(criterion="entropy", thresholds=[9.0] * 3)
-
-
-def pad_of(family: str) -> int:
-    return FAMILIES[family][1].get("pad_token_id", 0)
-
-
-def split_by(model: EarlyExitModel, criterion: str, ids: Tensor, mask: Tensor) -> EarlyExitModel:
-    """Give the model thresholds at which about a third of these texts leave at each head, none of them near one."""
-    logits = model.all_logits(ids, mask)[:-1]
-    if criterion == "patience":
-        model.policy = ExitPolicy(criterion="patience", patience=1)
-        return model
-    if criterion == "regression":
-        steps = (logits[1:] - logits[:-1]).abs().squeeze(-1)
-        limits = [0.0, *(between(step, 0.4) for step in steps)]
-        model.policy = ExitPolicy(criterion="patience", patience=1, thresholds=limits)
-        return model
-    measured = entropy(logits) if criterion == "entropy" else confidence(logits)
-    share = 0.35 if criterion == "entropy" else 0.65
-    model.policy = ExitPolicy(criterion=criterion, thresholds=[between(values, share) for values in measured])
-    return model
-
-
-def between(values: Tensor, share: float) -> float:
-    """The middle of the widest gap near a quantile."""
-    ordered = values.sort().values
-    start = round(share * (len(ordered) - 1))
-    near = ordered[max(0, start - 2) : start + 3]
-    place = int(near.diff().argmax())
-    return float((near[place] + near[place + 1]) / 2)
-
-
-def made(family: str, criterion: str = "entropy", layers: tuple[int, ...] = (1, 2, 3), **fields: Any) -> EarlyExitModel:
-    labels = 1 if criterion == "regression" else 3
-    model = early_exit(classifier(family, num_labels=labels, **fields), NEVER, layers)
-    return split_by(model, criterion, *texts(padding=pad_of(family)))
 
 
 def one_by_one(model: EarlyExitModel, ids: Tensor, mask: Tensor) -> EarlyExitOutput:
@@ -73,11 +51,6 @@ def one_by_one(model: EarlyExitModel, ids: Tensor, mask: Tensor) -> EarlyExitOut
     return EarlyExitOutput(
         logits=torch.cat([out.logits for out in outs]), exit_layers=torch.cat([out.exit_layers for out in outs])
     )
-
-
-def check_same(found: EarlyExitOutput, expected: EarlyExitOutput) -> None:
-    assert found.exit_layers.tolist() == expected.exit_layers.tolist()
-    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=0)
 
 
 def attentions(family: str) -> list[str]:
@@ -156,10 +129,6 @@ def test_all_leave_at_the_first_head(family, monkeypatch):
     out = model(ids, mask)
     assert out.exit_layers.tolist() == [1] * len(ids)
     assert out.logits.shape == (len(ids), 3)
-
-
-def layers_of(model: EarlyExitModel) -> list[Any]:
-    return list(encoder_layers(model.model).values())
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "deberta-conv", "modernbert"])

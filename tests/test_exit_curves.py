@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_trainer.exit_curves import AllHeads, Point, choose, choose_per_head, curve
-from ds_trainer.exit_specs import Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.techniques.exit_policy import confidence, entropy, exit_heads
 
 OF_CLASSES: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
@@ -57,7 +57,8 @@ some_regressions = st.builds(
 
 
 def policy(criterion: Criterion, threshold: float, heads: AllHeads) -> ExitPolicy:
-    inner = [threshold] * (len(heads.layers) - 1)
+    most = MOST_CONFIDENCE if criterion == "confidence" else threshold
+    inner = [min(threshold, most)] * (len(heads.layers) - 1)
     if criterion != "patience":
         return ExitPolicy(criterion=criterion, thresholds=inner)
     if heads.logits.shape[-1] == 1:

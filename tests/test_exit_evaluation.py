@@ -30,7 +30,7 @@ from ds_trainer.recipe import TextSpec
 from ds_trainer.run import calibrate_folder
 from ds_trainer.tasks import Batch, Task, build_task
 from ds_trainer.techniques.early_exit import EarlyExitModel, load_model, with_exits
-from ds_trainer.techniques.exit_heads import new_heads, read_exits, save_heads
+from ds_trainer.techniques.exit_heads import new_heads, read_exits, save_heads, write_exits
 from ds_trainer.techniques.exit_policy import exit_heads
 
 WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
@@ -69,8 +69,11 @@ def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: 
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("classifier"), CLASSES, ENTROPY)
+def classifier(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache: Path) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("classifier"), CLASSES, ENTROPY)
+    key = build_task(spec_of(csv_folder), folder, cache).held_out_key()
+    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +280,7 @@ def test_times_are_of_both_models_in_turn_after_a_warm_up(
         assert len(run.keywords["input_ids"]) <= 8
         return seconds[runs[-1]] if len(runs) > 2 else 1000.0
 
-    monkeypatch.setattr(exit_evaluation, "_seconds", timed)
+    monkeypatch.setattr(exit_evaluation.timing, "seconds", timed)
     found = measured_speed(exiting(task, classifier), task, "validation", batch_size=8, limit=20)
     assert found == {"examples": 20, "seconds": 3.0, "full_seconds": 9.0, "speedup": 3.0}
     assert runs == [*["early", "full"], *["full", "early"], *["early", "full"], *["full", "early"]]
@@ -379,7 +382,7 @@ def test_calibration_never_looks_at_what_is_evaluated_on(
 @pytest.mark.parametrize(
     ("fields", "per_head", "message"),
     [
-        ({"target_speedup": 4.5}, False, r"no threshold reaches target_speedup 4\.5: the fastest is 4"),
+        ({"target_speedup": 4.5}, False, r"target_speedup 4\.5: .*the fastest is 4"),
         ({"max_drop": 1, "criterion": "patience"}, True, "patience is the same for all heads"),
     ],
 )
@@ -417,6 +420,25 @@ def test_a_calibrated_folder_runs_under_what_was_found(task: Task, classifier: P
     assert loaded.policy == saved.policy
     assert evaluate_exits(exiting(task, folder), task, 64)["calibration"] == told
     assert evaluate_exits(exiting(task, folder, ENTROPY), task, 64)["calibration"] is None
+
+
+def test_other_examples_than_those_held_out_in_training_are_refused(
+    csv_folder: Path, classifier: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of another file, or of a file that has changed, before any pass; another length is the same examples."""
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    rows = (csv_folder / "train.csv").read_text()
+    for name, text in (("validation.csv", rows), ("train.csv", rows + "old fig,fruit\n")):
+        (tmp_path / name).write_text(text)
+    with monkeypatch.context() as context:
+        context.setattr(exit_evaluation, "calibrate", lambda *_: pytest.fail("no pass comes before it"))
+        for fields in ({"data_dir": str(tmp_path)}, {"train_file": "validation.csv"}):
+            other = build_task(spec_of(csv_folder, **fields), folder, cache)
+            with pytest.raises(ValueError, match="held out now are not those that were held out in training"):
+                calibrate_folder(folder, other, 16, ExitsSpec(max_drop=1))
+    assert read_exits(folder) == read_exits(classifier)
+    same = build_task(spec_of(csv_folder, max_seq_length=16), folder, cache)
+    assert calibrate_folder(folder, same, 16, ExitsSpec(max_drop=1))["examples"] == 60
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +507,9 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
         (["--max_drop", "-1"], "'-1' is no number of 0 or more"),
         (["--max_drop", "much"], "'much' is no number"),
         (["--max_drop", "1", "--criterion", "luck"], "invalid choice: 'luck'"),
-        (["--max_drop", "1", "--patience", "0"], "'0' is no whole number of 1 or more"),
+        (["--max_drop", "1", "--patience", "0"], "'0' is no whole number from 1 to 1000"),
+        (["--max_drop", "1", "--patience", "1001"], "'1001' is no whole number from 1 to 1000"),
+        (["--max_drop", "1", "--patience", "9" * 5000], "is no whole number from 1 to 1000"),
         (["--max_drop", "1", "--patience", "2"], "--patience 2: it goes with a regression"),
         (
             ["--max_drop", "1", "--criterion", "patience", "--per_head"],
@@ -528,7 +552,8 @@ def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: lis
     [
         (["--early_exit_entropy", "0.1,0.2"], "early_exit_entropy has 2 values, and there are 3 heads"),
         (["--early_exit_entropy", "-1"], "'-1' is no number of 0 or more"),
-        (["--early_exit_confidence", "0.9,"], "'' is no number"),
+        (["--early_exit_confidence", "0.9,"], "'' is no number from 0 to 1"),
+        (["--early_exit_confidence", "95"], "'95' is no number from 0 to 1"),
         (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
         (["--patience", "1.5"], "'1.5' is no whole number"),
     ],
@@ -573,7 +598,7 @@ def test_a_refused_calibration_ends_with_2_and_changes_nothing(
     folder = shutil.copytree(classifier, tmp_path / "model")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for more, message in (
-        (["--target_speedup", "4.5"], "no threshold reaches target_speedup 4.5"),
+        (["--target_speedup", "4.5"], "target_speedup 4.5: "),
         (["--max_drop", "nan"], "'nan' is no number"),
     ):
         done = run_python("launch/calibrate.py", str(folder), *flags, *more)

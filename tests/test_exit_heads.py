@@ -15,6 +15,7 @@ from ds_trainer.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.techniques.exit_heads import (
     EXITS_FILE,
     HEADS_FILE,
+    ExitHead,
     LayerStates,
     has_exits,
     load_heads,
@@ -126,6 +127,18 @@ def test_mean_pooling_ignores_padding(family):
         other = hidden.clone()
         other[0, place] += torch.randn(WIDTH)
         assert not torch.allclose(head(other, mask)[0], expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mean_pooling_in_16_bits_is_that_of_fp32(dtype):
+    """A sum over 301 tokens of 300 is beyond fp16, and 301 is no number of bf16: neither is rounded before the end."""
+    head = ExitHead([], "mean", None, of_tokens=False)
+    hidden = torch.full((2, 310, 3), 300.0, dtype=dtype)
+    hidden[:, 301:] = 7.0
+    mask = torch.cat([torch.ones(2, 301), torch.zeros(2, 9)], dim=1).long()
+    found = head(hidden, mask)
+    assert found.dtype == dtype
+    assert torch.equal(found, torch.full((2, 3), 300.0, dtype=dtype))
 
 
 def test_pooling_is_the_models_own_or_the_one_asked_for():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ds_trainer.exit_specs import ExitPolicy, ExitsSpec, SavedExits, policy_of
+from ds_trainer.exit_command import add_policy_flags
+from ds_trainer.exit_specs import ExitPolicy, ExitsSpec, SavedExits, aim_mistakes, policy_of
 from ds_trainer.recipe import Phase, parse_exits, parse_recipe
 
 
@@ -24,6 +30,10 @@ def mistakes_of(data: Any) -> str:
     with pytest.raises(ValueError) as caught:
         parse_recipe(data)
     return str(caught.value)
+
+
+def joint(loss: Any = None, **more: Any) -> dict[str, Any]:
+    return with_exits(loss, training="joint", **more)
 
 
 DISTILL = {"distill": {"teacher": "@model", "alpha_distil": 0.7}}
@@ -48,14 +58,23 @@ PRUNE = {"prune": {"regularization": "l1", "final_lambda": 20}}
             {"task": 1.0, "exits.heads": 0.25, "exits.distill": 0.5},
             ["distill", "heads"],
         ),
-        (with_exits(others=DISTILL), {"task": 0.0, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
-        (with_exits(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
-        (with_exits(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}, ["heads"]),
+        (joint(others=DISTILL), {"task": 0.0, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
+        (joint(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
+        (joint(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}, ["heads"]),
         (
-            with_exits({"task": 0.1}, others=PRUNE | DISTILL),
+            joint({"task": 0.1}, others=PRUNE | DISTILL),
             {"task": 0.1, "prune.penalty": 20.0, "distill.logits": 0.7, "exits.heads": 1.0},
             ["heads"],
         ),
+        (with_exits(terms=["distill"]), {"task": 0.0, "exits.distill": 1.0}, ["distill"]),
+        (
+            joint(terms=["distill", "heads"]),
+            {"task": 0.0, "exits.heads": 1.0, "exits.distill": 1.0},
+            ["distill", "heads"],
+        ),
+        # the own head is not in this term: the task's loss teaches it
+        (joint(terms=["distill"]), {"task": 1.0, "exits.distill": 1.0}, ["distill"]),
+        (joint({"task": 0.5}, terms=["distill"]), {"task": 0.5, "exits.distill": 1.0}, ["distill"]),
     ],
 )
 def test_the_loss_table_has_the_heads_in_it(data, table, terms):
@@ -72,14 +91,39 @@ def test_a_phase_without_exits_keeps_its_table():
     assert phase_of({"phases": [{"max_steps": 1, "techniques": {"exits": None}}]}).loss == {"task": 1.0}
 
 
-@pytest.mark.parametrize("training", ["heads", "joint"])
-def test_a_resolved_recipe_reads_back_as_itself(training):
-    """What a run writes beside its results says the same again: loss table, terms and all."""
-    data = with_exits({"exits.heads": 1.0, "exits.distill": 0.5, "task": 1.0}, others=PRUNE, training=training)
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_exits(),
+        joint({"exits.heads": 1.0, "exits.distill": 0.5, "task": 1.0}, others=PRUNE),
+        joint(terms=["distill"]),
+        with_exits(early_exit_confidence=0.8),
+        with_exits(patience=3, regression_threshold=[0.1, 0.2]),
+        with_exits(task={"name": "sst2", "held_out": 0.1}, criterion="confidence", max_drop=0.5, per_head=True),
+        with_exits(task={"name": "stsb", "held_out": 0.1}, patience=3, target_speedup=1.5),
+    ],
+)
+def test_a_resolved_recipe_reads_back_as_itself(data):
+    """What a run writes beside its results says the same again: loss table, terms, thresholds that are not said."""
     recipe = parse_recipe(data)
-    assert parse_recipe(recipe.model_dump()) == recipe
-    default = parse_recipe(with_exits(training=training))
-    assert parse_recipe(default.model_dump()) == default
+    assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+
+
+@pytest.mark.parametrize("technique", ["exits", "prune", "distill"])
+@pytest.mark.parametrize("value", [False, 0, "", [], True, 1, "heads", [1]])
+def test_a_technique_that_is_no_object_is_told(technique, value):
+    """By its place, whether Python takes the value for false or not."""
+    message = mistakes_of({"phases": [{"max_steps": 1, "techniques": {technique: value}}]})
+    assert f"techniques.{technique}: " in message
+
+
+@pytest.mark.parametrize(("others", "named"), [(PRUNE, "prune"), (DISTILL, "distill"), (PRUNE | DISTILL, "and")])
+def test_heads_alone_go_with_no_other_technique(others, named):
+    """What they freeze the others would train; joint training, or another phase, is the way out."""
+    message = mistakes_of(with_exits(others=others))
+    words = ['exits.training is "heads"', named, 'set exits.training to "joint"', "a phase of their own"]
+    assert [word for word in words if word not in message] == []
+    assert phase_of(joint(others=others)).techniques.exits.training == "joint"
 
 
 def calibrated(**held_out: Any) -> dict[str, Any]:
@@ -91,11 +135,16 @@ def calibrated(**held_out: Any) -> dict[str, Any]:
     [
         (with_exits(layers=[]), ["exits.layers", "at least 1"]),
         (with_exits(layers=[0]), ["exits.layers.0", "0"]),
-        (with_exits(layers=[2, 1, 2]), ["layers names one twice: [2, 1, 2]"]),
+        (with_exits(layers=[2, 1, 2]), ["exits.layers", "[2, 1, 2]", "each once, from first to last"]),
+        (with_exits(layers=[1, 1]), ["exits.layers", "each once"]),
+        (with_exits(layers=[2, 1]), ["exits.layers", "from first to last"]),
         (with_exits(training="both"), ["exits.training", "'joint'", '"both"']),
         (with_exits(criterion="hope"), ["exits.criterion", "'patience'"]),
         (with_exits(pooling="max"), ["exits.pooling", "'mean'"]),
         (with_exits(patience=0), ["exits.patience", "0"]),
+        (with_exits(patience=1001), ["exits.patience", "less than or equal to 1000"]),
+        (with_exits(patience=10**30), ["exits.patience", "less than or equal to 1000"]),
+        (with_exits(head_weights=[]), ["exits.head_weights", "at least 1"]),
         (with_exits(temperature=0), ["exits.temperature", "greater than 0"]),
         (with_exits(head_weights=[-1.0]), ["exits.head_weights.0", "-1"]),
         (with_exits(early_exit_entropy=-0.1), ["early_exit_entropy", "-0.1"]),
@@ -103,12 +152,11 @@ def calibrated(**held_out: Any) -> dict[str, Any]:
         (with_exits(early_exit_entropie=0.1), ["unknown key", 'did you mean "early_exit_entropy"?']),
         (with_exits(target_speedup=0.5), ["target_speedup", "0.5"]),
         (with_exits(terms=[]), ["exits.terms", "at least 1"]),
-        (with_exits({"exits.hedas": 1.0}), ["hedas", "'heads'"]),
+        (with_exits({"exits.hedas": 1.0}), ["loss: exits.hedas is no term", "on offer: exits.heads, exits.distill"]),
         (
             with_exits({"task": 1.0, "exits.heads": 1.0}, terms=["distill"]),
             ["the term distill", 'loss["exits.distill"]'],
         ),
-        (with_exits(terms=["distill"]), ["the term distill but no weight for it", 'loss["exits.distill"]']),
         (with_exits(terms=["heads", "heads"]), ["names one twice"]),
         (calibrated(), ["calibrates its exits", "task.held_out", "0.02"]),
         (
@@ -124,6 +172,114 @@ def test_mistakes_are_told_with_their_place(data, words):
     """What was found and what is allowed, in the words of the recipe."""
     message = mistakes_of(data)
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("value", ["abc", "0.1", -1, [], ["abc"], [0.1, -0.1], True, {}, [[0.1]], 10**400, math.inf])
+@pytest.mark.parametrize("field", ["early_exit_entropy", "early_exit_confidence", "regression_threshold"])
+def test_what_is_no_threshold_is_told_once(field, value):
+    """In one line of the user's words."""
+    least = "a number from 0 to 1" if field == "early_exit_confidence" else "a number of 0 or more"
+    (line,) = mistakes_of(with_exits(**{field: value})).splitlines()
+    assert f"techniques.exits.{field}: write {least}, or a list of one a head" in line
+
+
+@pytest.mark.parametrize("value", [95, 1.1, [0.9, 95]])
+def test_a_confidence_is_a_probability_everywhere(value):
+    """95 for 0.95 is refused in a recipe, in a policy, in a folder, and on a command line."""
+    assert "a number from 0 to 1, or a list" in mistakes_of(with_exits(early_exit_confidence=value))
+    values = value if isinstance(value, list) else [value, value]
+    policy = {"criterion": "confidence", "thresholds": values}
+    with pytest.raises(ValueError, match="a confidence is a probability, from 0 to 1"):
+        ExitPolicy(**policy)
+    with pytest.raises(ValueError, match=r"exits\.json: policy: thresholds .* a confidence is a probability"):
+        parse_exits({"layers": [1, 2], "pooling": "first", "policy": policy}, "exits.json")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_policy_flags(parser)
+    with pytest.raises(argparse.ArgumentError, match="is no number from 0 to 1"):
+        parser.parse_args(["--early_exit_confidence", ",".join(map(str, values))])
+
+
+def test_what_nobody_passes_is_a_confidence_too():
+    """Calibration writes the number just above 1 for it."""
+    limit = float(np.nextafter(np.float32(1), np.float32(2)))
+    assert ExitPolicy(criterion="confidence", thresholds=[limit]).thresholds == [limit]
+    assert ExitsSpec(early_exit_confidence=limit).early_exit_confidence == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "regression", "criterion"),
+    [
+        ({}, False, "entropy"),
+        ({}, True, "patience"),
+        ({"early_exit_entropy": 0.0}, False, "entropy"),
+        ({"early_exit_confidence": 0.5}, False, "confidence"),
+        ({"patience": 3}, False, "patience"),
+        ({"patience": 3}, True, "patience"),
+        ({"regression_threshold": 0.5}, True, "patience"),
+        ({"patience": 3, "regression_threshold": 0.5}, True, "patience"),
+        ({"patience": 3, "max_drop": 1}, True, "patience"),
+    ],
+)
+def test_a_threshold_picks_its_criterion(fields, regression, criterion):
+    """Where none is named."""
+    assert policy_of(ExitsSpec(**fields), 3, regression).criterion == criterion
+
+
+AIM = {"task": {"name": "sst2", "held_out": 0.1}, "max_drop": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (with_exits(criterion="confidence", early_exit_entropy=0.1), ["early_exit_entropy goes with criterion"]),
+        (with_exits(criterion="entropy", early_exit_confidence=0.9), ['with criterion "confidence"', 'is "entropy"']),
+        (with_exits(criterion="entropy", patience=2), ['patience goes with criterion "patience"', "drop one"]),
+        (with_exits(criterion="entropy", regression_threshold=2), ['regression_threshold goes with criterion "pat']),
+        (with_exits(early_exit_entropy=0.1, patience=2), ["early_exit_entropy and patience are of different criteria"]),
+        (with_exits(early_exit_entropy=0.1, **AIM), ["early_exit_entropy is set, and max_drop picks it"]),
+        (with_exits(early_exit_confidence=[0.9, 0.8], **AIM), ["early_exit_confidence is set, and max_drop picks it"]),
+        (with_exits(regression_threshold=0.1, **AIM), ["regression_threshold is set, and max_drop picks it"]),
+        (with_exits(criterion="entropy", patience=2, **AIM), ['patience goes with criterion "patience"']),
+    ],
+)
+def test_a_threshold_that_would_do_nothing_is_told(data, words):
+    """With what to drop."""
+    message = mistakes_of(data)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "criterion", "layers", "regression", "message"),
+    [
+        ({"target_speedup": 6}, "entropy", [1, 2, 3], False, None),
+        ({"target_speedup": 6.01}, "entropy", [1, 2, 3], False, "target_speedup 6.01: no threshold .* fastest is 6,"),
+        (
+            {"target_speedup": 3.1},
+            "confidence",
+            [2, 3],
+            False,
+            "the fastest is 3, for nobody leaves before layer 2 of 6",
+        ),
+        ({"target_speedup": 3}, "patience", [1, 2, 3], False, None),
+        ({"target_speedup": 3.1}, "patience", [1, 2, 3], False, "before layer 2 of 6"),
+        ({"target_speedup": 2, "patience": 2}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 2.1, "patience": 2}, "patience", [1, 2, 3], True, "before layer 3 of 6"),
+        ({"target_speedup": 2.1}, "patience", [1, 2, 3], True, "before layer 3 of 6"),
+        ({"target_speedup": 2.1, "patience": 1}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 1.1, "patience": 3}, "patience", [1, 2, 3], True, "before layer 6 of 6"),
+        ({"target_speedup": 1, "patience": 900}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 1.7}, "entropy", [4], False, r"the fastest is 1\.5,"),
+        ({"max_drop": 1, "per_head": True}, "patience", [1, 2], False, "per_head: patience is the same for all heads"),
+        ({"max_drop": 1, "per_head": True}, "patience", [1, 2], True, None),
+        ({"max_drop": 1, "patience": 2}, "patience", [1, 2], False, "patience 2: it goes with a regression"),
+        ({"max_drop": 1}, "entropy", [1, 2], True, "a regression has no probabilities"),
+    ],
+)
+def test_an_aim_that_cannot_be_reached_is_told(fields, criterion, layers, regression, message):
+    """Of a model of 6 layers: what nobody can leave early enough for, and what there is not to pick."""
+    found = aim_mistakes(ExitsSpec(**fields), criterion, layers, 6, regression)
+    assert len(found) == (message is not None)
+    assert message is None or re.search(message, found[0])
 
 
 def test_held_out_examples_let_exits_be_calibrated():
@@ -189,6 +345,7 @@ def test_the_policy_of_a_recipe(fields, regression, policy):
     ("fields", "regression", "words"),
     [
         ({"early_exit_entropy": [0.3, 0.2]}, False, "early_exit_entropy has 2 values, and there are 3 heads"),
+        ({"regression_threshold": 0.1}, False, "regression_threshold is set, and classes agree or do not: drop it"),
         ({"criterion": "confidence", "early_exit_confidence": [0.3]}, False, "early_exit_confidence has 1 values"),
         ({"regression_threshold": [0.1]}, True, "regression_threshold has 1 values"),
         ({"criterion": "entropy"}, True, 'criterion is "entropy", and a regression has no probabilities'),
@@ -200,12 +357,6 @@ def test_a_policy_that_does_not_fit_is_told(fields, regression, words):
         policy_of(ExitsSpec(**fields), 3, regression)
 
 
-def test_thresholds_of_another_criterion_are_not_looked_at():
-    """A list for entropy that is too short is no mistake where confidence decides."""
-    policy = policy_of(ExitsSpec(criterion="confidence", early_exit_entropy=[0.1]), 3, regression=False)
-    assert policy.thresholds == [0.9] * 3
-
-
 def test_what_a_folder_says_reads_back_as_itself():
     """exits.json holds all of it, and nothing that it does not know."""
     policy = ExitPolicy(criterion="patience", patience=2, thresholds=[0.1, 0.5])
@@ -213,3 +364,11 @@ def test_what_a_folder_says_reads_back_as_itself():
     assert SavedExits.model_validate_json(saved.model_dump_json()) == saved
     with pytest.raises(ValueError, match=r"exits\.json: polici: unknown key.*\"policy\""):
         parse_exits(saved.model_dump() | {"polici": 1}, "exits.json")
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 20, True, "0.1", math.nan])
+def test_a_folders_share_is_one_as_in_a_task(share):
+    """At least 0 and below 1, and a number."""
+    saved = SavedExits(layers=[1], pooling="first", policy=ExitPolicy(criterion="patience", patience=1))
+    with pytest.raises(ValueError, match="held_out"):
+        parse_exits(saved.model_dump() | {"held_out": share}, "exits.json")

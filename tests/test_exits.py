@@ -210,15 +210,14 @@ def test_joint_training_trains_everything(folders, tmp_path):
 
 
 def test_heads_are_trained_whatever_pruning_freezes(folders, tmp_path):
-    """Static pruning freezes all weights but its scores, and the second stage all but the heads: both are trained."""
+    """Static pruning freezes all weights but its scores: heads beside it are trained, and nothing else."""
     prune = {"train_weights": False, "initial_warmup": 0, "final_warmup": 0}
-    for training in ("joint", "heads"):
-        plan = plan_for(folders["classes"], tmp_path, exits={"training": training}, prune=prune)
-        model, _, _ = plan.prepare()
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert {name for name in trained if name.endswith("mask_scores")}
-        assert {name for name, _ in model.named_parameters() if name.startswith("exit_heads")} <= trained
-        assert all(name.endswith("mask_scores") or name.startswith("exit_heads.") for name in trained)
+    plan = plan_for(folders["classes"], tmp_path, exits={"training": "joint"}, prune=prune)
+    model, _, _ = plan.prepare()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name in trained if name.endswith("mask_scores")}
+    assert {name for name, _ in model.named_parameters() if name.startswith("exit_heads")} <= trained
+    assert all(name.endswith("mask_scores") or name.startswith("exit_heads.") for name in trained)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +227,12 @@ def test_heads_are_trained_whatever_pruning_freezes(folders, tmp_path):
         ({"head_weights": [1.0, 1.0, 1.0]}, ["give 2"]),
         ({"head_weights": [1.0, 1.0], "training": "joint"}, ["give 3", "and the model's own"]),
         ({"head_weights": [0.0, 0.0]}, ["not all of them 0"]),
-        ({"head_weights": []}, ["head_weights are []", "give 2"]),
-        ({"layers": [1, 4]}, ["names layer 4", "the model has 3", "1 to 2"]),
+        ({"head_weights": [0.0, 0.0, 1.0], "training": "joint", "terms": BOTH}, ["exits.distill teaches no head"]),
+        ({"layers": [1, 4]}, ["names layer 4", "the model has 3", "1 to 3"]),
+        ({"target_speedup": 3.5}, ["target_speedup 3.5", "the fastest is 3", "layer 1 of 3"]),
+        ({"target_speedup": 1.6, "layers": [2]}, ["target_speedup 1.6", "the fastest is 1.5", "layer 2 of 3"]),
+        ({"target_speedup": 1.6, "criterion": "patience"}, ["the fastest is 1.5", "layer 2 of 3"]),
+        ({"max_drop": 1, "criterion": "patience", "per_head": True}, ["per_head: patience is the same for all"]),
         ({"layers": [3]}, ["only the last layer, 3", "the model's own head"]),
         ({"early_exit_entropy": [0.1, 0.2, 0.3]}, ["early_exit_entropy has 3 values", "there are 2 heads"]),
         ({"criterion": "confidence", "early_exit_confidence": [0.9]}, ["early_exit_confidence has 1", "2 heads"]),
@@ -256,7 +259,7 @@ def test_a_model_of_one_layer_has_nowhere_to_leave(folders, tmp_path):
         Exits(ExitsSpec(), CLOCK, task).attach(BertForSequenceClassification(config))
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(None, [1, 2]), ([3, 1], [1]), ([2, 1], [1, 2]), ([2, 3], [2])])
+@pytest.mark.parametrize(("layers", "heads"), [(None, [1, 2]), ([1, 3], [1]), ([1, 2], [1, 2]), ([2, 3], [2])])
 def test_heads_are_after_the_layers_asked_for(folders, layers, heads, tmp_path):
     """All but the last by default; the last, where it is named, has the model's own; their order is the model's."""
     _, model, technique, _ = attached(folders["classes"], tmp_path, layers=layers)
@@ -315,7 +318,7 @@ def exported(plan: PhasePlan, folder: Path) -> tuple[Any, list[Any]]:
 
 def test_folding_leaves_a_plain_model_and_a_folder_that_exits(folders, tmp_path):
     """No head is in the model or its weights; the folder beside them says where they are and loads."""
-    plan = plan_for(folders["classes"], tmp_path, exits={"early_exit_entropy": [0.5, 0.6], "layers": [2, 1]})
+    plan = plan_for(folders["classes"], tmp_path, exits={"early_exit_entropy": [0.5, 0.6], "layers": [1, 2]})
     model, _ = exported(plan, tmp_path / "out")
     plain = AutoModelForSequenceClassification.from_pretrained(folders["classes"])
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -350,7 +353,9 @@ def test_held_out_is_told_in_the_folder(folders, tmp_path):
     technique = Exits(ExitsSpec(), CLOCK, task)
     model = technique.attach(task.build_model(folders["classes"]))
     save_folder(technique.fold(model), task.tokenizer, tmp_path / "out", technique.save)
-    assert read_exits(tmp_path / "out").held_out == 0.25
+    saved = read_exits(tmp_path / "out")
+    assert (saved.held_out, saved.held_out_key) == (0.25, task.held_out_key())
+    assert saved.held_out_key
 
 
 def test_a_regression_saves_patience_with_a_tolerance_a_head(folders, tmp_path):
@@ -381,8 +386,10 @@ def test_heads_of_the_folder_are_trained_further(folders, tmp_path, caplog):
     """A phase that starts from a model with heads after the same layers goes on with them, bit for bit."""
     exported(plan_for(folders["classes"], tmp_path, exits={}), tmp_path / "out")
     with caplog.at_level("INFO", logger="ds_trainer"):
-        _, again, _, _ = attached(folders["classes"], tmp_path, source=str(tmp_path / "out"), training="joint")
-    assert "its exit heads are trained further" in caplog.text
+        _, again, technique, _ = attached(folders["classes"], tmp_path, source=str(tmp_path / "out"), training="joint")
+        assert "exit heads" not in caplog.text, "a model is built for the rehearsal and for the export, too"
+        technique.start(torch.device("cpu"))
+    assert caplog.text.count("its exit heads are trained further") == 1
     saved = load_model(tmp_path / "out").exit_heads.state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in again.exit_heads.state_dict().items())
     own = [step for step in again.exit_heads["1"].steps if isinstance(step, torch.nn.Linear)]
@@ -395,7 +402,8 @@ def test_heads_of_another_kind_are_made_anew(folders, asked, tmp_path, caplog):
     exported(plan_for(folders["classes"], tmp_path, exits={}), tmp_path / "out")
     with caplog.at_level("INFO", logger="ds_trainer"):
         _, model, technique, _ = attached(folders["classes"], tmp_path, source=str(tmp_path / "out"), **asked)
-    assert "new ones" in caplog.text
+        technique.start(torch.device("cpu"))
+    assert caplog.text.count("out: new exit heads, since ") == 1
     assert technique.layers == asked.get("layers", [1, 2])
     assert all(torch.equal(head.steps[-1].weight, model.classifier.weight) for head in model.exit_heads.values())
     assert {head.pooling for head in model.exit_heads.values()} == {asked.get("pooling", "first")}

@@ -10,7 +10,7 @@ import pytest
 from launching import run_python
 from PIL import Image
 
-from ds_trainer.figure import Figure, write_whole
+from ds_trainer.figure import Figure, encoded, write_whole
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -68,6 +68,36 @@ def test_red_is_red_in_a_file(band, tmp_path, name):
     assert near(found[40, 80], RED, 12)
     assert near(found[10, 80], (255, 255, 255), 12)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_png_holds_what_is_rendered(band, tmp_path):
+    """To the last value, over a background, at another size, and half transparent."""
+    below = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
+    for name, options in (("plain", {}), ("all", {"width": 90, "height": 70, "background": below, "alpha": 0.5})):
+        band.save(tmp_path / f"{name}.png", **options)
+        assert np.array_equal(np.asarray(Image.open(tmp_path / f"{name}.png")), band.render(**options))
+
+
+def test_shapes_are_not_half_transparent(band, tmp_path):
+    """`alpha` is for pixels: a vector format refuses it and writes nothing."""
+    with pytest.raises(ValueError, match=r"the opacity of .*figure.svg is 0.5: shapes have 1; save a .jpeg .jpg .png"):
+        band.save(tmp_path / "figure.svg", alpha=0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_jpeg_of_more_than_its_format_holds_is_told():
+    """Its limit and the way out, not an empty file."""
+    with pytest.raises(ValueError, match=r"at most 65,500 pixels a side, and 65501 x 2 is asked: save a .png"):
+        encoded(np.zeros((2, 65_501, 3), np.uint8), ".jpg")
+
+
+def test_what_opencv_cannot_write_is_told(monkeypatch):
+    """Its flag is looked at: no empty file."""
+    import cv2
+
+    monkeypatch.setattr(cv2, "imencode", lambda *_: (False, np.zeros(0, np.uint8)))
+    with pytest.raises(ValueError, match=r"OpenCV cannot write 3 x 2 pixels as .png"):
+        encoded(np.zeros((2, 3, 3), np.uint8), ".png")
 
 
 def test_the_background_shows_where_nothing_is_drawn(band):
@@ -157,7 +187,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 def test_a_missing_library_is_told_with_the_way_out(monkeypatch, library):
     """Not an ImportError from deep down."""
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=r'pip install "ds_trainer\[plots\]"'):
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[plots\]" from the project'):
         Figure()
 
 

@@ -235,6 +235,25 @@ def test_each_share_and_part_has_a_cache_of_its_own(build: Any) -> None:
     assert tasks[1].key("held_out") == tasks[3].key("held_out")
 
 
+def test_the_held_out_examples_have_an_identity(build: Any, spec: TextSpec, tmp_path: Path) -> None:
+    """Another share, file or column is another; how examples are read, cut, limited or evaluated is none of it."""
+    key = build(held_out=0.1).held_out_key()
+    same = [
+        {"max_seq_length": 16, "pad_to_multiple_of": 8},
+        {"max_train_samples": 9, "max_eval_samples": 2},
+        {"metrics": ["f1"], "validation_file": "train.csv"},
+    ]
+    assert {build(held_out=0.1, **fields).held_out_key() for fields in same} == {key}
+    others = [{"held_out": 0.101}, {"text_columns": ["text", "second"]}, {"train_file": "dev.csv"}]
+    assert len({key, *(build(**{"held_out": 0.1} | fields).held_out_key() for fields in others)}) == 4
+    assert build().held_out_key() == ""
+    rows = (tmp_path / "train.csv").read_text(encoding="utf-8")
+    (tmp_path / "copy.csv").write_text(rows, encoding="utf-8")
+    assert build(held_out=0.1, train_file="copy.csv").held_out_key() == key
+    (tmp_path / "train.csv").write_text(rows + "zero zero,and zero,a,0\n", encoding="utf-8")
+    assert build(held_out=0.1).held_out_key() != key
+
+
 def test_progress_names_the_part(build: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The log says how many examples are held out and how many are left."""
     caplog.set_level("INFO", logger="ds_trainer")

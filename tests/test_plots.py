@@ -179,7 +179,8 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert plots.densities("a", bare, {}) is None
     assert plots.agreement("a", bare, 0.9) is None
     assert plots.kept_weights("a", {}, Path("gone")) is None
-    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (10, math.nan)}) is None
+    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (9, math.nan)}) is None
+    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (10, 0.6)}) is None
     exits = synthetic_exits()
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {}
     assert plots.exit_histogram("a", "validation", exits) is None
@@ -191,6 +192,42 @@ def test_the_weighted_terms_add_up_to_the_loss():
     total = drawn["0.5 × task"].get_ydata() + drawn["2 × distill.logits"].get_ydata()
     assert np.allclose(total, drawn["loss"].get_ydata())
     assert np.allclose(drawn["task, unweighted"].get_ydata(), [1 / step for step in range(1, 21)])
+
+
+def test_a_term_that_is_all_of_the_loss_does_not_hide_it():
+    """Thin dashes over a thick line: both colours are in the picture."""
+    rows = [
+        record(
+            s,
+            **{"train/loss": 3 / s, "train/term/heads": 3 / s, "train/weight/heads": 1.0},
+            **{"train/term/task": 1.0, "train/weight/task": 0.0},
+        )
+        for s in range(1, 40)
+    ]
+    figure = plots.losses("a", rows)
+    for axes in figure.drawn.axes:
+        axes.set_axis_off()
+        axes.get_legend() and axes.get_legend().remove()
+    figure.drawn.suptitle("")
+    pixels = figure.render().reshape(-1, 3).astype(int)
+    for colour in ((0, 0, 0), (0, 114, 178)):  # of the loss and of its first term
+        assert (np.abs(pixels - colour).max(1) < 30).sum() > 200
+
+
+@pytest.mark.parametrize("far", [50.0, 0.01])
+def test_what_is_not_part_of_the_loss_does_not_squash_it(far):
+    """A term of weight 0 far above the loss, or far below, is named; one beside it is drawn."""
+    values = {"train/loss": 10.0, "train/term/heads": 10.0, "train/weight/heads": 1.0, "train/weight/task": 0.0}
+    rows = [
+        record(s, **values | {"train/loss": 10 + s / 10, "train/term/heads": 10 + s / 10, "train/term/task": far})
+        for s in range(1, 11)
+    ]
+    figure = plots.losses("a", rows)
+    assert "off the scale: task" in lines(figure)
+    low, high = figure.drawn.axes[0].get_ylim()
+    assert high - low < 3
+    near = plots.losses("a", [row | {"train/term/task": 10.5} for row in rows])
+    assert "task, unweighted" in lines(near)
 
 
 def test_a_loss_that_is_the_task_s_is_one_line():
@@ -280,6 +317,19 @@ def test_phases_stand_at_their_size_and_score():
     assert "millions" in figure.drawn.axes[0].get_xlabel()
 
 
+def test_noise_is_not_drawn_as_a_result():
+    """A tenth of a point fills a small part of the panel; of a perplexity it is said that less is better."""
+    figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)})
+    low, high = figure.drawn.axes[0].get_ylim()
+    assert high - low == pytest.approx(0.02)
+    assert low < 0.899 < 0.9 < high
+    assert figure.drawn.axes[0].get_ylabel() == "f1"
+    figure = plots.score_by_density("perplexity", {"dense": (10, 20.0), "pruned": (5, 30.0)})
+    assert figure.drawn.axes[0].get_ylabel() == "perplexity (less is better)"
+    low, high = figure.drawn.axes[0].get_ylim()
+    assert low < 20 < 30 < high
+
+
 def test_the_final_agreement_stands_at_the_last_step():
     """Beside that of the training batches."""
     drawn = lines(plots.agreement("taught", taught(), 0.93))
@@ -294,6 +344,18 @@ def test_exits_stand_at_the_expected_speed_up():
     assert np.allclose(drawn["one head for all samples"].get_xdata(), [6 / n for n in range(1, 7)])
     assert drawn["chosen: entropy 0.2"].get_xdata()[0] == pytest.approx(1 / 0.6)
     assert max(drawn["entropy"].get_xdata()) == pytest.approx(6 / 1.5)
+
+
+def test_criteria_that_say_the_same_are_both_seen():
+    """Entropy and confidence of two classes: a pale band and a line on it."""
+    exits = synthetic_exits(6)
+    curves = exits["splits"]["validation"]["curves"]
+    curves["confidence"] = curves["entropy"]
+    figure = plots.exit_curves("exits", "validation", exits)
+    figure.drawn.axes[0].get_legend().remove()
+    pixels = figure.render().reshape(-1, 3).astype(int)
+    for colour in ((153, 199, 224), (213, 94, 0)):
+        assert (np.abs(pixels - colour).max(1) < 20).sum() > 200
 
 
 def test_regression_has_patience_alone():
@@ -336,5 +398,5 @@ def test_names_are_drawn_as_they_are_written():
     figure = plots.losses("$\\frac$", rows)
     figure.render()
     assert len(figure.drawn.axes[1].get_legend().get_texts()) == 2
-    long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10, 0.5) for number in (1, 2)})
+    long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10 * number, 0.5) for number in (1, 2)})
     assert [label[-3:] for label in lines(long)] == ["x_1", "x_2"]

@@ -17,7 +17,9 @@ from test_plots import pruned_bert, synthetic_exits, taught
 
 from ds_trainer import distributed, plots, report_page
 from ds_trainer.command import run_command
-from ds_trainer.report_page import read_run, report_command, write_report
+from ds_trainer.figure import Figure
+from ds_trainer.report_page import report_command, write_report
+from ds_trainer.run_files import read_run
 from ds_trainer.run_folder import RunFolder
 
 FIGURES = {
@@ -47,12 +49,15 @@ def write_run(folder: Path) -> Path:
     exits = synthetic_exits(3, splits=("validation", "validation_mismatched"))
     (folder / "eval").mkdir()
     (folder / "eval" / "exits.json").write_text(json.dumps(exits))
-    latency = {"batch_1": {"median_ms": 3.25, "p95_ms": 4.5}, "batch_32": {"median_ms": 50.0, "p95_ms": 60.0}}
+    latency = {"batch_1": {"median_ms": 3.25, "p95_ms": 4.5}, "batch_32": {"median_ms": 50.0}}
+    conditions = {"threads": 2, "device": "cpu", "dtype": "float32", "examples": 64, "mean_tokens": 21.25}
     teacher = {"teacher/accuracy": 0.91, "teacher/agreement": 0.88}
     early = {"early_exit/accuracy": 0.79, "early_exit/mean_layers": 1.75, "early_exit/speedup": 1.6}
+    early |= {"early_exit/expected_saving": 0.58, "exit_1/accuracy": 0.61, "mm/exit_2/accuracy": 0.62}
+    early |= {"early_exit/leave_at_1": 63, "early_exit/seconds": 64.0, "early_exit/full_seconds": 65.0}
     results = {
-        "dense": results_of(dense, 0.9, latency=latency, size={"bytes": 3 * 2**20}),
-        "taught": results_of(counts, 0.8, eval=teacher, latency=latency),
+        "dense": results_of(dense, 0.9, latency=latency, measured_on=conditions, size={"bytes": 3 * 2**20}),
+        "taught": results_of(counts, 0.8, eval=teacher, latency=latency, measured_on=conditions),
         "exits": results_of(counts, 0.81, eval=early, exits=exits, early_exit_latency=latency),
     }
     techniques = [{}, {"prune": {}, "distill": {}}, {"prune": None, "exits": {}}]
@@ -148,9 +153,14 @@ def test_the_table_has_every_phase_s_figures(made):
     assert row_of(page, "parameters")[:2] == ["3,072", "3,072"]
     assert row_of(page, "parameters not 0")[:2] == ["3,072", "2,880"]
     assert row_of(page, "size on disk") == ["3.0 MiB", "–", "–"]
-    assert row_of(page, "latency, batch 1 (p95)") == ["3.25 (4.50) ms", "3.25 (4.50) ms", "–"]
-    assert row_of(page, "early-exit latency, batch 32 (p95)") == ["–", "–", "50.00 (60.00) ms"]
+    assert row_of(page, "latency, batch 1") == ["3.25 ms (p95 4.50)", "3.25 ms (p95 4.50)", "–"]
+    assert row_of(page, "early-exit latency, batch 32") == ["–", "–", "50.00 ms"]
+    line = "median of the calls, on cpu, 2 threads, float32: 64 examples of 21.2 tokens on average."
+    assert page.count(f"Latency of dense, taught: {line}") == 1
     assert row_of(page, "early exit, mean layers") == ["–", "–", "1.7500"]
+    assert row_of(page, "early exit, share of layers used") == ["–", "–", "0.5800"]
+    for left_out in ("0.61", "0.62", "63", "64.0", "65.0"):
+        assert f"| {left_out}" not in page, "of one head, or said in another way"
     assert row_of(page, "early exit, measured speed-up, batch 32") == ["–", "–", "1.60×"]
 
 
@@ -263,7 +273,7 @@ def test_without_the_drawing_libraries_there_is_a_page_without_figures(run, warn
     write_report(run)
     assert not (run / "plots").exists()
     assert len(warnings) == 1
-    assert 'pip install "ds_trainer[plots]"' in warnings[0]
+    assert """pip install -e ".[plots]" from the project's folder""" in warnings[0]
     for name in ("report.md", "report.html"):
         page = (run / name).read_text()
         assert "pip install" in page
@@ -278,6 +288,127 @@ def test_without_markdown_it_there_is_no_html(run, warnings, monkeypatch):
     assert (run / "report.md").is_file()
     assert not (run / "report.html").exists()
     assert "markdown-it-py" in warnings[0]
+    assert 'pip install -e ".[plots]"' in warnings[0]
+
+
+def test_each_figure_is_drawn_once(run, monkeypatch):
+    """For its file and for TensorBoard."""
+    drawn = []
+    render = Figure.render
+    monkeypatch.setattr(Figure, "render", lambda *given: (drawn.append(1), render(*given))[1])
+    for phase in ("dense", "taught", "exits"):
+        (run / "tensorboard" / phase).mkdir(parents=True)
+    write_report(run)
+    assert len(drawn) == len(FIGURES)
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_the_command_leaves_tensorboard_alone(run):
+    """Its images come of the run's own end: made again, they would pile up."""
+    (run / "tensorboard" / "dense").mkdir(parents=True)
+    report_command([str(run)])
+    assert list((run / "tensorboard").rglob("*tfevents*")) == []
+    write_report(run)
+    report_command([str(run)])
+    assert len(list((run / "tensorboard").rglob("*tfevents*"))) == 1
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_secrets_are_not_on_the_page(run):
+    """Not of the command, not of a recipe or engine file, whole or broken."""
+    (run / "command.json").write_text(json.dumps({"command": "train.py --hub_token hush1 --set comet.api_key=hush2"}))
+    recipe = json.loads((run / "recipe.json").read_text()) | {"cache_dir": "https://me:hush3@host/x"}
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    (run / "deepspeed_config.json").write_text('{"comet": {"enabled": true, "api_key": "hush4"}}')
+    (run / "taught" / "deepspeed_config.json").write_text('{"comet": {"api_key": "hush5"}')
+    write_report(run)
+    for name in ("report.md", "report.html"):
+        page = (run / name).read_text()
+        assert "hush" not in page
+        assert page.count("REDACTED") == 5
+    assert '"enabled": true' in (run / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("few_figures")
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("recipe.json", "{"),
+        ("recipe.json", '{"phases": [1]}'),
+        ("recipe.json", '{"model": "bert", "phases": []}'),
+        ("all_results.json", '{"dense": '),
+        ("all_results.json", '{"dense": 3}'),
+    ],
+)
+def test_a_broken_file_of_the_run_costs_only_what_it_says(run, warnings, name, broken):
+    """At the run's end a warning, and a page of what is left."""
+    (run / name).write_text(broken)
+    write_report(run)
+    assert warnings
+    page = (run / "report.md").read_text()
+    assert "plots/dense.loss.png" in page
+    assert "What is missing" in page or "bert" in broken
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "all_results.json"])
+def test_the_command_is_strict(run, name, capsys):
+    """Whoever asks for a report is told what is broken, with exit code 2."""
+    (run / name).write_text("{")
+    assert run_command(report_command, [str(run)]) == 2
+    assert f"{name} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_a_file_that_cannot_be_read_does_not_lose_the_page(run, warnings, monkeypatch):
+    """As one of another user's: told, and all else is there."""
+    read_text = Path.read_text
+
+    def refused(path, *given, **named):
+        if path.name == "deepspeed_config.json":
+            raise PermissionError(13, "Permission denied")
+        return read_text(path, *given, **named)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    write_report(run)
+    monkeypatch.undo()
+    page = (run / "report.md").read_text()
+    assert "## recipe.json" in page
+    assert "0.8100" in page
+    assert any("deepspeed_config.json" in told and "Permission denied" in told for told in warnings)
+
+
+@pytest.mark.usefixtures("few_figures")
+def test_only_a_dense_model_is_called_dense(run):
+    """A phase without techniques may go on with a pruned model, or make a smaller one."""
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["phases"][0] |= {"student": {"num_hidden_layers": 2}}
+    recipe["phases"][1] |= {"techniques": {}}
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    write_report(run)
+    assert row_of((run / "report.md").read_text(), "techniques") == ["smaller model", "none", "exits"]
+
+
+def test_exits_that_were_set_again_are_told(run):
+    """The figures are of other thresholds than the folder's; of the same nothing is said."""
+    exits = json.loads((run / "eval" / "exits.json").read_text())
+    saved = {"version": 1, "layers": [1, 2], "policy": exits["policy"], "calibration": exits["calibration"]}
+    (run / "model" / "exits.json").write_text(json.dumps(saved))
+    write_report(run)
+    assert "set again" not in (run / "report.md").read_text()
+    for other in ({"policy": exits["policy"] | {"thresholds": [0.3, 0.3]}}, {"calibration": None}):
+        (run / "model" / "exits.json").write_text(json.dumps(saved | other))
+        write_report(run)
+        assert "The exits of exits were set again since" in (run / "report.md").read_text()
+
+
+def test_a_threshold_for_each_head_is_said_so(run):
+    """Where there is a list there is no single one, which is null."""
+    exits = json.loads((run / "eval" / "exits.json").read_text())
+    for thresholds, said in (([0.1, 0.2], "A threshold for each head was set on"), (None, "The policy was set on")):
+        exits["calibration"] |= {"threshold": None, "thresholds": thresholds}
+        (run / "eval" / "exits.json").write_text(json.dumps(exits))
+        write_report(run)
+        assert said in (run / "report.md").read_text()
 
 
 def test_of_a_step_logged_twice_the_last_holds(run, warnings):

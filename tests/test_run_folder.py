@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from ds_trainer.report_page import report_command, write_report
 from ds_trainer.run_folder import RunFolder, check_output_folder
 
 
@@ -51,6 +54,19 @@ def test_a_foreign_file_in_the_way_is_refused(tmp_path):
     with pytest.raises(ValueError, match="was not written by this program"):
         folder.claim("model")
     assert (tmp_path / "model").is_dir()
+
+
+def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
+    """A report made while a run goes on is neither lost nor in the way of the run's own, and can be overwritten."""
+    folder = RunFolder(tmp_path)
+    folder.open(overwrite=False)
+    (folder.claim("log.jsonl")).write_text('{"phase": "a", "step": 1, "train/loss": 1.0}')
+    report_command([str(tmp_path)])
+    folder.write_json("all_results.json", {})
+    write_report(tmp_path)
+    assert "report.md" in json.loads((tmp_path / ".ds_trainer.json").read_text())
+    RunFolder(tmp_path).open(overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".ds_trainer.json"]
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):

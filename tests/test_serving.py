@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from launching import ROOT, run_python
+from transformers import AutoModelForSequenceClassification
 
 from ds_trainer import load_model, serving
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
@@ -38,7 +45,7 @@ def folder(tiny_recipe, tmp_path_factory) -> Path:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     heads = new_heads(model.eval(), [1], None)
-    never = EarlyExitModel(model, heads, ExitPolicy(criterion="confidence", thresholds=[2.0]))
+    never = EarlyExitModel(model, heads, ExitPolicy(criterion="confidence", thresholds=[1.0]))
     inputs = [tokenizer(*(text if isinstance(text, list) else [text]), return_tensors="pt") for text in TEXTS]
     shares = torch.stack([confidence(never.all_logits(**row)[0, 0]) for row in inputs])
     policy = ExitPolicy(criterion="confidence", thresholds=[float(shares.sort().values[1:3].mean())])
@@ -105,17 +112,189 @@ def test_requests_that_wait_share_a_batch(folder):
     assert [answers[n][0]["label"] for n in range(8)] == [expected[n % 4]["label"] for n in range(8)]
 
 
-def test_a_batch_that_fails_is_told_to_its_callers_and_the_next_is_served(folder):
-    """An error inside a batch does not end the thread that serves."""
+@pytest.mark.parametrize("text", ["\ud800", 7, ["a", 7]])
+def test_what_cannot_be_tokenised_is_the_asker_s_mistake(folder, text):
+    """Told before it waits with others' texts; a lone surrogate is a string to Python and no text to a tokenizer."""
     classifier = serving.Classifier(str(folder), 8, 32)
-    with pytest.raises(Exception, match=r"text input|str"):
-        classifier([7])
+    with pytest.raises(ValueError, match="text 2 cannot be tokenised"):
+        classifier.rows(["fine", text])
+    classifier.close()
+
+
+def test_who_shares_a_batch_with_one_that_fails_gets_an_answer(folder):
+    """It is run row by row: only the one that fails alone is told so, and the next are served."""
+    classifier = serving.Classifier(str(folder), 8, 32)
+    inner = classifier._answers
+    bad = classifier.rows(["owl owl owl"])[0]
+
+    def failing(rows):
+        if bad in rows:
+            raise RuntimeError("a broken row")
+        return inner(rows)
+
+    classifier._answers = failing
+    asked = [(row, Future()) for row in [*classifier.rows(TEXTS), bad]]
+    for _, future in asked:
+        future.set_running_or_notify_cancel()
+    classifier._answer_all(asked)
+    answers = [future.result(0)["label"] for _, future in asked[:-1]]
+    assert answers == [answer["label"] for answer in alone(folder)]
+    with pytest.raises(RuntimeError, match="a broken row"):
+        classifier.answers([bad])
     assert len(classifier(TEXTS)) == len(TEXTS)
 
 
+def test_threads_that_tokenise_at_once_do_not_meet(folder):
+    """Eight at once, of long texts: each gets its own, cut; truncation is a state that the threads share."""
+    classifier = serving.Classifier(str(folder), 8, 8)
+    long = [" ".join(["apple saw wren"] * 20_000)] * 2
+    found = []
+    callers = [
+        threading.Thread(target=lambda: found.append([len(row["input_ids"]) for row in classifier.rows(long)]))
+        for _ in range(8)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert found == [[8, 8]] * 8
+
+
+@pytest.fixture
+def blocked(folder):
+    """A classifier whose worker waits to be let go on."""
+    classifier, go_on = serving.Classifier(str(folder), 2, 32), threading.Event()
+    inner = classifier._answers
+    classifier._answers = lambda rows: (go_on.wait(30), inner(rows))[1]
+    yield classifier, go_on
+    go_on.set()
+
+
+def test_more_than_may_wait_are_sent_away(blocked, monkeypatch):
+    """At once, so that they can ask another; what waits is answered, and nothing of the refused is computed."""
+    classifier, go_on = blocked
+    classifier._waiting.maxsize = 3
+    answers = []
+    caller = threading.Thread(target=lambda: answers.append(classifier(["plum"])))
+    caller.start()
+    while classifier._waiting.qsize():
+        pass
+    with pytest.raises(serving.OverloadedError, match="try again later"):
+        classifier(["a"] * 4)
+    monkeypatch.setattr(serving, "_MAX_WAITING", 3)
+    with pytest.raises(ValueError, match="there are 4 texts: send 3 at most"):
+        classifier.rows(["a"] * 4)
+    ran = []
+    inner = classifier._answer
+    classifier._answer = lambda row: (ran.append(1), inner(row))[1]
+    go_on.set()
+    caller.join(30)
+    classifier.close()
+    assert len(answers[0]) == len(ran) == 1
+
+
+def test_closing_answers_what_waits(blocked):
+    """And ends the thread."""
+    classifier, go_on = blocked
+    answers = []
+    callers = [threading.Thread(target=lambda: answers.append(classifier(["plum"]))) for _ in range(5)]
+    for caller in callers:
+        caller.start()
+    while classifier._waiting.qsize() < 4:
+        pass
+    go_on.set()
+    classifier.close()
+    for caller in callers:
+        caller.join(30)
+    assert len(answers) == 5
+    assert not classifier._worker.is_alive()
+
+
+def test_a_model_that_says_nan_is_told(folder):
+    """JSON has no NaN; the texts are not to blame."""
+    classifier = serving.Classifier(str(folder), 8, 32)
+    for parameter in classifier.model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        classifier(TEXTS)
+
+
+def test_token_types_go_only_to_models_that_tell_two_texts_by_them(folder, tmp_path):
+    """A RoBERTa has one type, and a second text's would be beyond its table; BERT gets those it was trained with."""
+    assert set(serving.Classifier(str(folder), 8, 32).rows([["a", "b"]])[0]) >= {"token_type_ids", "attention_mask"}
+    config = {"model_type": "roberta", "type_vocab_size": 1, "hidden_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40}
+    tokenizer = train_tokenizer([" ".join(map(str, TEXTS))], 96, True)
+    create_folder(config, tokenizer, tmp_path / "new", seed=0)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "new")
+    save_folder(model, tokenizer, tmp_path / "roberta")
+    classifier = serving.Classifier(str(tmp_path / "roberta"), 8, 32)
+    assert "token_type_ids" not in classifier.rows([["a", "b"]])[0]
+    assert len(classifier([["a saw", "a drill"], "plum"])) == 2
+
+
+@contextlib.contextmanager
+def serving_at(classifier) -> Iterator[str]:
+    """The address of a server of this classifier, in this process."""
+    with serving._Server(("127.0.0.1", 0), serving._handler_of(classifier)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def asked(address: str, body: bytes) -> tuple[int, dict]:
+    """Status and JSON of the reply."""
+    try:
+        with urllib.request.urlopen(address, data=body, timeout=30) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_every_failure_is_a_reply_in_json(folder):
+    """400 for what was sent, 503 where too many wait, 500 with the cause for all else."""
+    classifier = serving.Classifier(str(folder), 8, 32)
+    body = json.dumps({"texts": ["plum"]}).encode()
+
+    def failing(error):
+        def answers(_):
+            raise error
+
+        return answers
+
+    with serving_at(classifier) as address:
+        assert asked(address, b'{"texts": ["\\ud800"]}')[0] == 400
+        for error, status in ((ValueError("of the model"), 500), (serving.OverloadedError("later"), 503)):
+            classifier.answers = failing(error)
+            found = asked(address, body)
+            assert found[0] == status
+            assert str(error) in found[1]["error"]
+        del classifier.answers
+        assert asked(address, body)[0] == 200
+
+
+def test_a_client_that_says_nothing_is_given_up(folder, monkeypatch, capsys):
+    """Its thread would be kept for ever; one that has gone away is no traceback."""
+    classifier = serving.Classifier(str(folder), 8, 32)
+    handler = serving._handler_of(classifier)
+    assert handler.timeout == 30
+    monkeypatch.setattr(serving, "_TIMEOUT", 0.2)
+    with serving_at(classifier) as address:
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 50\r\n\r\n{")
+            assert client.recv(10) == b"", "closed, unanswered"
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 50\r\n\r\n{")
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_it_serves_over_http_on_this_machine_only(folder):
-    """The command serves; what is no request is told with status 400, and the server lives on."""
-    command = [sys.executable, "launch/serve.py", str(folder), "--port", "0"]
+    """The command serves; what is no request is told with status 400, and the server lives on until it is ended."""
+    command = [sys.executable, "launch/serve.py", str(folder), "--port", "0", "--max_seq_length", "32"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         try:
             line = next(line for line in server.stderr if line.startswith("http://"))
@@ -127,17 +306,32 @@ def test_it_serves_over_http_on_this_machine_only(folder):
                 b'{"texts": []}',
                 b'{"texts": [["a", "b", "c"]]}',
                 b'{"texts": [1]}',
+                b'{"texts": ["\\ud800"]}',
                 b"[" * 9999,
             ):
-                with pytest.raises(urllib.error.HTTPError) as refused:
-                    urllib.request.urlopen(address, data=body, timeout=30)
-                assert refused.value.code == 400
-                assert "error" in json.loads(refused.value.read())
-            with urllib.request.urlopen(address, data=json.dumps({"texts": TEXTS}).encode(), timeout=30) as reply:
-                answers = json.loads(reply.read())["answers"]
-            assert [answer["label"] for answer in answers] == [answer["label"] for answer in alone(folder)]
+                status, reply = asked(address, body)
+                assert status == 400
+                assert "error" in reply
+            status, reply = asked(address, json.dumps({"texts": TEXTS}).encode())
+            assert [answer["label"] for answer in reply["answers"]] == [answer["label"] for answer in alone(folder)]
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+            assert server.stderr.read().strip() == "stopped"
         finally:
-            server.terminate()
+            server.kill()
+
+
+def test_ctrl_c_ends_it(folder):
+    """With exit code 0 and a word, not a traceback."""
+    command = [sys.executable, "launch/serve.py", str(folder), "--port", "0", "--max_seq_length", "32"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            next(line for line in server.stderr if line.startswith("http://"))
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 0
+            assert server.stderr.read().strip() == "stopped"
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +339,8 @@ def test_it_serves_over_http_on_this_machine_only(folder):
     [
         (["/nowhere/model"], "does not exist"),
         (["{model}", "--max_batch_size", "0"], "--max_batch_size"),
-        (["{model}", "--port", "99999"], "--port"),
+        (["{model}", "--port", "99999", "--max_seq_length", "32"], "--port"),
+        (["{model}", "--max_seq_length", "33"], "the model has 32 positions"),
     ],
 )
 def test_what_cannot_be_served_is_told(folder, arguments, words):

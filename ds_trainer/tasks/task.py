@@ -103,6 +103,13 @@ class Task(ABC):
         if not self.head.trained_in(load_config(folder, self.head)):
             raise ValueError(f"{folder} is no trained {self.head.name}: fine-tune it first")
 
+    def held_out_key(self) -> str:
+        """What tells the held-out examples from all others, whatever reads them; empty where there are none.
+
+        Not collective: this rank alone reads the files.
+        """
+        return ""
+
     def inputs_for(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """The batch's inputs as another model of this task takes them, a teacher of another family say."""
         names = input_names(model.config, self.head) | self.own_inputs

@@ -9,6 +9,8 @@ Models are loaded in `text_model.py`, metrics are in `metrics.py`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +140,13 @@ class TextTask(Task):
         source = self._rows.fingerprint(source_split)
         tokenizer = tokenizer_state(self.tokenizer)
         return fingerprint("text", split, source, settings, self.limit(split), self._task_labels, tokenizer)
+
+    def held_out_key(self) -> str:
+        if not self.spec.held_out:
+            return ""
+        rows = [self.spec.name, self.spec.text_columns, self.spec.label_column]
+        identity = [self._rows.fingerprint("train"), *rows, self.spec.held_out]
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
     def tokenised(self, split: str) -> Examples:
         started = time.monotonic()

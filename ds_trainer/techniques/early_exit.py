@@ -7,6 +7,7 @@ Folders: the plain model, usable by `transformers` alone, and beside it `exit_he
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +48,18 @@ class EarlyExitModel(nn.Module):
         self.regression = model.config.num_labels == 1
         self._own = (own_head(model),)  # its modules are the model's: not registered once more
         self._running = threading.local()
-        for layer in range(1, last + 1):
-            after_layer(model, layer, partial(self._go_on, layer))
+        self._hooks = [after_layer(model, layer, partial(self._go_on, layer)) for layer in range(1, last + 1)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EarlyExitModel:
+        """One that exits by itself, whose model does not ask the heads of this one: for torch's quantisation, say."""
+        # handles are copied to those of the copied model: this one is never without its hooks
+        model, heads, hooks = copy.deepcopy((self.model, self.exit_heads, self._hooks), memo)
+        for hook in hooks:
+            hook.remove()
+        found = EarlyExitModel(model, heads, self.policy)
+        found.training = self.training
+        memo[id(self)] = found
+        return found
 
     @property
     def config(self) -> Any:
@@ -67,15 +78,26 @@ class EarlyExitModel(nn.Module):
         """The heads in the order of `layers`, the own one last."""
         return [*self.exit_heads.values(), *self._own]  # type: ignore[list-item]
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> EarlyExitOutput:
-        """Run each sample as far as the policy wants; results are in the order of the rows. Keeps no gradient."""
-        walk = self._walk(input_ids, attention_mask, inputs)
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> EarlyExitOutput:
+        """Run each sample as far as the policy wants; results are in the order of the rows. Keeps no gradient.
+
+        There is no loss, and no hidden states or attentions of samples that have left: what asks for them is refused.
+        """
+        if not len(input_ids):
+            return EarlyExitOutput(logits=self._of_nobody(), exit_layers=self._of_nobody()[:, 0].long())
+        walk = self._walk(input_ids, attention_mask, _given(token_type_ids, position_ids))
         assert walk.logits is not None, "all have left"
         # copies made here are plain tensors, unlike what inference mode makes
         return EarlyExitOutput(logits=walk.logits.clone(), exit_layers=walk.exit_layers.clone())
 
     @torch.inference_mode()
-    def _walk(self, input_ids: Tensor, attention_mask: Tensor | None, inputs: dict[str, Any]) -> _Walk:
+    def _walk(self, input_ids: Tensor, attention_mask: Tensor | None, inputs: dict[str, Tensor]) -> _Walk:
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None  # nothing is padded: without a mask the library's models take a shorter way
         walk = _Walk(self, input_ids, attention_mask)
@@ -89,9 +111,18 @@ class EarlyExitModel(nn.Module):
         return walk
 
     @torch.no_grad()
-    def all_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Tensor:
+    def all_logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """What every head says of every sample, in one forward: (heads, rows, classes), the own head last."""
+        if not len(input_ids):
+            return self._of_nobody().expand(len(self.layers), 0, -1)
         states = LayerStates(self.model, self.layers)
+        inputs = _given(token_type_ids, position_ids)
         try:
             self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         finally:
@@ -101,6 +132,10 @@ class EarlyExitModel(nn.Module):
             [head(found[layer], attention_mask) for head, layer in zip(self.heads, self.layers, strict=True)]
         )
 
+    def _of_nobody(self) -> Tensor:
+        """(0, classes) logits: the library's models cannot be run on no row at all."""
+        return torch.empty(0, self.config.num_labels, dtype=self.dtype, device=self.device)
+
     def _go_on(self, layer: int, args: Any, kwargs: Any) -> Any:
         walk = getattr(self._running, "walk", None)
         return None if walk is None else walk.after(layer, args, kwargs)
@@ -109,6 +144,7 @@ class EarlyExitModel(nn.Module):
 def load_model(folder: str | Path) -> nn.Module:
     """The model of a folder, in evaluation mode, in fp32; one that exits early where the folder has exit heads.
 
+    Exit heads are read from folders only: a hub name gives the plain model.
     Raises ValueError where the folder holds no trained model, or exit heads that are not its own.
     """
     model = load_trained(folder).eval()
@@ -126,6 +162,12 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     if mistake:
         raise ValueError(f"the exits of {folder}: {mistake}")
     return early
+
+
+def _given(token_type_ids: Tensor | None, position_ids: Tensor | None) -> dict[str, Tensor]:
+    """Those that are there, by name: not every model takes all."""
+    named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 class _AllLeft(Exception):  # noqa: N818

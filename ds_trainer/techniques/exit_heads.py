@@ -49,8 +49,9 @@ class ExitHead(nn.Module):
         states = hidden if self.norm is None else self.norm(hidden)
         if mask is None:
             return states.mean(1)
-        weights = mask.to(states.dtype).unsqueeze(-1)
-        return (states * weights).sum(1) / weights.sum(1)
+        # in 16 bits, a sum over the tokens overflows, and a count of them is not exact
+        total = (states * mask.to(states.dtype).unsqueeze(-1)).sum(1, dtype=torch.float32)
+        return (total / mask.sum(1, dtype=torch.float32, keepdim=True)).to(states.dtype)
 
 
 def own_head(model: Any) -> ExitHead:

@@ -15,13 +15,13 @@ from ds_trainer.exit_specs import ExitPolicy
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the classes' distribution, in nats. (..., classes) -> (...), fp32."""
-    return torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1)
+    """Of the classes' distribution, in nats. (..., classes) -> (...), fp64: in fp32 all that are sure are alike."""
+    return torch.special.entr(torch.softmax(logits.double(), -1)).sum(-1)
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """The likeliest class's probability. (..., classes) -> (...), fp32."""
-    return torch.softmax(logits.float(), -1).amax(-1)
+    """The likeliest class's probability. (..., classes) -> (...), fp64."""
+    return torch.softmax(logits.double(), -1).amax(-1)
 
 
 class Decisions:
@@ -50,7 +50,7 @@ class Decisions:
         total, limit = sum(weights), self.policy.thresholds[head]
         if self.policy.criterion == "confidence":
             return 1 / total > limit
-        mean = sum(weight * (value - top) for weight, value in zip(weights, row, strict=True)) / total
+        mean = sum(weight * (value - top) for weight, value in zip(weights, row, strict=True) if weight) / total
         return math.log(total) - mean < limit
 
     def keep(self, rows: Tensor) -> None:

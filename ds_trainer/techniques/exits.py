@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer import distributed, losses
-from ds_trainer.exit_specs import SavedExits, policy_of
+from ds_trainer.exit_specs import SavedExits, aim_mistakes, policy_of
 from ds_trainer.models import encoder_layers
 from ds_trainer.recipe import ExitsSpec, GroupRule
 from ds_trainer.tasks.task import Task
@@ -36,19 +36,34 @@ class Exits(Technique):
         self.layers: list[int] = []
         self.heads: dict[int, nn.Module] = {}
         self._module = nn.ModuleDict()
+        self._source = self._told = ""
         self._states: LayerStates | None = None
         self._losses: list[Tensor] = []
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Add the heads: those of the folder the model comes from, where it has them, or copies of its own."""
         self.layers = self._asked_layers(len(encoder_layers(model)))
-        policy_of(self.spec, len(self.layers), self.task.regression)
+        self._check_policy()
         self._check_weights()
+        self._source = str(getattr(model, "name_or_path", ""))
         self._module = self._heads_for(model)
         model.add_module(_HEADS, self._module)
         self.heads = {int(layer): head for layer, head in self._module.items()}
         self._states = LayerStates(model, self.layers)
         return model
+
+    def start(self, device: torch.device) -> None:
+        """Tell of the heads, and refuse to train them alone on what an untrained head of the model's own would say."""
+        if self._told:
+            distributed.info(self._told)
+        if self.spec.training == "joint":
+            return
+        try:
+            self.task.check_trained(self._source)
+        except ValueError as error:
+            raise ValueError(
+                f'exits: training is "heads", and {error}: fine-tune the model first, or set training to "joint"'
+            ) from error
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
         heads = GroupRule(params=f"{_HEADS}.*")
@@ -84,11 +99,17 @@ class Exits(Technique):
     def save(self, folder: Path) -> None:
         policy = policy_of(self.spec, len(self.layers), self.task.regression)
         (pooling,) = {head.pooling for head in self._module.values()}
-        held_out = getattr(self.task.spec, "held_out", 0.0)
-        save_heads(
-            folder, self._module, SavedExits(layers=self.layers, pooling=pooling, policy=policy, held_out=held_out)
+        saved = SavedExits(
+            layers=self.layers,
+            pooling=pooling,
+            policy=policy,
+            held_out=getattr(self.task.spec, "held_out", 0.0),
+            held_out_key=self.task.held_out_key(),
         )
-        load_heads(self.task.build_model(folder), folder)  # raises where they would not load
+        save_heads(folder, self._module, saved)
+        found, _ = load_heads(self.task.build_model(folder), folder)
+        if not _same(self._module, found):
+            raise RuntimeError(f"the exit heads written to {folder} are not those that were trained")
 
     def _logits(self, forward: Forward) -> dict[int, Tensor]:
         """What each head says of the states of the model's latest forward, which was of this batch."""
@@ -107,10 +128,9 @@ class Exits(Technique):
 
     def _weighted(self, found: Sequence[Tensor]) -> Tensor:
         """Their sum, or with joint training their mean; weights beyond the heads at hand are the own head's."""
-        values = torch.stack(list(found))
-        weights = torch.tensor(self._weights()[: len(found)], dtype=values.dtype, device=values.device)
-        total = (weights * values).sum()
-        return total / weights.sum() if self.spec.training == "joint" else total
+        weights = self._weights()[: len(found)]  # plain numbers: a tensor of them would wait for the device
+        total = torch.stack([weight * value for weight, value in zip(weights, found, strict=True)]).sum()
+        return total / sum(weights) if self.spec.training == "joint" else total
 
     def _weights(self) -> list[float]:
         """One a head, and with joint training one for the model's own."""
@@ -131,15 +151,19 @@ class Exits(Technique):
         self._depth = depth
         if depth < 2:
             raise ValueError(f"exits: the model has {depth} layer, and no layer before the last to exit after")
-        asked = sorted(self.spec.layers or range(1, depth + 1))
+        asked = self.spec.layers or range(1, depth + 1)
         if asked[-1] > depth:
-            raise ValueError(
-                f"exits: layers names layer {asked[-1]}, and the model has {depth}: write 1 to {depth - 1}"
-            )
+            raise ValueError(f"exits: layers names layer {asked[-1]}, and the model has {depth}: write 1 to {depth}")
         inner = [layer for layer in asked if layer < depth]  # after the last is the model's own head
         if not inner:
             raise ValueError(f"exits: layers names only the last layer, {depth}, where the model's own head is")
         return inner
+
+    def _check_policy(self) -> None:
+        policy = policy_of(self.spec, len(self.layers), self.task.regression)
+        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, self._depth, self.task.regression)
+        if mistakes:
+            raise ValueError("\n".join(f"exits: {mistake}" for mistake in mistakes))
 
     def _check_weights(self) -> None:
         wanted = len(self.layers) + (self.spec.training == "joint")
@@ -148,13 +172,36 @@ class Exits(Technique):
             heads = f"the heads after layers {', '.join(map(str, self.layers))}"
             own = " and the model's own" if self.spec.training == "joint" else ""
             raise ValueError(f"exits: head_weights are {given}: give {wanted}, for {heads}{own}, not all of them 0")
+        if given is not None and "distill" in self.spec.terms and not any(given[: len(self.layers)]):
+            raise ValueError(f"exits: head_weights are {given}: exits.distill teaches no head, drop the term")
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
         folder = Path(model.name_or_path)
-        if has_exits(folder):
-            saved = read_exits(folder)
-            if saved.layers == self.layers and self.spec.pooling in (None, saved.pooling):
-                distributed.info(f"{folder}: its exit heads are trained further")
-                return load_heads(model, folder)[0]
-            distributed.info(f"{folder}: its exit heads are after layers {saved.layers}: new ones")
-        return new_heads(model, self.layers, self.spec.pooling)
+        if not has_exits(folder):
+            return new_heads(model, self.layers, self.spec.pooling)
+        why_new = self._why_new(folder)
+        heads = new_heads(model, self.layers, self.spec.pooling) if why_new else load_heads(model, folder)[0]
+        what = f"new exit heads, since {why_new}" if why_new else "its exit heads are trained further"
+        self._told = f"{folder}: {what}"
+        return heads
+
+    def _why_new(self, folder: Path) -> str | None:
+        """Why the heads of a folder are none to go on with."""
+        saved = read_exits(folder)
+        if saved.layers != self.layers:
+            return f"its own are after layers {', '.join(map(str, saved.layers))}"
+        if self.spec.pooling not in (None, saved.pooling):
+            return f"the pooling of its own is {saved.pooling}"
+        try:
+            self.task.check_trained(folder)
+        except ValueError as error:  # the model's own head was of other classes, and so are they
+            return str(error)
+        return None
+
+
+def _same(trained: nn.Module, found: nn.Module) -> bool:
+    """Whether the one, in the precision it was trained in, has bit for bit the values of the other, in fp32."""
+    values = found.state_dict()
+    return trained.state_dict().keys() == values.keys() and all(
+        torch.equal(value.to(values[name].dtype), values[name]) for name, value in trained.state_dict().items()
+    )

@@ -1,0 +1,57 @@
+"""Secrets are not shown, and nothing else is changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from ds_trainer.redaction import HIDDEN, redacted
+
+SECRET = "api_key apikey apiKey WANDB_API_KEY hf_token HF_TOKEN token db_password client_secret secretKey credentials"
+PLAIN = "tokenizer tokens_per_s train/tokens_per_s pad_token cls_token pad_token_id additional_special_tokens monitor"
+
+
+@pytest.mark.parametrize("key", SECRET.split())
+def test_what_is_under_a_secret_key_is_hidden(key):
+    """At any depth, of any type; that there is none is no secret; the given value stays as it is."""
+    value = {"a": [{key: "hush"}, {key: {"b": "hush"}}, {key: ["hush"]}, {key: 17}], key: None, "b": {key: False}}
+    before = copy.deepcopy(value)
+    assert redacted(value) == {"a": [{key: HIDDEN}] * 4, key: None, "b": {key: False}}
+    assert value == before
+
+
+@pytest.mark.parametrize("key", PLAIN.split())
+def test_what_only_sounds_like_one_is_shown(key):
+    """A tokenizer's words, and a throughput; also in a command."""
+    value = {key: "[PAD]", "n": {key: 3.5}, "command": f"train.py  --set task.{key}=x --{key} y"}
+    assert redacted(value) == value
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("t.py --set comet.api_key=hush --seed 3", f"t.py --set comet.api_key={HIDDEN} --seed 3"),
+        ("t.py --set 'comet.api_key=\"hush hush\"'", f"t.py --set comet.api_key={HIDDEN}"),
+        ("t.py --set 'comet.secrets.a=hush hush'", f"t.py --set comet.secrets.a={HIDDEN}"),
+        (
+            't.py --set \'comet={"api_key": "hush", "n": 1}\'',
+            f"""t.py --set 'comet={{"api_key": "{HIDDEN}", "n": 1}}'""",
+        ),
+        ("t.py --hub_token hush --resume", f"t.py --hub_token {HIDDEN} --resume"),
+        ("HF_TOKEN=hush t.py --hub_token=hush", f"HF_TOKEN={HIDDEN} t.py --hub_token={HIDDEN}"),
+        ("t.py --url https://me:hu@sh@host/x", f"t.py --url https://{HIDDEN}@host/x"),
+        ("t.py --url redis://:hush@host", f"t.py --url redis://{HIDDEN}@host"),
+        ("t.py 'comet.api_key=hush", f"t.py 'comet.api_key={HIDDEN}"),
+        ("t.py --set a.b=1   --x 'y z'", "t.py --set a.b=1   --x 'y z'"),
+    ],
+)
+def test_a_command_is_shown_without_its_secrets(command, shown):
+    """As PATH=JSON, as JSON, as a flag's value, in an address, quoted or not; without any it is left as it is."""
+    assert redacted({"command": command}) == {"command": shown}
+
+
+def test_text_that_is_no_json_is_searched_too():
+    """A file cut short, and an address with a query."""
+    assert "hush" not in redacted('{"a": {"api_key": "hush\\"hush", "b": ["password=hush", "https://x/?token=hush&n=1"')
+    assert redacted("https://host:80/a@b, git@host:x.git") == "https://host:80/a@b, git@host:x.git"
