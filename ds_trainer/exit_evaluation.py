@@ -96,6 +96,8 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     criterion does not go with the task, or nothing is held out.
     """
     criterion = spec.asked_criterion or model.policy.criterion
+    if model.regression and spec.patience is None:
+        spec = spec.model_copy(update={"patience": model.policy.patience})
     *layers, depth = model.layers
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
     if mistakes:
