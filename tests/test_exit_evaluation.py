@@ -1,4 +1,4 @@
-"""Exits of a real model folder: scored offline as run, timed, calibrated on held-out examples; and both commands."""
+"""Exits of a real model folder: scored offline as run, timed, calibrated on held-out examples."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import run_deepspeed, run_python
-from transformers import BertConfig, BertForSequenceClassification
+from exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_classifier, make_folder, make_regressor, spec_of
 
 from ds_trainer import exit_evaluation
-from ds_trainer.command import read_calibrate_job, read_evaluate_job
 from ds_trainer.exit_evaluation import (
     all_logits,
     calibrate,
@@ -24,62 +22,23 @@ from ds_trainer.exit_evaluation import (
     measured_speed,
     without_curves,
 )
-from ds_trainer.exit_specs import ExitPolicy, ExitsSpec, SavedExits
-from ds_trainer.models import train_tokenizer
+from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.recipe import TextSpec
 from ds_trainer.run import calibrate_folder
 from ds_trainer.tasks import Batch, Task, build_task
-from ds_trainer.techniques.early_exit import EarlyExitModel, load_model, with_exits
-from ds_trainer.techniques.exit_heads import new_heads, read_exits, save_heads, write_exits
+from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exit_heads import read_exits
 from ds_trainer.techniques.exit_policy import exit_heads
-
-WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
-LAYERS = 4
-CLASSES = ["fruit", "tool", "bird"]  # not in the task's order
-ENTROPY = ExitPolicy(criterion="entropy", thresholds=[0.75] * 3)
-
-
-def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: float = 0.25) -> Path:
-    """A BERT of 4 layers with random heads after 1, 2 and 3, which differ in what they say and how sure they are."""
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer(WORDS * 5, 90, True)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        hidden_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=128,
-        num_labels=max(1, len(classes)),
-    )
-    if classes:
-        config.id2label = dict(enumerate(classes))
-        config.label2id = {name: place for place, name in enumerate(classes)}
-    model = BertForSequenceClassification(config).eval()
-    heads = new_heads(model, range(1, LAYERS), None)
-    for module in (model, heads):
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.35)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_heads(folder, heads, SavedExits(layers=[1, 2, 3], pooling="first", policy=policy, held_out=held_out))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache: Path) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("classifier"), CLASSES, ENTROPY)
-    key = build_task(spec_of(csv_folder), folder, cache).held_out_key()
-    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
-    return folder
+    return make_classifier(tmp_path_factory.mktemp("classifier"), csv_folder, cache)
 
 
 @pytest.fixture(scope="module")
 def regressor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    policy = ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=1)
-    return make_folder(tmp_path_factory.mktemp("regressor"), [], policy)
+    return make_regressor(tmp_path_factory.mktemp("regressor"))
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +52,6 @@ def task(csv_folder: Path, classifier: Path, cache: Path) -> Task:
     return build_task(spec_of(csv_folder), classifier, cache)
 
 
-def spec_of(csv_folder: Path, **fields: Any) -> TextSpec:
-    values = {
-        "name": "text",
-        "data_dir": str(csv_folder),
-        "train_file": "train.csv",
-        "validation_file": "validation.csv",
-        "text_columns": ["text"],
-        "label_column": "kind",
-        "max_seq_length": 24,
-        "held_out": 0.25,
-    }
-    return TextSpec.model_validate(values | fields)
-
-
 @pytest.fixture
 def scores_task(regressor: Path, cache: Path, tmp_path: Path) -> Task:
     """The same texts with the number of their words as the score."""
@@ -116,15 +61,6 @@ def scores_task(regressor: Path, cache: Path, tmp_path: Path) -> Task:
         rows = "".join(f"{' '.join(text)},{len(text)}\n" for text in texts)
         (tmp_path / file).write_text(f"text,score\n{rows}")
     return build_task(spec_of(tmp_path, regression=True, label_column="score"), regressor, cache)
-
-
-def exiting(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    return with_exits(task.build_model(folder).eval(), folder, policy).eval()
-
-
-def json_of(stdout: str) -> dict[str, Any]:
-    """What a command prints, after what DeepSpeed says while it is loaded."""
-    return json.loads(stdout[stdout.index("{") :])
 
 
 def run_early(model: EarlyExitModel, task: Task, split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -439,171 +375,3 @@ def test_other_examples_than_those_held_out_in_training_are_refused(
     assert read_exits(folder) == read_exits(classifier)
     same = build_task(spec_of(csv_folder, max_seq_length=16), folder, cache)
     assert calibrate_folder(folder, same, 16, ExitsSpec(max_drop=1))["examples"] == 60
-
-
-@pytest.fixture(scope="module")
-def flags(tiny_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The task on a command line, as the recipe of a run."""
-    path = tmp_path_factory.mktemp("run") / "recipe.json"
-    path.write_text(json.dumps(tiny_recipe | {"task": tiny_recipe["task"] | {"held_out": 0.25}}))
-    return ["--recipe", str(path)]
-
-
-def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
-    task: Task, classifier: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """Two ranks print the plain scores and those of the exits, as one process finds them; the file has the curves."""
-    places = ["--output_file", str(tmp_path / "scores.json"), "--predictions_dir", str(tmp_path / "eval")]
-    done = run_deepspeed(2, "launch/evaluate.py", str(classifier), *flags, *places)
-    assert done.returncode == 0, done.stderr
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    assert json.dumps(scores, indent=2) in done.stdout
-    found = json.loads((tmp_path / "eval" / "exits.json").read_text())
-    alone = evaluate_exits(exiting(task, classifier), task, 64)
-    for one, other in ((found, alone), (scores, {"accuracy": 0.0} | flat_scores(task, alone))):
-        assert one.keys() == other.keys()
-    of_split, alone_of_split = (each["splits"]["validation"] for each in (found, alone))
-    assert scores["accuracy"] == of_split["heads"]["4"]["accuracy"]
-    assert scores["early_exit/speedup"] > 0
-    for name in ("accuracy", "mean_layers", "expected_saving"):
-        assert scores[f"early_exit/{name}"] == flat_scores(task, alone)[f"early_exit/{name}"]
-    assert of_split["heads"] == alone_of_split["heads"]
-    assert of_split["early_exit"]["exit_counts"] == alone_of_split["early_exit"]["exit_counts"]
-    assert [p["mean_layers"] for p in of_split["curves"]["entropy"]] == pytest.approx(
-        [p["mean_layers"] for p in alone_of_split["curves"]["entropy"]], abs=0.05
-    )
-
-
-def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
-    classifier: Path, flags: list[str], tmp_path: Path, csv_folder: Path
-) -> None:
-    """Calibration prints what it writes, and needs no validation file; a flag overrides it for one evaluation."""
-    folder = shutil.copytree(classifier, tmp_path / "model")
-    data = shutil.copytree(csv_folder, tmp_path / "data", ignore=shutil.ignore_patterns("validation*"))
-    more = ["--data_dir", str(data), "--target_speedup", "1.4", "--criterion", "confidence"]
-    done = run_python("launch/calibrate.py", str(folder), *flags, *more)
-    assert done.returncode == 0, done.stderr
-    told = json_of(done.stdout)
-    assert told["expected_speedup"] >= 1.4
-    saved = read_exits(folder)
-    assert saved.calibration == told
-    written = (folder / "exits.json").read_bytes()
-    done = run_python("launch/evaluate.py", str(folder), *flags, "--early_exit_entropy", "0,0,10")
-    assert done.returncode == 0, done.stderr
-    scores = json_of(done.stdout)
-    assert scores["early_exit/mean_layers"] == 3
-    assert scores["early_exit/expected_saving"] == 0.75
-    assert (folder / "exits.json").read_bytes() == written
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([], "one of the arguments --target_speedup --max_drop is required"),
-        (["--target_speedup", "2", "--max_drop", "1"], "not allowed with argument"),
-        (["--target_speedup", "0.5"], "'0.5' is no number of 1 or more"),
-        (["--target_speedup", "nan"], "'nan' is no number"),
-        (["--target_speedup", "inf"], "'inf' is no number"),
-        (["--max_drop", "-1"], "'-1' is no number of 0 or more"),
-        (["--max_drop", "much"], "'much' is no number"),
-        (["--max_drop", "1", "--criterion", "luck"], "invalid choice: 'luck'"),
-        (["--max_drop", "1", "--patience", "0"], "'0' is no whole number from 1 to 1000"),
-        (["--max_drop", "1", "--patience", "1001"], "'1001' is no whole number from 1 to 1000"),
-        (["--max_drop", "1", "--patience", "9" * 5000], "is no whole number from 1 to 1000"),
-        (["--max_drop", "1", "--patience", "2"], "--patience 2: it goes with a regression"),
-        (
-            ["--max_drop", "1", "--criterion", "patience", "--per_head"],
-            "--per_head: patience is the same",
-        ),
-        (["--max_drop", "1", "--batch_size", "0"], "--batch_size is 0"),
-        (["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
-        (["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
-        (["--max_drop", "1", "--set", 'train_file="gone.csv"'], "gone.csv"),
-        (["--max_drop", "1", "--set", "regression=true"], "a regression has no probabilities"),
-    ],
-)
-def test_mistakes_of_a_calibration_are_told(classifier: Path, flags: list[str], more: list[str], message: str) -> None:
-    """One ValueError each, before anything is loaded."""
-    with pytest.raises(ValueError) as caught:
-        read_calibrate_job([str(classifier), *flags, *more])
-    assert message in str(caught.value)
-
-
-def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: list[str], tmp_path: Path) -> None:
-    """None of ours, none at all, heads that have seen all training examples, an exits.json that is none."""
-    plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
-    seen = make_folder(tmp_path / "seen", CLASSES, ENTROPY, held_out=0.0)
-    broken = shutil.copytree(classifier, tmp_path / "broken")
-    (broken / "exits.json").write_text('{"version": 1, "layers": []}')
-    for folder, message in (
-        (plain, "has no exits.json: it has no exit heads to calibrate"),
-        (tmp_path / "none", "does not exist"),
-        ("owner/name", "owner/name is no folder"),
-        (seen, "train them with task.held_out"),
-        (broken, "exits.json"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            read_calibrate_job([str(folder), *flags, "--max_drop", "1"])
-        assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--early_exit_entropy", "0.1,0.2"], "early_exit_entropy has 2 values, and there are 3 heads"),
-        (["--early_exit_entropy", "-1"], "'-1' is no number of 0 or more"),
-        (["--early_exit_confidence", "0.9,"], "'' is no number from 0 to 1"),
-        (["--early_exit_confidence", "95"], "'95' is no number from 0 to 1"),
-        (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
-        (["--patience", "1.5"], "'1.5' is no whole number"),
-    ],
-)
-def test_mistakes_of_a_policy_are_told(classifier: Path, flags: list[str], more: list[str], message: str) -> None:
-    """Too few thresholds, what is no threshold, two criteria; a folder without exits has no policy to replace."""
-    with pytest.raises(ValueError) as caught:
-        read_evaluate_job([str(classifier), *flags, *more])
-    assert message in str(caught.value)
-
-
-def test_a_policy_for_a_folder_without_exits_is_refused(classifier: Path, flags: list[str], tmp_path: Path) -> None:
-    """Not ignored."""
-    plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
-    assert read_evaluate_job([str(plain), *flags]).exit_policy is None
-    for more in (["--early_exit_entropy", "0.1"], ["--early_exit_confidence", "0.1"], ["--patience", "1"]):
-        with pytest.raises(ValueError, match=rf"{more[0]}: .*plain has no exits\.json"):
-            read_evaluate_job([str(plain), *flags, *more])
-
-
-def test_a_policy_on_the_command_line_is_taken(classifier: Path, regressor: Path, flags: list[str]) -> None:
-    """One threshold is every head's; the tolerances of a regression stay when its patience changes."""
-
-    def policy(folder: Path, *more: str) -> ExitPolicy | None:
-        return read_evaluate_job([str(folder), *flags, *more]).exit_policy
-
-    assert policy(classifier) is None
-    assert policy(classifier, "--early_exit_entropy", "0.1") == ExitPolicy(criterion="entropy", thresholds=[0.1] * 3)
-    found = policy(classifier, "--early_exit_confidence", "0.7,0.8,0.9")
-    assert found == ExitPolicy(criterion="confidence", thresholds=[0.7, 0.8, 0.9])
-    assert policy(classifier, "--patience", "3") == ExitPolicy(criterion="patience", patience=3)
-    found = policy(regressor, "--set", "regression=true", "--patience", "3")
-    assert found == ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=3)
-    with pytest.raises(ValueError, match="a regression has no probabilities"):
-        policy(regressor, "--set", "regression=true", "--early_exit_entropy", "0.1")
-
-
-def test_a_refused_calibration_ends_with_2_and_changes_nothing(
-    classifier: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """Found at once or only with the data: one line, no traceback, the folder as it was."""
-    folder = shutil.copytree(classifier, tmp_path / "model")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for more, message in (
-        (["--target_speedup", "4.5"], "target_speedup 4.5: "),
-        (["--max_drop", "nan"], "'nan' is no number"),
-    ):
-        done = run_python("launch/calibrate.py", str(folder), *flags, *more)
-        assert done.returncode == 2, done.stderr
-        assert "{" not in done.stdout
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

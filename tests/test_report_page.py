@@ -8,73 +8,15 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import run_python
 from PIL import Image
-from test_plots import pruned_bert, synthetic_exits, taught
+from report_runs import FIGURES, draw_only_losses, figures_of, write_run
 
 from ds_trainer import distributed, plots, report_page
-from ds_trainer.command import run_command
 from ds_trainer.figure import Figure
-from ds_trainer.report_page import report_command, write_report
+from ds_trainer.report_page import write_report
 from ds_trainer.run_files import read_run
-from ds_trainer.run_folder import RunFolder
-
-FIGURES = {
-    "score_by_density",
-    "dense.loss",
-    *(f"taught.{name}" for name in ("loss", "density", "agreement", "kept_weights")),
-    *(f"exits.{name}" for name in ("loss", "kept_weights", "exits", "exit_histogram")),
-    *(f"exits.{name}_validation_mismatched" for name in ("exits", "exit_histogram")),
-}
-
-
-def results_of(counts: dict[str, Any], score: float, **more: Any) -> dict[str, Any]:
-    encoder = {key: sum(count[key] for count in counts.values()) for key in ("kept", "total")}
-    return {
-        "train": {"train_loss": 0.3, "train_seconds": 12.3, "examples_per_s": 99.0, "steps": 20},
-        "eval": {"accuracy": score, **more.pop("eval", {})},
-        "weights": {"layers": counts, "encoder": encoder, "model": {key: 2 * n for key, n in encoder.items()}},
-        **more,
-    }
-
-
-def write_run(folder: Path) -> Path:
-    """A run of three phases, the last with exits on two splits; the first is dense, the second pruned and taught."""
-    counts = pruned_bert(folder / "model")
-    shutil.copytree(folder / "model", folder / "taught" / "model")
-    dense = {name: {"kept": count["total"], "total": count["total"]} for name, count in counts.items()}
-    exits = synthetic_exits(3, splits=("validation", "validation_mismatched"))
-    (folder / "eval").mkdir()
-    (folder / "eval" / "exits.json").write_text(json.dumps(exits))
-    latency = {"batch_1": {"median_ms": 3.25, "p95_ms": 4.5}, "batch_32": {"median_ms": 50.0}}
-    conditions = {"threads": 2, "device": "cpu", "dtype": "float32", "examples": 64, "mean_tokens": 21.25}
-    teacher = {"teacher/accuracy": 0.91, "teacher/agreement": 0.88}
-    early = {"early_exit/accuracy": 0.79, "early_exit/mean_layers": 1.75, "early_exit/speedup": 1.6}
-    early |= {"early_exit/expected_saving": 0.58, "exit_1/accuracy": 0.61, "mm/exit_2/accuracy": 0.62}
-    early |= {"early_exit/leave_at_1": 63, "early_exit/seconds": 64.0, "early_exit/full_seconds": 65.0}
-    results = {
-        "dense": results_of(dense, 0.9, latency=latency, measured_on=conditions, size={"bytes": 3 * 2**20}),
-        "taught": results_of(counts, 0.8, eval=teacher, latency=latency, measured_on=conditions),
-        "exits": results_of(counts, 0.81, eval=early, exits=exits, early_exit_latency=latency),
-    }
-    techniques = [{}, {"prune": {}, "distill": {}}, {"prune": None, "exits": {}}]
-    phases = [{"name": n, "task": None, "techniques": t} for n, t in zip(results, techniques, strict=True)]
-    recipe = {"model": {"name_or_path": "/models/bert"}, "task": {"name": "mnli"}, "phases": phases}
-    log = [{**row, "phase": "taught"} for row in taught()]
-    log += [{"phase": name, "step": step, "train/loss": 1 / step} for name in ("dense", "exits") for step in (1, 2, 3)]
-    files = {"recipe.json": recipe, "all_results.json": results, "deepspeed_config.json": {"train_batch_size": 8}}
-    files["command.json"] = {"command": "deepspeed launch/train.py --recipe my.json"}
-    for name, value in files.items():
-        (folder / name).write_text(json.dumps(value, indent=2))
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-    return folder
-
-
-def figures_of(folder: Path) -> set[str]:
-    return {path.stem for path in (folder / "plots").glob("*.png")}
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +44,7 @@ def warnings(monkeypatch) -> list[str]:
 @pytest.fixture
 def few_figures(monkeypatch) -> None:
     """Draw only the loss, where the figures are not what is tested."""
-    for name in ("densities", "kept_weights", "agreement", "exit_curves", "exit_histogram"):
-        monkeypatch.setattr(plots, name, lambda *_: None)
+    draw_only_losses(monkeypatch)
 
 
 class Page(HTMLParser):
@@ -303,17 +244,6 @@ def test_each_figure_is_drawn_once(run, monkeypatch):
 
 
 @pytest.mark.usefixtures("few_figures")
-def test_the_command_leaves_tensorboard_alone(run):
-    """Its images come of the run's own end: made again, they would pile up."""
-    (run / "tensorboard" / "dense").mkdir(parents=True)
-    report_command([str(run)])
-    assert list((run / "tensorboard").rglob("*tfevents*")) == []
-    write_report(run)
-    report_command([str(run)])
-    assert len(list((run / "tensorboard").rglob("*tfevents*"))) == 1
-
-
-@pytest.mark.usefixtures("few_figures")
 def test_secrets_are_not_on_the_page(run):
     """Not of the command, not of a recipe or engine file, whole or broken."""
     (run / "command.json").write_text(json.dumps({"command": "train.py --hub_token hush1 --set comet.api_key=hush2"}))
@@ -348,14 +278,6 @@ def test_a_broken_file_of_the_run_costs_only_what_it_says(run, warnings, name, b
     page = (run / "report.md").read_text()
     assert "plots/dense.loss.png" in page
     assert "What is missing" in page or "bert" in broken
-
-
-@pytest.mark.parametrize("name", ["recipe.json", "all_results.json"])
-def test_the_command_is_strict(run, name, capsys):
-    """Whoever asks for a report is told what is broken, with exit code 2."""
-    (run / name).write_text("{")
-    assert run_command(report_command, [str(run)]) == 2
-    assert f"{name} cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("few_figures")
@@ -447,30 +369,6 @@ def test_phases_of_other_tasks_are_not_compared(run):
     assert "score_by_density" not in figures_of(run)
 
 
-def test_a_folder_without_a_run_is_told(tmp_path, capsys):
-    """Exit code 2 and one line; neither a missing folder nor an empty one gets a report."""
-    assert run_command(report_command, [str(tmp_path / "gone")]) == 2
-    assert run_command(report_command, [str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "gone is no folder: name the output folder of a run" in told
-    assert "holds no run: it has neither log.jsonl nor all_results.json" in told
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("few_figures")
-def test_the_command_keeps_what_it_did_not_write(run, capsys):
-    """A page of the user's stops it; its own it makes again, and a later run may delete it."""
-    (run / "report.md").write_text("my notes")
-    assert run_command(report_command, [str(run)]) == 2
-    assert "was not written by this program" in capsys.readouterr().err
-    assert (run / "report.md").read_text() == "my notes"
-    (run / "report.md").unlink()
-    assert [run_command(report_command, [str(run)]) for _ in range(2)] == [0, 0]
-    RunFolder(run).open(overwrite=True)
-    assert not [path for path in run.rglob("*") if path.suffix in (".md", ".html", ".png")]
-    assert not (run / "plots").exists()
-
-
 def test_a_report_says_what_it_wrote(run, warnings):
     """All of it, and nothing that it left as it was: an image of the user's is kept, told, and not on the page."""
     (run / "plots").mkdir()
@@ -481,11 +379,3 @@ def test_a_report_says_what_it_wrote(run, warnings):
     assert (run / "plots" / "dense.loss.png").read_bytes() == b"mine"
     assert "plots/dense.loss.png is there and was not written by this program" in warnings[0]
     assert "(plots/dense.loss.png)" not in (run / "report.md").read_text()
-
-
-def test_the_entry_point_makes_the_report_again(run):
-    """`python launch/report.py OUT`."""
-    done = run_python("launch/report.py", str(run))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == f"report: {run / 'report.md'}"
-    assert figures_of(run) == FIGURES

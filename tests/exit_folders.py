@@ -1,0 +1,86 @@
+"""Model folders with exits and random weights, the task that they are for, and what is asked of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from ds_trainer.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.models import train_tokenizer
+from ds_trainer.recipe import TextSpec
+from ds_trainer.tasks import Task, build_task
+from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
+from ds_trainer.techniques.exit_heads import new_heads, read_exits, save_heads, write_exits
+
+WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
+LAYERS = 4
+CLASSES = ["fruit", "tool", "bird"]  # not in the task's order
+ENTROPY = ExitPolicy(criterion="entropy", thresholds=[0.75] * 3)
+
+
+def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: float = 0.25) -> Path:
+    """A BERT of 4 layers with random heads after 1, 2 and 3, which differ in what they say and how sure they are."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(WORDS * 5, 90, True)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        hidden_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=128,
+        num_labels=max(1, len(classes)),
+    )
+    if classes:
+        config.id2label = dict(enumerate(classes))
+        config.label2id = {name: place for place, name in enumerate(classes)}
+    model = BertForSequenceClassification(config).eval()
+    heads = new_heads(model, range(1, LAYERS), None)
+    for module in (model, heads):
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.35)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_heads(folder, heads, SavedExits(layers=[1, 2, 3], pooling="first", policy=policy, held_out=held_out))
+    return folder
+
+
+def make_classifier(folder: Path, csv_folder: Path, cache: Path) -> Path:
+    """That model for the kinds of the CSV task, with the key of the examples that the task holds out."""
+    make_folder(folder, CLASSES, ENTROPY)
+    key = build_task(spec_of(csv_folder), folder, cache).held_out_key()
+    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
+    return folder
+
+
+def make_regressor(folder: Path) -> Path:
+    return make_folder(folder, [], ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=1))
+
+
+def spec_of(csv_folder: Path, **fields: Any) -> TextSpec:
+    values = {
+        "name": "text",
+        "data_dir": str(csv_folder),
+        "train_file": "train.csv",
+        "validation_file": "validation.csv",
+        "text_columns": ["text"],
+        "label_column": "kind",
+        "max_seq_length": 24,
+        "held_out": 0.25,
+    }
+    return TextSpec.model_validate(values | fields)
+
+
+def exiting(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
+    return with_exits(task.build_model(folder).eval(), folder, policy).eval()
+
+
+def json_of(stdout: str) -> dict[str, Any]:
+    """What a command prints, after what DeepSpeed says while it is loaded."""
+    return json.loads(stdout[stdout.index("{") :])
