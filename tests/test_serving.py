@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -72,6 +73,14 @@ def alone(folder: Path) -> list[dict]:
     return answers
 
 
+def until(condition) -> None:
+    """Wait for what other threads are about to do; fail where it takes half a minute."""
+    pause, end = threading.Event(), time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        pause.wait(0.001)
+
+
 def test_a_batch_answers_each_text_as_alone(folder):
     """Texts and pairs of texts together, in order, with the layers that each went through."""
     found = serving.Classifier(str(folder), 8, 32)(TEXTS)
@@ -102,8 +111,7 @@ def test_requests_that_wait_share_a_batch(folder):
     assert started.wait(30)
     for caller in callers[1:]:
         caller.start()
-    while classifier._waiting.qsize() < 7:
-        pass
+    until(lambda: classifier._waiting.qsize() == 7)
     go_on.set()
     for caller in callers:
         caller.join(30)
@@ -162,23 +170,22 @@ def test_threads_that_tokenise_at_once_do_not_meet(folder):
 
 @pytest.fixture
 def blocked(folder):
-    """A classifier whose worker waits to be let go on."""
-    classifier, go_on = serving.Classifier(str(folder), 2, 32), threading.Event()
+    """A classifier whose worker has taken one text, says so, and waits to be let go on."""
+    classifier, started, go_on = serving.Classifier(str(folder), 2, 32), threading.Event(), threading.Event()
     inner = classifier._answers
-    classifier._answers = lambda rows: (go_on.wait(30), inner(rows))[1]
-    yield classifier, go_on
+    classifier._answers = lambda rows: (started.set(), go_on.wait(30), inner(rows))[2]
+    yield classifier, started, go_on
     go_on.set()
 
 
 def test_more_than_may_wait_are_sent_away(blocked, monkeypatch):
     """At once, so that they can ask another; what waits is answered, and nothing of the refused is computed."""
-    classifier, go_on = blocked
+    classifier, started, go_on = blocked
     classifier._waiting.maxsize = 3
     answers = []
     caller = threading.Thread(target=lambda: answers.append(classifier(["plum"])))
     caller.start()
-    while classifier._waiting.qsize():
-        pass
+    assert started.wait(30)
     with pytest.raises(serving.OverloadedError, match="try again later"):
         classifier(["a"] * 4)
     monkeypatch.setattr(serving, "_MAX_WAITING", 3)
@@ -195,13 +202,14 @@ def test_more_than_may_wait_are_sent_away(blocked, monkeypatch):
 
 def test_closing_answers_what_waits(blocked):
     """And ends the thread."""
-    classifier, go_on = blocked
+    classifier, started, go_on = blocked
     answers = []
     callers = [threading.Thread(target=lambda: answers.append(classifier(["plum"]))) for _ in range(5)]
-    for caller in callers:
+    callers[0].start()
+    assert started.wait(30)  # alone: the others would else be taken with it
+    for caller in callers[1:]:
         caller.start()
-    while classifier._waiting.qsize() < 4:
-        pass
+    until(lambda: classifier._waiting.qsize() == 4)
     go_on.set()
     classifier.close()
     for caller in callers:
