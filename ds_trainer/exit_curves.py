@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.data import spread
-from ds_trainer.exit_specs import Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.techniques.exit_policy import confidence, entropy, exit_heads
 
 _ROUNDING = 1e-6  # metrics are computed in fp32: a drop of just max_drop is allowed
@@ -42,7 +42,7 @@ class AllHeads:
     logits: Tensor
     layers: Sequence[int]
     score: Callable[[Tensor], dict[str, float]]
-    patience: int = 2
+    patience: int = DEFAULT_PATIENCE
 
     @property
     def regression(self) -> bool:
@@ -72,7 +72,7 @@ def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Point]
     """A point for every threshold, the same for all heads, that changes a decision; from nobody leaving to all.
 
     Where they are more than `most`, about so many, evenly spaced in mean layers, with both ends. A classification's
-    thresholds of patience are 1 to heads - 1. All are exact in fp32, and so in JSON.
+    thresholds of patience are 1 to heads - 1. Python and JSON numbers hold them exactly.
     """
     if criterion == "patience" and not heads.regression:
         return [_under(criterion, heads, float(patience)) for patience in range(len(heads.layers) - 1, 0, -1)]
@@ -197,7 +197,7 @@ def _between(values: Tensor) -> Tensor:
         return values.new_zeros(1)
     negative = bool(values[0] < 0)  # confidences, which are above 0 and at most 1
     start = values[:1].clamp(max=-1.0 if negative else 0.0)
-    middle = ((values[1:].double() + values[:-1].double()) / 2).float()
+    middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in their own precision, in which they are compared
     middle = torch.where(middle > values[:-1], middle, values[1:])  # a value is not below itself
     above = values[-1:].nextafter(values.new_tensor(math.inf))
     end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)

@@ -5,6 +5,7 @@ The last phase writes into the output folder itself, the ones before it into a f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -44,8 +45,7 @@ _RESULTS = "all_results.json"
 
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
-    _start()
-    try:
+    with _joined():
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
@@ -55,32 +55,26 @@ def run(job: TrainJob) -> None:
             if phase.name not in results:
                 results[phase.name] = _run_phase(job, phase, folder, models)
                 distributed.on_main(partial(_write_results, folder, results))
-            models.left[phase.name] = str(job.output / phase.name / "model")
+            models.left[phase.name] = str(_folder_of(phase, job) / "model")
         if job.recipe.report:
             _compare(job, results)
             distributed.on_main(partial(_write_results, folder, results))
             distributed.on_main(lambda: write_report(job.output))
         distributed.info("\n" + results_table(results))
         distributed.info(f"\nmodel: {job.output / 'model'}")
-    finally:
-        distributed.stop()
 
 
 def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
-    _start()
-    try:
+    with _joined():
         _tell({"recipe": job.recipe.model_dump()})
         for plan in _rehearsed(job):
             _tell({"phase": plan.phase.name, **_described(plan)})
-    finally:
-        distributed.stop()
 
 
 def evaluate_folder(job: EvaluateJob) -> None:
     """Score a model folder on every split of a task, over all ranks; the scores are printed as JSON."""
-    _start()
-    try:
+    with _joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
         device = distributed.device()
@@ -93,19 +87,14 @@ def evaluate_folder(job: EvaluateJob) -> None:
             found.scores |= flat_scores(task, files[EXITS_FILE])
         _tell(found.scores)
         distributed.on_main(lambda: _write_evaluation(job, found.scores, found.files(task) | files))
-    finally:
-        distributed.stop()
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
     """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
-    _start()
-    try:
+    with _joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
         _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
-    finally:
-        distributed.stop()
 
 
 def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = None) -> PhasePlan:
@@ -130,10 +119,8 @@ def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = N
         (numbers.adam_beta1, numbers.adam_beta2),
         numbers.adam_epsilon,
     )
-    last = phase is recipe.phases[-1]
-    folder = job.output if last else job.output / phase.name
     techniques = _taught_by(phase.techniques, teacher)
-    return PhasePlan(phase, techniques, task, source, clock, config, base, folder)
+    return PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job))
 
 
 def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
@@ -143,13 +130,23 @@ def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
     return techniques.model_copy(update={"distill": techniques.distill.model_copy(update={"teacher": teacher})})
 
 
-def _start() -> None:
-    """Join the other ranks, and keep `transformers` from telling on every rank what this library tells on one."""
+@contextlib.contextmanager
+def _joined() -> Iterator[None]:
+    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     distributed.start()
+    try:
+        yield
+    finally:
+        distributed.stop()
+
+
+def _folder_of(phase: Phase, job: TrainJob) -> Path:
+    """Where a phase writes: the last one into the output folder itself."""
+    return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
 
 
 def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
@@ -202,8 +199,7 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
 
 def _compare(job: TrainJob, results: dict[str, Any]) -> None:
     """Add to every phase's results what its model costs, all measured in one place; what fails is only warned of."""
-    places = {phase.name: job.output / phase.name / "model" for phase in job.recipe.phases}
-    places[job.recipe.phases[-1].name] = job.output / "model"
+    places = {phase.name: _folder_of(phase, job) / "model" for phase in job.recipe.phases}
     there = distributed.on_main(lambda: [name for name, model in places.items() if (model / "config.json").is_file()])
     try:
         subjects = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_trainer import distributed
+from ds_trainer.exit_specs import EXITS_FILE
 
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 """What one phase has logged: a record for each step, in order; a value that was not finite is None."""
@@ -43,12 +44,12 @@ class Run:
 
     def exits(self, phase: str) -> dict[str, Any]:
         """What is known of a phase's exits: with the curves where its evaluation wrote them; empty without exits."""
-        file = self.place(phase) / "eval" / "exits.json"
+        file = self.place(phase) / "eval" / EXITS_FILE
         return read_object(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
 
     def calibrated_again(self, phase: str) -> bool:
         """Whether the exits of a phase's model are no longer those that were evaluated."""
-        file, evaluated = self.place(phase) / "model" / "exits.json", self.exits(phase)
+        file, evaluated = self.place(phase) / "model" / EXITS_FILE, self.exits(phase)
         if not evaluated or not file.is_file():
             return False
         now = read_object(file)

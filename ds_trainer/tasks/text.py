@@ -145,6 +145,7 @@ class TextTask(Task):
         if not self.spec.held_out:
             return ""
         rows = [self.spec.name, self.spec.text_columns, self.spec.label_column]
+        # not `fingerprint`: a model folder outlives the cache's version
         identity = [self._rows.fingerprint("train"), *rows, self.spec.held_out]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
