@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load_model(folder: str | Path) -> nn.Module:
+def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
     """The model of a folder that a run left, in evaluation mode, in fp32.
 
     With exit heads in the folder, its forward exits early: `logits` (rows, classes), and `exit_layers` (rows,), the
-    layers that each sample went through. Raises ValueError where the folder holds no trained model.
+    layers that each sample went through. Raises ValueError where the folder holds no trained model. By default weights
+    are safetensors, and no code of the folder is run; `trust.py` says what the two permissions are.
     """
     from ds_trainer.techniques import early_exit  # torch is loaded by those who want a model, not by every check
+    from ds_trainer.trust import Trust, trusting
 
-    return early_exit.load_model(folder)
+    with trusting(Trust(allow_pickle, trust_remote_code)):
+        return early_exit.load_model(folder)

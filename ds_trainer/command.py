@@ -6,9 +6,11 @@ All mistakes of a command are collected and told at once, by rank 0, within the 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ds_trainer import distributed
+from ds_trainer.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.engine_file import Said, check_engine_file, read_engine_file
 from ds_trainer.exit_command import (
     add_aim_flags,
@@ -26,12 +29,25 @@ from ds_trainer.exit_command import (
     saved_exits,
 )
 from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
-from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.failures import LostRankError, NonFiniteLossError, StoppedError
 from ds_trainer.json_file import read_json
+from ds_trainer.messages import shortened
+from ds_trainer.model_folder import model_mistakes
 from ds_trainer.recipe import Phase, Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
+from ds_trainer.redaction import redacted
 from ds_trainer.run_folder import check_output_folder
 from ds_trainer.settings import assign, parse_setting
 from ds_trainer.task_files import check_data_files
+from ds_trainer.trust import Trust, trusting
+from ds_trainer.write_places import (
+    cache_place,
+    engine_place_mistakes,
+    environment_of,
+    is_run,
+    output_place_mistakes,
+    placed_engine_file,
+    result_place_mistakes,
+)
 
 USER_ERROR = 2
 T = TypeVar("T")
@@ -48,7 +64,13 @@ class TrainJob:
     output: Path
     overwrite: bool
     resume: bool
+    checkpoint: Path | None
+    """To resume from, in place of the newest."""
     dry_run: bool
+    timeout: int
+    """Seconds a rank waits for another."""
+    trust: Trust
+    debug_port: int | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,7 @@ class EvaluateJob:
     predictions_dir: Path | None
     exit_policy: ExitPolicy | None
     """In place of the model folder's."""
+    trust: Trust
 
 
 @dataclass(frozen=True)
@@ -74,31 +97,39 @@ class CalibrateJob:
     batch_size: int
     cache_dir: str | None
     exits: ExitsSpec
+    trust: Trust
 
 
 def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
-    """Run a command of this library and give its exit code; rank 0 alone tells what went wrong.
-
-    2 for what a user wrote, 3 for a loss that is not finite.
-    """
+    """Run a command of this library and give its exit code (see `failures.py`); one rank tells what went wrong."""
     distributed.start_logging()
     try:
         command(arguments)
-    except ValueError as error:
-        if not _is_told(error):
-            raise
-        _tell(error)
-        return USER_ERROR
-    except NonFiniteLossError as error:
-        _tell(error)
-        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last place to tell of one
+        if isinstance(error, ValueError) and not _is_told(error):
+            return _tell_traceback(error)
+        if isinstance(error, ValueError | NonFiniteLossError | LostRankError | StoppedError):
+            _tell(error)
+            return int(getattr(error, "exit_code", USER_ERROR))
+        return _tell_traceback(error)
     return 0
 
 
 def _tell(error: Exception) -> None:
-    if distributed.is_main():
+    if distributed.rank() == getattr(error, "teller", 0):
         sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        first = str(error) if isinstance(error, StoppedError) else f"error: {error}"
+        told = "\n".join([first, *getattr(error, "__notes__", [])])
+        print(shortened(redacted(told)), file=sys.stderr, flush=True)
+
+
+def _tell_traceback(error: Exception) -> int:
+    """Of what this library did not foresee, all that is known, on every rank that it happens on."""
+    sys.stdout.flush()
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    if sys.version_info < (3, 11):
+        print("\n".join(getattr(error, "__notes__", [])), file=sys.stderr)
+    return 1
 
 
 def train_command(arguments: Sequence[str]) -> None:
@@ -107,9 +138,13 @@ def train_command(arguments: Sequence[str]) -> None:
         print(recipe_schema())
         return
     job = read_train_job(arguments)
+    os.environ.update(environment_of(job.engine_config, job.output))
+    if job.debug_port:
+        wait_for_debugger(job.debug_port)
     from ds_trainer.run import dry_run, run
 
-    (dry_run if job.dry_run else run)(job)
+    with trusting(job.trust):
+        (dry_run if job.dry_run else run)(job)
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
@@ -117,7 +152,8 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     job = read_evaluate_job(arguments)
     from ds_trainer.run import evaluate_folder
 
-    evaluate_folder(job)
+    with trusting(job.trust):
+        evaluate_folder(job)
 
 
 def calibrate_command(arguments: Sequence[str]) -> None:
@@ -125,7 +161,8 @@ def calibrate_command(arguments: Sequence[str]) -> None:
     job = read_calibrate_job(arguments)
     from ds_trainer.run import calibrate_exits
 
-    calibrate_exits(job)
+    with trusting(job.trust):
+        calibrate_exits(job)
 
 
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
@@ -135,6 +172,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     recipe_data = mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}
     engine_config = mistakes.of(lambda: read_engine_file(flags.deepspeed_config)) or {}
     mistakes.tell()
+    recipe_read, engine_read = copy.deepcopy((recipe_data, engine_config))
     for setting in flags.set:
         mistakes.of(partial(_apply_setting, recipe_data, engine_config, setting))
     mistakes.of(lambda: _apply_flags(recipe_data, flags))
@@ -142,17 +180,30 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     phases = recipe.phases if recipe else []
     for said in [said_by(phase) for phase in phases] or [Said()]:
         mistakes += check_engine_file(engine_config, said, distributed.world_size(), name=flags.deepspeed_config)
-    mistakes += _source_mistakes(recipe) if recipe else []
+    mistakes += _source_mistakes(recipe, _trust(flags)) if recipe else []
+    resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
+    if flags.timeout < 1:
+        mistakes.append(f"--timeout is {flags.timeout}: give the seconds that a rank waits for another, 1 or more")
+    mistakes += debug_port_mistakes(flags.debug_port)
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
     if recipe and output is None:
         mistakes.append("no output folder: give --output_dir, or output_dir in the recipe")
     if output and not flags.dry_run and distributed.is_main():
-        mistakes += check_output_folder(output, flags.overwrite_output_dir, flags.resume)
+        mistakes += check_output_folder(output, flags.overwrite_output_dir, resume, checkpoint)
+    if recipe and output:
+        mistakes += output_place_mistakes(output, recipe.output_dir == recipe_read.get("output_dir"))
+        mistakes += engine_place_mistakes(engine_config, engine_read, output, flags.allow_write)
+        roots = [output, *flags.allow_write]
+        cache = mistakes.of(partial(cache_place, recipe.cache_dir, recipe_read.get("cache_dir"), roots))
+        recipe = recipe.model_copy(update={"cache_dir": cache})
     mistakes.tell()
     assert recipe is not None
     assert output is not None
-    asked = (flags.overwrite_output_dir, flags.resume, flags.dry_run)
-    return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked)
+    engine_config, told = placed_engine_file(engine_config, engine_read, output)
+    for line in told:
+        distributed.info(line)
+    asked = (flags.overwrite_output_dir, resume, checkpoint, flags.dry_run, flags.timeout)
+    return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked, _trust(flags), flags.debug_port)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
@@ -163,10 +214,11 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     mistakes += check_data_files(task, splits=("validation",)) if task else []
     saved = mistakes.of(lambda: saved_exits(flags.model))
     policy = mistakes.of(partial(asked_policy, flags, saved, task)) if task else None
-    mistakes += _place_mistakes(flags.output_file, flags.predictions_dir)
+    mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
     mistakes.tell()
     assert task is not None
-    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, flags.output_file, flags.predictions_dir, policy)
+    written = (flags.output_file, flags.predictions_dir)
+    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, *written, policy, _trust(flags))
 
 
 def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
@@ -183,7 +235,7 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     mistakes.tell()
     assert saved is not None
     spec = asked_calibration(flags, saved)
-    return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec)
+    return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec, _trust(flags))
 
 
 def _asked_task(flags: argparse.Namespace, mistakes: _Mistakes) -> tuple[TaskSpec | None, str | None]:
@@ -198,29 +250,14 @@ def _asked_task(flags: argparse.Namespace, mistakes: _Mistakes) -> tuple[TaskSpe
     for setting in flags.set:
         mistakes.of(partial(_apply_task_setting, task_data, setting))
     task = mistakes.of(lambda: parse_task(task_data))
-    mistakes += model_mistakes(flags.model)
+    mistakes += model_mistakes(flags.model, _trust(flags))
     if flags.batch_size < 1:
         mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
     if "name" not in task_data:
         mistakes.append("no task: give --task_name, or --recipe with a task")
-    return task, recipe.cache_dir if recipe else None
-
-
-def _place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
-    """Where an evaluation could not write its results."""
-    mistakes = []
-    if output_file and os.path.isdir(output_file):
-        mistakes.append(
-            f"--output_file: {output_file} is a folder: name a file in it, e.g. {output_file / 'scores.json'}"
-        )
-    elif output_file and not os.path.isdir(output_file.absolute().parent):
-        mistakes.append(f"--output_file: the folder {output_file.absolute().parent} does not exist")
-    if predictions_dir:
-        above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
-        there = next(path for path in above if os.path.exists(path))
-        if not there.is_dir():
-            mistakes.append(f"--predictions_dir: {there} is a file: name a folder")
-    return mistakes
+    said, own_run = recipe.cache_dir if recipe else None, Path(flags.recipe or "").parent
+    roots = [*([own_run] if is_run(own_run) else []), *flags.allow_write]
+    return task, flags.cache_dir or mistakes.of(partial(cache_place, said, said, roots))
 
 
 def _as_given(arguments: Sequence[str]) -> str:
@@ -235,19 +272,8 @@ def said_by(phase: Phase) -> Said:
     return Said(**{field.name: getattr(phase, field.name) for field in fields(Said)})
 
 
-def model_mistakes(name: str) -> list[str]:
-    """What is wrong with a model's folder, as far as its files' names show; a hub name is looked up later."""
-    folder = Path(name)
-    # os.path, since pathlib raises where a name is too long to be one
-    hub_name = not os.path.exists(folder) and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
-    if name.startswith("@") or hub_name:
-        return []
-    if not os.path.isdir(folder):
-        return [f"the model folder {name} does not exist"]
-    if not (folder / "config.json").is_file():
-        return [f"the model folder {name} has no config.json: it is not a transformers model"]
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    return [] if weights else [f"the model folder {name} has no .safetensors weights"]
+def _trust(flags: argparse.Namespace) -> Trust:
+    return Trust(flags.allow_pickle, flags.trust_remote_code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -282,7 +308,23 @@ def _train_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite_output_dir", action="store_true", help="replace what an earlier run wrote there")
-    existing.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --output_dir")
+    existing.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="CHECKPOINT",
+        help="go on with the run in --output_dir, from its newest whole checkpoint or from this one; start it if there "
+        "is none",
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=1800, help="seconds that a rank waits for another before the run ends (1800)"
+    )
+    parser.add_argument(
+        "--debug_port",
+        type=int,
+        metavar="PORT",
+        help="rank 0 waits at 127.0.0.1:PORT for a debugger (debugpy); the others wait for it, --timeout at most",
+    )
     parser.add_argument("--dry_run", action="store_true", help="print what would be done, train nothing")
     parser.add_argument("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     _add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
@@ -317,8 +359,25 @@ def _add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     parser.add_argument("--task_name", help="a GLUE task, docstrings, text, squad, mlm or clm")
     parser.add_argument("--data_dir", help="folder of the task's files")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
+    parser.add_argument("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")
+    parser.add_argument(
+        "--allow_write",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder that paths in the recipe and the engine file may lead into, beside the output folder",
+    )
+    add_trust_flags(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit of its users
+
+
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """What the user permits model folders: by default nothing."""
+    parser.add_argument(
+        "--allow_pickle", action="store_true", help="load pytorch_model.bin, as weights only, where no safetensors are"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
 
 
 def _apply_flags(recipe: dict[str, Any], flags: argparse.Namespace) -> None:
@@ -327,6 +386,7 @@ def _apply_flags(recipe: dict[str, Any], flags: argparse.Namespace) -> None:
         "task.name": flags.task_name,
         "task.data_dir": flags.data_dir,
         "output_dir": flags.output_dir,
+        "cache_dir": flags.cache_dir,
         "seed": flags.seed,
     }
     for path, value in values.items():
@@ -345,13 +405,13 @@ def _apply_task_setting(task: dict[str, Any], setting: str) -> None:
     assign(task, path, value, f'--set "{setting}"')
 
 
-def _source_mistakes(recipe: Recipe) -> list[str]:
+def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
     teachers = [phase.techniques.distill.teacher for phase in recipe.phases if phase.techniques.distill]
     folders = [recipe.model.name_or_path, *(phase.start_from for phase in recipe.phases), *teachers]
-    return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder)]
+    return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder, trust)]
 
 
 def _is_told(error: ValueError) -> bool:

@@ -248,6 +248,16 @@ class BatchPlan:
         start, end = (first + (last - first) * i // windows for i in (window, window + 1))
         return self._window(start, end)[step - start]
 
+    def between(self, start: int, end: int) -> Positions:
+        """(end - start,) positions of the examples at these places of the order in which they are visited.
+
+        From step * batch_size on this is the batch of a step; a run that goes on with batches of another size takes
+        the same examples in the same order.
+        """
+        first, last = start // self._batch_size, -(-end // self._batch_size)
+        visited = np.concatenate([self.indices(step) for step in range(first, last)])
+        return visited[start - first * self._batch_size : end - first * self._batch_size]
+
     def _stream(self, start: int, end: int) -> Positions:
         n = len(self._lengths)
         epochs = range(start // n, (end - 1) // n + 1)
@@ -265,9 +275,9 @@ class BatchPlan:
         return by_length.reshape(end - start, self._batch_size)[order]
 
 
-def steps_for(epochs: float, examples: int, batch_size: int) -> int:
-    """Optimizer steps that see every example `epochs` times, rounded up."""
-    return math.ceil(round(epochs * examples / batch_size, 9))
+def steps_for(epochs: float, examples: int, batch_size: int, seen: int = 0) -> int:
+    """Optimizer steps until every example was seen `epochs` times, rounded up; `seen` is how many were already."""
+    return math.ceil(round((epochs * examples - seen) / batch_size, 9))
 
 
 def shard(positions: Positions, lengths: Array, rank: int, world: int, accumulation: int) -> Positions:

@@ -7,15 +7,20 @@ before torch is loaded, so that mistakes are told by one rank only.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+TIMEOUT = 1800
+"""Seconds that a rank waits for another, unless a command says otherwise."""
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -65,10 +70,15 @@ def start_logging() -> None:
     _LOG.propagate = False
 
 
-def start() -> None:
-    """Join the process group that the launcher describes, through DeepSpeed; share out the cores."""
+def start(timeout: int = TIMEOUT) -> None:
+    """Join the process group that the launcher describes, through DeepSpeed; share out the cores.
+
+    `timeout`, in seconds, is how long a rank waits for another, here and in every process group made later: DeepSpeed
+    trains on one of its own, which takes torch's default and no other.
+    """
     import deepspeed
     import torch
+    from torch.distributed import distributed_c10d
 
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())  # collectives over objects go through the current device
@@ -77,15 +87,24 @@ def start() -> None:
         keep_freed_memory()
     if not torch.distributed.is_initialized():
         _describe_lone_process()
-        deepspeed.init_distributed(verbose=False)
+        seconds = timedelta(seconds=timeout)
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            setattr(distributed_c10d, name, seconds)
+        deepspeed.init_distributed(verbose=False, timeout=seconds)
 
 
 def stop() -> None:
-    """Leave the process group, and remove what DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
+    """Leave the process group."""
     import torch.distributed as dist
 
+    _host_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    free_shared_memory()
+
+
+def free_shared_memory() -> None:
+    """Remove what DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
     place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
@@ -210,6 +229,26 @@ def gather(value: T) -> list[T]:
     boxes: list[Any] | None = [None] * world_size() if is_main() else None
     dist.gather_object(value, boxes, dst=0)
     return boxes or []
+
+
+def largest(value: int) -> int:
+    """The largest of all ranks' values, on every rank. Waits for no accelerator."""
+    if world_size() == 1:
+        return value
+    import torch
+    import torch.distributed as dist
+
+    box = torch.tensor([value])
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_host_group())
+    return int(box)
+
+
+@functools.cache
+def _host_group() -> Any:
+    """A process group over the hosts' own network: the default one, unless that is the accelerators'."""
+    import torch.distributed as dist
+
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def mean_(values: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ def start_engine(
         if "scheduler" in config
         else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor),
     )
-    engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
+    if not engine.zero_optimization():
+        _mend_without_zero(engine)
     return engine
 
 
@@ -57,23 +58,73 @@ def set_rates(engine: Engine, groups: Sequence[Group]) -> None:
         own["initial_lr"], own["lr"] = rate, rate * factor
 
 
+def _mend_without_zero(engine: Engine) -> None:
+    """Have DeepSpeed do without ZeRO what it does with it: scale the loss, keep the norm, see what was skipped."""
+    if engine.fp16_enabled():
+        engine.backward = partial(_scaled_backward, engine, engine.backward)
+    elif not engine.bfloat16_enabled():
+        if engine.gradient_clipping() > 0:
+            engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
+        else:
+            engine.optimizer.register_step_pre_hook(partial(_keep_norm, engine))
+        if engine.torch_autocast_z0_gradscaler is not None:
+            scaler = engine.torch_autocast_z0_gradscaler
+            scaler.step = partial(_step_and_tell_overflow, scaler, scaler.step)
+
+
+def _scaled_backward(engine: Engine, backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
+    """Backward of the loss times the loss scale, for fp16 without ZeRO.
+
+    DeepSpeed 0.19.8 takes the scale off those gradients, but never puts it on (DeepSpeed#8393). The hook sets what
+    flows into the loss, whatever DeepSpeed makes of it, so that a release that does scale would not scale twice.
+    """
+    loss = loss.float() + 0.0  # a tensor of our own for the hook; half precision does not reach the scale
+    factor = engine.optimizer.loss_scale_config.cur_scale / engine.gradient_accumulation_steps()
+    loss.register_hook(lambda gradient: torch.full_like(gradient, factor))
+    backward(loss)
+
+
 def _clip_and_keep_norm(engine: Engine) -> None:
-    """What the engine does without ZeRO in fp32, except that it forgets the norm."""
+    """What the engine does without ZeRO in fp32, except that it forgets the norm; which stays on the device."""
     from deepspeed.runtime.utils import clip_grad_norm_
 
-    norm = clip_grad_norm_(parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu)
-    engine._global_grad_norm = float(norm)
+    engine._global_grad_norm = clip_grad_norm_(
+        parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+    )
+
+
+def _keep_norm(engine: Engine, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Without clipping, without ZeRO and in fp32 nothing else would look at the gradients."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes torch's loss scale off itself
+    engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients) / (1.0 if scale is None else scale)
+
+
+def _step_and_tell_overflow(scaler: Any, step: Callable[..., Any], optimizer: Any) -> None:
+    """A step of torch's scaler; DeepSpeed would count those that it skips as taken, and move the schedule on."""
+    step(optimizer)  # which waits for the device itself, to know whether to skip
+    optimizer.overflow = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+
+
+def loss_scale(engine: Engine) -> float:
+    """What the loss is multiplied by, at the next step; 1.0 in bf16 and fp32. Waits for the device under autocast."""
+    scalers = (engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None))
+    scaler = next((scaler for scaler in scalers if scaler is not None), None)
+    return float(scaler.get_scale() if scaler else engine._get_optimizer_loss_scale() or 1.0)
 
 
 def readings(engine: Engine) -> dict[str, float]:
-    """Every group's rate, gradient norm, loss scale, skipped steps: host values, at no synchronisation of ours."""
+    """Every group's rate, gradient norm, loss scale, skipped steps: host values; may wait for the device."""
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
     found = {
         f"train/lr/{group.get('name', index)}": group["lr"] for index, group in enumerate(engine.optimizer.param_groups)
     }
-    norm = engine.get_global_grad_norm()
+    norm, scale = engine.get_global_grad_norm(), loss_scale(engine)
     if norm is not None:
-        found["train/grad_norm"] = float(norm)
-    found["train/loss_scale"] = float(engine._get_optimizer_loss_scale() or 1.0)
+        with_scale = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # the only one that leaves it in the norm
+        found["train/grad_norm"] = float(norm) / scale if with_scale else float(norm)
+    found["train/loss_scale"] = scale
     found["train/skipped_steps"] = engine.skipped_steps
     return found
 

@@ -13,10 +13,10 @@ from ds_trainer.engine_keys import (
     is_number,
     key_table,
     nearest_of,
-    shown,
     unknown_key,
     value_at,
 )
+from ds_trainer.messages import shown
 
 FILLED_OPTIMIZER_PARAMS = ("lr", "betas", "eps", "weight_decay")
 FILLED_SCHEDULER_PARAMS = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

@@ -27,10 +27,10 @@ from ds_trainer.engine_keys import (
     is_number,
     key_mistakes,
     key_table,
-    shown,
     value_at,
 )
 from ds_trainer.json_file import read_json
+from ds_trainer.messages import shown
 
 DEFAULT_MICRO_BATCH = 32
 DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's own, for a file that does not say; 0.0 is "none"

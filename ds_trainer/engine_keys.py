@@ -10,11 +10,13 @@ takes the default. Does not know what keys mean together: see `engine_blocks.py`
 import difflib
 import functools
 import json
-import math
 import operator
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from ds_trainer.messages import shown
 
 AUTO = "auto"
 # Filled from the recipe although DeepSpeed itself has no use for "auto" there.
@@ -168,11 +170,5 @@ def is_auto(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number; true is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def shown(value: Any) -> str:
-    """The value as it stands in a JSON file, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A number that a float can be; true is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

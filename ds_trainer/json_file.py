@@ -5,34 +5,57 @@ Every error names the file and, where it is a matter of syntax, line and column.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hjson
 
+from ds_trainer.messages import cut, kind_of, listed
+from ds_trainer.whole_file import read_file
+
+_MOST_BYTES = 2**20
+_MOST_DEEP = 50
+_MOST_OF_A_KEY = 200
+_Place = tuple[Any, ...]
+"""Of a value: the place of what holds it, and its key or number there; () of the whole."""
+_WHOLE = 2**63
+"""Whole numbers end there for whatever reads them next."""
+
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """The object in the file; `what` names its role in errors, e.g. "the recipe". Raises ValueError."""
     file = Path(path)
-    text = _text_of(file, what)
+    said = f"{what} {cut(str(file), 300)}"
+    text = _text_of(file, said)
     if not text.strip():
-        raise ValueError(f"{what} {file} is empty: it must be an object, {{...}}")
+        raise ValueError(f"{said} is empty: it must be an object, {{...}}")
     try:
         data = hjson.loads(text, object_pairs_hook=_without_duplicates)
     except hjson.HjsonDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{what} {file} is not JSON: {error.msg} at {place}") from None
+        raise ValueError(f"{said} is not JSON: {cut(error.msg, 200)} at {place}") from None
     except _DuplicateKeysError as error:
-        raise ValueError(f"{what} {file} says {error} twice in one section: keep one") from None
+        raise ValueError(f"{said} says {error} twice in one section: keep one") from None
     except (IndexError, OverflowError, RecursionError, ValueError) as error:
-        raise ValueError(f"{what} {file} is not JSON: {_what_hjson_means(error)}") from None
+        raise ValueError(f"{said} is not JSON: {_what_hjson_means(error)}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{what} {file} holds a {type(data).__name__}: it must be an object, {{...}}")
-    not_numbers = [where for where, value in _leaves(data) if is_not_a_number(value)]
-    if not_numbers:
-        raise ValueError(f"{what} {file}: NaN or Infinity is not JSON, at {', '.join(not_numbers)}")
+        raise ValueError(f"{said} holds {kind_of(data)}: it must be an object, {{...}}")
+    faults = value_faults(data)
+    if faults:
+        raise ValueError("\n".join(f"{said}: {fault}" for fault in faults))
     return data
+
+
+def value_faults(data: Any) -> list[str]:
+    """What no field of a recipe or an engine file can be, wherever it stands: the first of each kind."""
+    first: dict[str, str] = {}
+    for place, value, depth in _all_values(data):
+        fault = _fault_of(value, depth)
+        if fault and fault not in first:
+            first[fault] = f"{fault}, at {_path(place)}" if place else fault
+    return list(first.values())
 
 
 def is_not_a_number(value: Any) -> bool:
@@ -47,30 +70,26 @@ class _DuplicateKeysError(Exception):
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
+    twice = sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
     if twice:
-        raise _DuplicateKeysError(", ".join(twice))
+        raise _DuplicateKeysError(listed(twice))
     return dict(pairs)
 
 
-def _text_of(file: Path, what: str) -> str:
-    if file.is_dir():
-        raise ValueError(f"{what} {file} is a folder: name the JSON file in it")
+def _text_of(file: Path, said: str) -> str:
     try:
-        raw = file.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{what} {file} does not exist (looked in {Path.cwd()})") from None
-    except OSError as error:
-        raise ValueError(f"{what} {file} cannot be read: {error.strerror}") from None
+        raw = read_file(file, said, _MOST_BYTES)
+    except ValueError as error:
+        looked_in = f" (looked in {Path.cwd()})" if str(error).endswith("does not exist") else ""
+        raise ValueError(f"{error}{looked_in}") from None
     if b"\0" in raw:
         line = raw[: raw.index(b"\0")].count(b"\n") + 1
-        raise ValueError(f"{what} {file} has a NUL byte in line {line}: save it as UTF-8 text")
+        raise ValueError(f"{said} has a NUL byte in line {line}: save it as UTF-8 text")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise ValueError(f"{what} {file} is not UTF-8 in line {line}: save it as UTF-8") from None
+        raise ValueError(f"{said} is not UTF-8 in line {line}: save it as UTF-8") from None
 
 
 def _what_hjson_means(error: Exception) -> str:
@@ -80,12 +99,44 @@ def _what_hjson_means(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else "a number is too large"
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{index}]")
-    else:
-        yield path, value
+def _fault_of(value: Any, depth: int) -> str | None:
+    if depth > _MOST_DEEP:
+        return f"nested deeper than {_MOST_DEEP} levels"
+    if is_not_a_number(value):
+        return "NaN or Infinity is not JSON"
+    if isinstance(value, int) and abs(value) >= _WHOLE:
+        return f"a whole number is larger than {_WHOLE:.0e}"
+    if isinstance(value, str) and _is_no_text(value):
+        return "a text holds a NUL character or half a surrogate pair"
+    if isinstance(value, dict) and any(len(key) > _MOST_OF_A_KEY or _is_no_text(key) for key in value):
+        return f"a key is longer than {_MOST_OF_A_KEY} characters, or holds a NUL character or half a surrogate pair"
+    return None
+
+
+def _is_no_text(text: str) -> bool:
+    if text.isascii():
+        return "\0" in text
+    return any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
+
+
+def _all_values(data: Any) -> Iterator[tuple[_Place, Any, int]]:
+    """Every value with its place and its depth, but nothing that is too deep; without recursion, which has a limit."""
+    waiting: list[tuple[_Place, Any, int]] = [((), data, 0)]
+    while waiting:
+        place, value, depth = waiting.pop()
+        yield place, value, depth
+        if depth > _MOST_DEEP:
+            continue
+        if isinstance(value, dict):
+            waiting += [((place, key), inner, depth + 1) for key, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [((place, index), value[index], depth + 1) for index in reversed(range(len(value)))]
+
+
+def _path(place: _Place) -> str:
+    """The keys and numbers of a place, from the outside in: phases[0].max_steps."""
+    parts: list[str] = []
+    while place:
+        place, part = place
+        parts.append(f"[{part}]" if isinstance(part, int) else f".{part}")
+    return cut("".join(reversed(parts)).removeprefix("."), 200)

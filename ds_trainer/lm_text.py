@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, is_file, no_file
+from ds_trainer.messages import quoted
+from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, is_file, no_file, user_path
 from ds_trainer.tabular import FileForm, check_columns, read_table, read_text
 from ds_trainer.task_specs import LmSpec
+from ds_trainer.whole_file import check_file
 
 FORMATS = (".txt", ".jsonl")
 SPLITS = ("train", "validation")
@@ -69,22 +71,23 @@ def files(spec: LmSpec, split: str) -> list[Path]:
     name = spec.train_file if split == "train" else spec.validation_file
     if not name:
         raise ValueError(f'the task "{spec.name}" has no file for the {split} split: set {split}_file')
-    folder = data_folder(spec)
-    wanted = folder / Path(name).expanduser()
-    found = [wanted] if is_file(wanted) else _matches(folder, wanted, name)
+    folder, given = data_folder(spec), user_path(name, f"{split}_file")
+    found = [folder / given] if is_file(folder / given) else _matches(folder, given)
     if not found:
-        raise no_file(spec, split, [wanted])
+        raise no_file(spec, split, [folder / given])
     for path in found:
+        check_file(path)
         if path.suffix.lower() not in FORMATS:
-            raise ValueError(f"{path}: the ending {path.suffix!r} is not known: use one of {', '.join(FORMATS)}")
+            raise ValueError(f"{path}: the ending {quoted(path.suffix)} is not known: use one of {', '.join(FORMATS)}")
     return found
 
 
-def _matches(folder: Path, wanted: Path, name: str) -> list[Path]:
+def _matches(folder: Path, given: Path) -> list[Path]:
     """Only the name is a pattern: the folder may hold a bracket or a star of its own."""
-    if not glob.has_magic(name):
+    if not glob.has_magic(str(given)):
         return []
-    pattern = str(wanted) if Path(name).expanduser().is_absolute() else os.path.join(glob.escape(str(folder)), name)
+    # an absolute name takes the place of the folder
+    pattern = os.path.join(glob.escape(str(folder)), given)
     return sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if is_file(path))
 
 
@@ -127,7 +130,7 @@ def _of_hub(name: str, split: str, column: str) -> Iterator[str]:
 def _checked(text: Any, place: str, column: str) -> str:
     fault = fault_of(text, str)
     if fault:
-        raise ValueError(f"{place}: {column!r} {fault}")
+        raise ValueError(f"{place}: {quoted(column)} {fault}")
     return str(text)
 
 

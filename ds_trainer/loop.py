@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import checkpoint, distributed, engine
+from ds_trainer import distributed, engine
+from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.export import export
+from ds_trainer.failures import NonFiniteLossError, StoppedError
+from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.recipe import Phase, Techniques
 from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
+from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
@@ -36,6 +40,8 @@ class PhasePlan:
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
+    resumed: tuple[Path, Position] | None = None
+    """The checkpoint to go on from, and what it says of itself."""
 
     @property
     def teacher(self) -> str | None:
@@ -70,52 +76,134 @@ class PhasePlan:
         return groups
 
 
-def train(plan: PhasePlan, report: Report, resume: bool) -> dict[str, Any]:
-    """Train one phase and export its model; gives the results of training, evaluation and export, on every rank."""
-    phase, clock, task = plan.phase, plan.clock, plan.task
-    model, groups, objective = plan.prepare()
-    techniques = objective.techniques
-    lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
-    ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
-    for technique in techniques:
-        technique.start(ds_engine.device)
-    step = checkpoint.resume(ds_engine, plan.folder) if resume else 0
-    engine.set_rates(ds_engine, groups)
-    batches = BatchPlan(task.examples("train").lengths, ds_engine.train_batch_size(), clock.seed)
-    log_every, eval_every, save_every = (
-        interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
-    )
+def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> dict[str, Any]:
+    """Train one phase and export its model; gives the results of training, evaluation and export, on every rank.
 
-    def evaluate_now(viewed: Sequence[Technique]) -> Evaluation:
-        for technique in techniques:
-            technique.on_step(step)
-        ds_engine.eval()
+    StoppedError, once all that was trained is saved, where a rank was asked to stop.
+    """
+    training = Training(plan, report, checkpoints, stop)
+    try:
+        training.run()
+        last = training.evaluate(training.techniques)
+    except StoppedError as reason:
+        training.save()
+        engine.stop_engine(training.engine)
+        place = f"step {training.step} of {plan.clock.total} of phase {plan.phase.name}"
+        raise StoppedError(f"stopped at {place}: {reason}") from None
+    distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
+    results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
+    for technique in training.techniques:
+        technique.stop()
+    results |= export(training.engine, plan.build, plan.task, training.step, plan.folder / "model")
+    engine.stop_engine(training.engine)
+    return results
+
+
+class Training:
+    """A phase under way: the engine with its model, how far it has come, and what is due when."""
+
+    def __init__(self, plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> None:
+        phase, clock = plan.phase, plan.clock
+        model, groups, self.objective = plan.prepare()
+        self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
+        self.techniques = self.objective.techniques
+        lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
+        self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+        for technique in self.techniques:
+            technique.start(self.engine.device)
+        self.log_every, self.eval_every, self.save_every = (
+            interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
+        )
+        self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
+        self._resume(plan.resumed)
+        engine.set_rates(self.engine, groups)
+        self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
+        self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
+        self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, clock.seed)
+
+    def run(self) -> None:
+        """Take the steps that are left; what is due after one is done before the next, and a request to stop last."""
+        total = self.plan.clock.total
+        while self.step < total:
+            self.step = train_step(self.objective, self.engine, self.batches, self.report, self.plan.clock.seed)
+            self.watch_step()
+            if due(self.step, self.log_every, total):
+                self.check_finite()
+                flush(self.report, self.techniques, self.engine)
+            if self.step < total and due(self.step, self.eval_every):
+                self.evaluate([technique for technique in self.techniques if technique.cheap_views])
+            if due(self.step, self.save_every):
+                self.save()
+            self.stop.check()
+        self.checkpoints.drop_oldest()
+
+    def watch_step(self) -> None:
+        """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
+        try:
+            self.watch.after_step()
+        except NonFiniteLossError:
+            self.report.check_finite()
+            raise
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteLossError, on every rank, for the first step whose loss or, else, gradients are not finite."""
+        self.report.check_finite(until=self.watch.spoilt_step())
+        self.watch.check()
+
+    def evaluate(self, viewed: Sequence[Technique]) -> Evaluation:
+        """Score the model as it is now, with what these techniques have to show beside it."""
+
+        def predict(batch: Batch) -> Any:
+            self.stop.check()
+            return self.engine(**batch.inputs)
+
+        for technique in self.techniques:
+            technique.on_step(self.step)
+        self.engine.eval()
         views = [technique.views for technique in viewed]
-        found = evaluate(lambda batch: ds_engine(**batch.inputs), task, phase.per_device_eval_batch_size, views)
-        ds_engine.train()
-        report.write_scores(step, found.scores)
+        with self.report.paused():
+            found = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
+        self.engine.train()
+        self.report.write_scores(self.step, found.scores)
+        self.evaluated, self.scores = self.step, found.scores
         return found
 
-    while step < clock.total:
-        step = train_step(objective, ds_engine, batches, report, clock.seed)
-        if due(step, log_every, clock.total):
-            flush(report, techniques, ds_engine)
-        if step < clock.total and due(step, eval_every):
-            with report.paused():
-                evaluate_now([t for t in techniques if t.cheap_views])
-        if due(step, save_every):
-            report.check_finite()  # before anything of such a step is kept
-            with report.paused():
-                checkpoint.save(ds_engine, plan.folder, phase.save_total_limit)
-    checkpoint.drop_oldest(plan.folder, phase.save_total_limit)
-    last = evaluate_now(techniques)
-    distributed.on_main(lambda: save_json(last.files(task), plan.folder / "eval"))
-    results = {"train": report.totals() | {"steps": step}, "eval": last.scores}
-    for technique in techniques:
-        technique.stop()
-    results |= export(ds_engine, plan.build, task, step, plan.folder / "model")
-    engine.stop_engine(ds_engine)
-    return results
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless that is done."""
+        self.check_finite()  # before anything of such a step is kept
+        if self.saved == self.step:
+            return
+        position = Position(
+            step=self.step,
+            examples=self.engine.global_samples,
+            batch_size=self.engine.train_batch_size(),
+            order=self.order,
+            training_examples=len(self.plan.task.examples("train")),
+            precision=precision_of(self.plan.engine_config),
+            evaluated=self.evaluated,
+            scores=self.scores,
+            report=self.report.state(),
+            techniques={technique.name: technique.state() for technique in self.techniques},
+        )
+        with self.report.paused():
+            if self.checkpoints.save(self.engine, position):
+                self.saved = self.step
+
+    def _resume(self, found: tuple[Path, Position] | None) -> None:
+        """Go on from a checkpoint, if there is one; the evaluation that an interruption cut short is made up for."""
+        if found is None:
+            self.report.open(0)
+            return
+        checkpoint, position = found
+        self.checkpoints.load(self.engine, checkpoint, position)
+        self.step = self.saved = position.step
+        self.evaluated, self.scores = position.evaluated, dict(position.scores)
+        for technique in self.techniques:
+            technique.resume(position.techniques[technique.name])
+        self.report.open(self.step, position.report)
+        distributed.info(f"{self.plan.phase.name}: resumed from {checkpoint}, at step {self.step}")
+        if self.evaluated < self.step < self.plan.clock.total and due(self.step, self.eval_every):
+            self.evaluate([technique for technique in self.techniques if technique.cheap_views])
 
 
 def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
@@ -125,7 +213,9 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
     for technique in objective.techniques:
         technique.on_step(step)
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
-    for batch in micro_batches(objective.task, batches.indices(step), ds_engine, draw):
+    seen = ds_engine.global_samples
+    places = batches.between(seen, seen + ds_engine.train_batch_size())
+    for batch in micro_batches(objective.task, places, ds_engine, draw):
         loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_trainer.loading import most_allocated, told
+from ds_trainer.messages import quoted
+from ds_trainer.model_folder import size_mistakes
 from ds_trainer.sources import content_hash
 
 AnyLinear: TypeAlias = nn.Linear | Conv1D
@@ -142,24 +145,33 @@ def folder_hash(folder: Path) -> str:
 def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:
     """Write the folder of a new model with random weights: a `transformers` config and a trained tokenizer.
 
-    The vocabulary is the tokenizer's where the config does not say more; ValueError where it says less.
+    The vocabulary is the tokenizer's where the config does not say more; ValueError where it says less, or describes no
+    model, or one that this host cannot hold.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
     kind = config["model_type"]
     if kind not in CONFIG_MAPPING:
         import difflib
 
-        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
-        raise ValueError(f'config: model_type "{kind}" is unknown' + (f': did you mean "{near[0]}"?' if near else ""))
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=1)
+        raise ValueError(
+            f"config: model_type {quoted(kind)} is unknown" + (f': did you mean "{near[0]}"?' if near else "")
+        )
+    mistakes = [*size_mistakes(config, "config")]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
     fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}
     del fields["model_type"]
+
+    def build() -> Any:
+        return AutoModel.from_config(AutoConfig.for_model(kind, **fields))
+
+    what = f"config: transformers makes no {kind} model of it"
+    with most_allocated("a new model", None), torch.device("meta"):
+        told(what, build)
     torch.manual_seed(seed)
-    try:
-        model = AutoModel.from_config(AutoConfig.for_model(kind, **fields))
-    except (StrictDataclassError, ValueError) as error:
-        raise ValueError(f"config: transformers makes no {kind} model of it: {error}") from error
+    model = told(what, build)
     embedded = model.get_input_embeddings().num_embeddings
     if embedded < len(tokenizer):
         raise ValueError(

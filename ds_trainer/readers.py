@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ds_trainer.messages import quoted
 from ds_trainer.recipe import TextSpec
-from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file
+from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file, user_path
 from ds_trainer.tabular import FileForm, check_columns, read_table
 
 REGRESSION_METRICS = ("pearson", "spearman")
@@ -130,7 +131,7 @@ def unknown_task(name: str) -> str:
     names = (*TASK_NAMES, "squad", "mlm", "clm")
     near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(names)}"
-    return f"task name {name!r} is unknown: {hint}"
+    return f"task name {quoted(name)} is unknown: {hint}"
 
 
 def check_data_files(spec: TextSpec, splits: Sequence[str] | None = None) -> list[str]:
@@ -259,7 +260,7 @@ class _LabelReader:
         for name, text in zip(wanted, texts, strict=False):
             fault = fault_of(text, str)
             if fault:
-                raise ValueError(f"{self.place} {line}: {name!r} {fault}")
+                raise ValueError(f"{self.place} {line}: {quoted(name)} {fault}")
         label = fields[wanted[-1]]
         read = self._score if is_regression(self.spec) else self._name
         return TextRow(texts, read(label, wanted[-1], line), line)
@@ -274,7 +275,7 @@ class _LabelReader:
         if math.isfinite(score) and low <= score <= high:
             return score
         allowed = "a finite number" if math.isinf(low) else f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{self.place} {line}: {column!r} is {value!r}, and must be {allowed}")
+        raise ValueError(f"{self.place} {line}: {quoted(column)} is {quoted(value)}, and must be {allowed}")
 
     def _name(self, value: Any, column: str, line: int) -> str:
         if self.class_names is not None:
@@ -291,7 +292,9 @@ class _LabelReader:
         if labels and self.class_names and name in labels.values():
             return name
         allowed = f"one of {', '.join(map(repr, labels))}" if labels else "a label"
-        raise ValueError(f"{self.place} {line}: unknown label {value!r} in {column!r}: it must be {allowed}")
+        raise ValueError(
+            f"{self.place} {line}: unknown label {quoted(value)} in {quoted(column)}: it must be {allowed}"
+        )
 
 
 def _file_mistake(source: FileSource, split: str) -> str | None:
@@ -335,7 +338,7 @@ def _candidates(spec: TextSpec, split: str) -> list[Path]:
     name = spec.train_file if split == "train" else spec.validation_file
     if not name:
         raise ValueError(f'the task "text" has no file for the {split} split: set {split}_file')
-    return [folder / Path(name).expanduser()]
+    return [folder / user_path(name, "train_file" if split == "train" else "validation_file")]
 
 
 def _from_hub(spec: TextSpec) -> bool:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ds_trainer.exit_specs import ExitsSpec, ExitTerm, SavedExits
 from ds_trainer.fields import Fraction, Positive, Rate, Steps, Strict
+from ds_trainer.messages import shown
 from ds_trainer.schedules import LrSchedule
 from ds_trainer.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
 from ds_trainer.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights
@@ -44,7 +45,7 @@ __all__ = [
     "task_of",
 ]
 
-_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard", "plots"}
+_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard", "plots", "deepspeed"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
@@ -108,10 +109,18 @@ class Phase(Strict):
     fp16: bool | None = None
 
     per_device_eval_batch_size: Positive = 64
+    max_skipped_steps: Positive = Field(
+        50, description="stop after so many skipped steps in a row; a scale of 2**32 in fp16 costs 33 at the most"
+    )
     logging_steps: Steps = 10
     eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
+    metric_for_best_model: str | None = Field(
+        None, description="also keep the checkpoint that was best by this metric of evaluation, e.g. accuracy"
+    )
+    greater_is_better: bool = Field(True, description="whether more of that metric is better")
+    load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
 
     @model_validator(mode="before")
     @classmethod
@@ -151,6 +160,7 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise ValueError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        self._check_best()
         frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
         others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
         if frozen and others:
@@ -159,6 +169,17 @@ class Phase(Strict):
                 f'the model: set exits.training to "joint", or give the exits a phase of their own'
             )
         return self
+
+    def _check_best(self) -> None:
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            raise ValueError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
+        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
+            raise ValueError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
+        if self.load_best_model_at_end and self.techniques.prune:
+            raise ValueError(
+                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
+                "drop it; metric_for_best_model alone keeps that checkpoint"
+            )
 
 
 class Recipe(Strict):
@@ -273,8 +294,8 @@ def _told(model: type[BaseModel], error: Any) -> str:
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
         found = error["input"]
-        shown = "" if isinstance(found, dict | list) else f" (found {json.dumps(found, default=str)})"
-        return f"{'.'.join(path)}: {message}{shown}" if path else message
+        told = "" if isinstance(found, dict | list) else f" (found {shown(found)})"
+        return f"{'.'.join(path)}: {message}{told}" if path else message
     known = list(owner.model_fields)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))

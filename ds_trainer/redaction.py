@@ -1,11 +1,13 @@
 """What a run shows of its command and files, without the secrets in them.
 
-Found by the names of what holds them, and in addresses: a secret under another name is not found.
+Found by the names of what holds them, in addresses, by the form that the keys of some services have, and where they are
+what a variable of the environment with such a name holds. A secret of no such kind is not found.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from typing import Any
@@ -21,6 +23,13 @@ _OF_TEXTS = frozenset(("pad", "bos", "eos", "unk", "sep", "cls", "mask", "specia
 
 _LOGIN = re.compile(r"""(\bhttps?://)[^\s/"']+@|(\b[a-z][a-z0-9+.-]*://)[^\s/:@"']*:[^\s/"']+@""", re.IGNORECASE)
 _IN_JSON = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:\s*)("(?:[^"\\]|\\.)*"|[-\w.+]+)')
+_TOLD = re.compile(
+    r"""([\w.*-]*\w)( is )("(?:[^"\\]|\\.)*"|'[^']*'|[\[{].*?[\]}](?=[:;,]|$)|[^\s"'\[{:;,]+(?=[:;,]))"""
+)
+"""As this library's own messages show a value."""
+_OF_SERVICES = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|glpat-[\w-]{20,})")
+_LEAST_LENGTH = 8
+"""Of a variable's value that is looked for: shorter ones are words."""
 _ASSIGNED = re.compile(r"""([\w.*-]*\w)=("[^"]*"|'[^']*'|[^\s&"',;]+)""")
 
 
@@ -68,8 +77,7 @@ def _argument(text: str) -> str:
     """An argument: PATH=JSON, JSON, or anything else."""
     path, equals, given = text.partition("=")
     if equals and re.fullmatch(r"[\w.*-]+", path):
-        hidden = any(map(_is_secret, path.split(".")))
-        return f"{path}={HIDDEN if hidden else _json_or_text(given)}"
+        return f"{path}={HIDDEN if _is_secret_path(path) else _json_or_text(given)}"
     return _json_or_text(text)
 
 
@@ -83,11 +91,23 @@ def _json_or_text(text: str) -> str:
 
 
 def _text(text: str) -> str:
+    for value in _of_environment():
+        text = text.replace(value, HIDDEN)
+    text = _OF_SERVICES.sub(HIDDEN, text)
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = _IN_JSON.sub(
         lambda found: f'"{found[1]}"{found[2]}"{HIDDEN}"' if _is_secret(found[1]) else found[0],
         text,
     )
-    return _ASSIGNED.sub(
-        lambda found: f"{found[1]}={HIDDEN}" if any(map(_is_secret, found[1].split("."))) else found[0], text
-    )
+    text = _TOLD.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_path(found[1]) else found[0], text)
+    return _ASSIGNED.sub(lambda found: f"{found[1]}={HIDDEN}" if _is_secret_path(found[1]) else found[0], text)
+
+
+def _is_secret_path(path: str) -> bool:
+    return any(map(_is_secret, path.split(".")))
+
+
+def _of_environment() -> list[str]:
+    """The secrets among the variables, longest first: one may be a part of another."""
+    found = {value for name, value in os.environ.items() if len(value) >= _LEAST_LENGTH and _is_secret(name)}
+    return sorted(found, key=len, reverse=True)

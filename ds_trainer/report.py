@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -33,15 +34,16 @@ class Report:
         self, folder: Path, phase: str, total_steps: int, weights: Mapping[str, float], tensorboard: bool
     ) -> None:
         self.phase, self.weights = phase, dict(weights)
+        self._folder, self._tensorboard = folder, tensorboard
         self._pending: list[_MicroBatch] = []
         self._names: tuple[str, ...] = ()
         self._counts = {"examples": 0, "tokens": 0}
+        self._carried: list[list[float]] = []
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
-        self._log = self._events = self._bar = None
+        self._log: TextIO | None = None
+        self._events = self._bar = None
         if distributed.is_main():
-            self._log = (folder / "log.jsonl").open("a", encoding="utf-8")
-            self._events = _event_writer(folder / "tensorboard" / phase) if tensorboard else None
             terminal = sys.stderr.isatty()
             self._bar = tqdm(total=total_steps, desc=phase, unit="step", dynamic_ncols=True) if terminal else None
 
@@ -52,6 +54,34 @@ class Report:
         for sink in (self._log, self._events, self._bar):
             if sink is not None:
                 sink.close()
+
+    def open(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Begin at this step, with what `state` said there; what was logged of later steps, which come again, goes."""
+        if state is not None:
+            self._carried, self._names = [list(row) for row in state["pending"]], tuple(state["names"])
+            self._counts = {name: count // distributed.world_size() for name, count in state["counts"].items()}
+            self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
+            self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
+        if distributed.is_main():
+            drop_later_records(self._folder / "log.jsonl", self.phase, step)
+            self._log = (self._folder / "log.jsonl").open("a", encoding="utf-8")
+            if self._tensorboard:
+                self._events = _event_writer(self._folder / "tensorboard" / self.phase, step)
+        if self._bar is not None:
+            self._bar.update(step)
+
+    def state(self) -> dict[str, Any]:
+        """What `open` needs to go on from here as if nothing had happened: JSON values, alike on all ranks."""
+        world = distributed.world_size()
+        return {
+            "names": list(self._names),
+            "pending": self._rows().tolist() if self._carried or self._pending else [],
+            "counts": {name: count * world for name, count in self._counts.items()},
+            "examples": self._total_examples,
+            "loss_sum": self._loss_sum,
+            "seconds": self._seconds,
+            "since": time.perf_counter() - self._since,
+        }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -80,7 +110,7 @@ class Report:
         self._loss_sum += record["train/loss"] * self._counts["examples"] * world
         self._total_examples += self._counts["examples"] * world
         self._seconds += seconds
-        self._pending = []
+        self._pending, self._carried = [], []
         self._counts = dict.fromkeys(self._counts, 0)
         record |= readings
         self.write(step, record)
@@ -88,18 +118,32 @@ class Report:
         self._since = time.perf_counter()
         return record
 
-    def check_finite(self) -> None:
-        """Raise NonFiniteLossError, on every rank, if a term since the last flush is not finite; collective."""
+    def check_finite(self, until: int | None = None) -> None:
+        """Raise NonFiniteLossError, on every rank, if a term since the last flush is not finite; collective.
+
+        `until` leaves out what came after that step (counted from 1), as it may be its consequence.
+        """
+        pending = self._pending
+        self._pending = [micro for micro in pending if until is None or micro.step < until]
         if self._pending:
             self._means()
+        self._pending = pending
 
     def _means(self) -> list[float]:
         """Each term's mean since the last flush, over all ranks."""
-        means = distributed.mean_(torch.stack([micro.terms for micro in self._pending]).mean(0)).tolist()
+        means = self._rows().mean(0).tolist()
         if not all(map(math.isfinite, means)):
             found = [place for place in distributed.broadcast(distributed.gather(self._first_non_finite())) if place]
             raise NonFiniteLossError(_told(self.phase, sorted(found)))
         return means
+
+    def _rows(self) -> Tensor:
+        """(micro-batches, terms) since the last flush, each the mean over all ranks, in fp64."""
+        rows = [torch.tensor(self._carried, dtype=torch.float64)] if self._carried else []
+        if self._pending:
+            own = torch.stack([micro.terms for micro in self._pending]).double()
+            rows.append(distributed.mean_(own).cpu())
+        return torch.cat(rows)
 
     def _first_non_finite(self) -> tuple[int, int, str, float, list[int]] | None:
         """Step (counted from 1), rank, term, value and example ids, where a term of this rank's is not finite."""
@@ -164,6 +208,21 @@ class _MicroBatch:
     terms: Tensor
 
 
+def drop_later_records(log: Path, phase: str, step: int) -> None:
+    """Drop the records of a phase beyond a step, and a last line that a killed run has not finished."""
+    if not log.is_file():
+        return
+    kept = []
+    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if line.endswith("\n") and not (record["phase"] == phase and record["step"] > step):
+                kept.append(line)
+    aside = log.with_name(f".{log.name}.{os.getpid()}.tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(log)
+
+
 def results_table(results: Mapping[str, Any]) -> str:
     """The phases side by side: metrics but those of single exit heads, encoder weights kept, seconds, examples/s."""
     rows = []
@@ -207,7 +266,8 @@ def _told(phase: str, found: Sequence[tuple[int, int, str, float, list[int]]]) -
     )
 
 
-def _event_writer(folder: Path) -> Any:
+def _event_writer(folder: Path, step: int) -> Any:
+    """TensorBoard's writer; what was written of later steps is no longer shown."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

@@ -23,6 +23,7 @@ from ds_trainer.redaction import redacted
 from ds_trainer.run_files import OF_ONE_EXIT, Run, read_object, read_run
 from ds_trainer.run_folder import RunFolder
 
+_MOST_SPLITS = 20
 T = TypeVar("T")
 Cells = dict[str, str]
 """A column of the table of results: what is said of a phase, by the row's title."""
@@ -156,6 +157,8 @@ def _plots(run: Run, phase: str) -> list[_Plot]:
 
 def _exit_plots(run: Run, phase: str) -> list[_Plot]:
     exits = run.exits(phase)
+    if len(exits.get("splits", {})) > _MOST_SPLITS:
+        raise ValueError(f"{len(exits['splits']):,} splits: figures are drawn of {_MOST_SPLITS} at most")
     drawn = []
     for index, split in enumerate(exits.get("splits", {})):
         end = "" if index == 0 else f"_{_for_file(split)}"

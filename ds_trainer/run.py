@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
+from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits
 from ds_trainer.command import CalibrateJob, EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
@@ -22,16 +23,20 @@ from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.evaluate import evaluate
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
+from ds_trainer.failures import LostRankError
 from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
+from ds_trainer.rank_watch import rendezvous, watched
 from ds_trainer.recipe import Phase, Techniques, task_of
 from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder
+from ds_trainer.run_status import RunStatus
 from ds_trainer.schedules import steps_of
 from ds_trainer.starting_models import StartingModels
+from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock
 from ds_trainer.techniques.early_exit import with_exits
@@ -45,31 +50,36 @@ _RESULTS = "all_results.json"
 
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
-    with _joined():
+    status = RunStatus(job.output)
+    with status.told(), StopRequests() as stop, _joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
+        status.begin()
         models = StartingModels(job.recipe, job.output / _MADE)
         for phase in job.recipe.phases:
+            stop.check()
             if phase.name not in results:
-                results[phase.name] = _run_phase(job, phase, folder, models)
+                plan = _plan_and_claim(job, phase, folder, models)
+                status.phase(phase.name, plan.folder)
+                results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(_write_results, folder, results))
             models.left[phase.name] = str(_folder_of(phase, job) / "model")
         if job.recipe.report:
             _compare(job, results)
             distributed.on_main(partial(_write_results, folder, results))
             distributed.on_main(lambda: write_report(job.output))
-        distributed.info("\n" + results_table(results))
-        distributed.info(f"\nmodel: {job.output / 'model'}")
+        distributed.info("\n" + results_table(results) + "\n")
+        status.finished(job.output / "model")
 
 
 def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
     with _joined():
-        _tell({"recipe": job.recipe.model_dump()})
+        _tell(redacted({"recipe": job.recipe.model_dump()}))
         for plan in _rehearsed(job):
-            _tell({"phase": plan.phase.name, **_described(plan)})
+            _tell(redacted({"phase": plan.phase.name, **_described(plan)}))
 
 
 def evaluate_folder(job: EvaluateJob) -> None:
@@ -97,13 +107,31 @@ def calibrate_exits(job: CalibrateJob) -> None:
         _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
-def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = None) -> PhasePlan:
-    """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file."""
+def plan_phase(
+    job: TrainJob,
+    phase: Phase,
+    source: str,
+    teacher: str | None = None,
+    resumed: tuple[Path, Position] | None = None,
+) -> PhasePlan:
+    """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file.
+
+    What is left of it to do follows from the checkpoint that it goes on from. Raises ValueError.
+    """
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, said_by(phase), world)
     examples = len(task.examples("train"))
+    done = resumed[1] if resumed else None
     total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, numbers.train_batch_size)
+    if done and done.batch_size != numbers.train_batch_size:
+        total = phase.max_steps or done.step + steps_for(
+            phase.num_train_epochs or 0, examples, numbers.train_batch_size, seen=done.examples
+        )
+        distributed.warn(
+            f"{phase.name}: train_batch_size was {done.batch_size} up to step {done.step} and is now "
+            f"{numbers.train_batch_size}: the phase ends at step {total}, and its schedules follow"
+        )
     clock = Clock(total, steps_of(phase.warmup_steps, total), recipe.seed)
     config = resolve_engine_file(
         job.engine_config,
@@ -113,6 +141,8 @@ def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = N
         total_steps=total,
         warmup_steps=clock.warmup,
     )
+    if resumed:
+        check_fits(*resumed, config, examples)
     base = Hyperparameters(
         numbers.learning_rate,
         numbers.weight_decay,
@@ -120,7 +150,7 @@ def plan_phase(job: TrainJob, phase: Phase, source: str, teacher: str | None = N
         numbers.adam_epsilon,
     )
     techniques = _taught_by(phase.techniques, teacher)
-    return PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job))
+    return PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
 
 
 def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
@@ -131,17 +161,26 @@ def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
 
 
 @contextlib.contextmanager
-def _joined() -> Iterator[None]:
-    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one."""
+def _joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
+    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one.
+
+    An error that only says that a rank is missing becomes one that says which, and why.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    distributed.start()
+    rendezvous(lambda: distributed.start(timeout), timeout)
     try:
-        yield
-    finally:
+        with watched():
+            yield
+    except LostRankError:  # a process group without one of its ranks cannot be left in order
+        distributed.free_shared_memory()
+        raise
+    except BaseException:
         distributed.stop()
+        raise
+    distributed.stop()
 
 
 def _folder_of(phase: Phase, job: TrainJob) -> Path:
@@ -172,11 +211,31 @@ def _tell(value: dict[str, Any]) -> None:
         print(json.dumps(value, indent=2), flush=True)
 
 
-def _run_phase(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> dict[str, Any]:
-    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+def _plan_and_claim(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> PhasePlan:
+    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder."""
+    wanted = job.checkpoint if job.checkpoint and _is_of(phase, job) else None
+    distributed.on_main(_checkpoints(phase, job).clear_asides)
+    resumed = _checkpoints(phase, job).newest(wanted) if job.resume else None
+    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
     distributed.on_main(partial(_claim, folder, plan))
+    return plan
+
+
+def _checkpoints(phase: Phase, job: TrainJob) -> Checkpoints:
+    best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
+    return Checkpoints(_folder_of(phase, job), phase.save_total_limit, best)
+
+
+def _is_of(phase: Phase, job: TrainJob) -> bool:
+    """Whether the checkpoint that was asked for is this phase's."""
+    assert job.checkpoint is not None, "one was asked for"
+    return job.checkpoint.resolve().parent == _folder_of(phase, job).resolve()
+
+
+def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
+    phase = plan.phase
     with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
-        results = train(plan, report, job.resume)
+        results = train(plan, report, _checkpoints(phase, job), stop)
         if phase.techniques.exits:
             found = _measure_exits(plan, phase.techniques.exits)
             flat = flat_scores(plan.task, found)
@@ -218,20 +277,26 @@ def _compare(job: TrainJob, results: dict[str, Any]) -> None:
 def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
     folder.open(job.overwrite)
-    folder.write_json("recipe.json", job.recipe.model_dump())
+    folder.write_json("recipe.json", redacted(job.recipe.model_dump()))
     folder.write_json("command.json", redacted({"command": job.command}))
-    for name in ("log.jsonl", "tensorboard"):
+    for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)
     folder.claim(_MADE).mkdir(exist_ok=True)
     done = folder.path / _RESULTS
-    return json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
+    results = json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
+    if job.checkpoint:  # its phase and those after it are done again
+        first = next((place for place, phase in enumerate(job.recipe.phases) if _is_of(phase, job)), None)
+        if first is None:
+            raise ValueError(f"--resume {job.checkpoint}: the checkpoint is of no phase of the recipe")
+        results = {phase.name: results[phase.name] for phase in job.recipe.phases[:first] if phase.name in results}
+    return results
 
 
 def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
-    for name in ("model", "eval", "checkpoint-[0-9]*"):
+    for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*"):
         folder.claim(str(relative / name))
-    folder.write_json(str(relative / "deepspeed_config.json"), plan.engine_config)
+    folder.write_json(str(relative / "deepspeed_config.json"), redacted(plan.engine_config))
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from ds_trainer import distributed
 from ds_trainer.exit_specs import EXITS_FILE
+from ds_trainer.messages import kind_of, listed
+from ds_trainer.whole_file import read_file, read_value
 
 Records: TypeAlias = Sequence[Mapping[str, Any]]
 """What one phase has logged: a record for each step, in order; a value that was not finite is None."""
@@ -72,12 +74,9 @@ def read_run(folder: Path, failures: list[str] | None = None) -> Run:
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a file that a run has written; NaN is a number there. Raises ValueError."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    value = read_value(file)
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}: it must be an object, {{...}}")
+        raise ValueError(f"{file} holds {kind_of(value)}: it must be an object, {{...}}")
     return value
 
 
@@ -104,20 +103,17 @@ def _results(file: Path) -> dict[str, Any]:
     value = read_object(file)
     broken = [phase for phase, found in value.items() if not isinstance(found, dict)]
     if broken:
-        raise ValueError(f"{file} holds no results of {', '.join(broken)}: what is there must be an object, {{...}}")
+        raise ValueError(f"{file} holds no results of {listed(broken)}: what is there must be an object, {{...}}")
     return value
 
 
 def _log(file: Path) -> dict[str, Records]:
     """Each phase's records, one a step: where a resumed run has logged a step again, the last holds."""
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    lines = read_file(file).decode("utf-8", errors="replace").splitlines()
     found = {number: _record(line) for number, line in enumerate(lines, start=1)}
-    broken = [str(number) for number, record in found.items() if not record]
+    broken = [number for number, record in found.items() if not record]
     if broken:
-        distributed.warn(f"{file}: left out what is no record, on line {', '.join(broken)}")
+        distributed.warn(f"{file}: left out what is no record, on line {listed(broken)}")
     phases: dict[str, dict[int, dict[str, Any]]] = {}
     for record in filter(None, found.values()):
         phases.setdefault(record["phase"], {}).setdefault(record["step"], {}).update(record)
@@ -128,7 +124,7 @@ def _record(line: str) -> dict[str, Any]:
     """A line of the log; empty where it is none, as the last of a run that was killed may be."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (RecursionError, ValueError):
         return {}
     whole = isinstance(record, dict) and isinstance(record.get("phase"), str) and isinstance(record.get("step"), int)
     return record if whole else {}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.messages import cut
+from ds_trainer.whole_file import read_value
+
 _LIST = ".ds_trainer.json"
+_ASIDE = re.compile(r"\..+\.\d+\.tmp")
 _WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -18,18 +23,37 @@ _WRITTEN = (
 """The names of files inside folders that a run writes: models, checkpoints, TensorBoard, predictions."""
 
 
-def check_output_folder(folder: Path, overwrite: bool, resume: bool) -> list[str]:
-    """The mistakes in writing a run to `folder`; creates and deletes nothing."""
+def check_output_folder(
+    folder: Path, overwrite: bool, resume: bool = False, checkpoint: Path | None = None
+) -> list[str]:
+    """The mistakes in writing a run to `folder`, or in resuming it from a checkpoint; creates and deletes nothing.
+
+    A folder without anything may be resumed: a run that was killed in its first second is not there yet.
+    """
+    try:
+        folder.exists()
+    except OSError as error:  # a name that is too long, or links in a circle
+        return [f"the output folder {cut(str(folder), 300)} cannot be made: {error.strerror}"]
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not parent.is_dir():
         return [f"the output folder {folder} cannot be made: {parent} is a file"]
     if not os.access(parent, os.W_OK):
         return [f"the output folder {folder} cannot be written: {parent} is read-only"]
-    if resume and not (folder / _LIST).is_file():
-        return [f"--resume: {folder} holds no run of this program"]
-    if not folder.is_dir() or overwrite or resume or not any(folder.iterdir()):
+    if checkpoint:
+        return _checkpoint_mistakes(checkpoint, folder)
+    if not folder.is_dir() or overwrite or not any(path for path in folder.iterdir() if not _is_aside(path)):
         return []
+    if resume:
+        return [] if (folder / _LIST).is_file() else [f"--resume: {folder} holds no run of this program"]
     return [f"the output folder {folder} is not empty: give another, or --overwrite_output_dir, or --resume"]
+
+
+def _checkpoint_mistakes(checkpoint: Path, folder: Path) -> list[str]:
+    if not (checkpoint / "complete.json").is_file():
+        return [f"--resume {checkpoint}: this is no whole checkpoint of this program; name a folder checkpoint-N"]
+    if not checkpoint.resolve().is_relative_to(folder.resolve()):
+        return [f"--resume {checkpoint}: the checkpoint is not of the run in {folder}: name its own --output_dir"]
+    return []
 
 
 class RunFolder:
@@ -40,11 +64,19 @@ class RunFolder:
         self._list = path / _LIST
 
     def open(self, overwrite: bool) -> None:
-        """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that."""
+        """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that.
+
+        What a killed run had begun to write aside goes.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         own = self._own()
+        for begun in [path for path in self.path.glob(".*.tmp") if _is_aside(path)]:
+            begun.unlink()
         if overwrite:
-            for target in [path for name in own for path in self.path.glob(name)]:
+            written = [path for name in own for path in self.path.glob(name)]
+            for target in written:
+                self._check_inside(target)
+            for target in written:
                 _delete_written(target, self.path)
             own = {name for name in own if any(self.path.glob(name))}
         self._write_list(own)
@@ -52,6 +84,7 @@ class RunFolder:
     def claim(self, name: str) -> Path:
         """A path to write, or a pattern of paths; one that is there and that no run of ours wrote is a ValueError."""
         target = self.path / name
+        self._check_inside(target)
         own = self._own()
         foreign = [] if name in own else sorted(self.path.glob(name))
         if foreign:
@@ -64,12 +97,28 @@ class RunFolder:
         """Write a JSON file whole or not at all."""
         _replace(self.claim(name), json.dumps(value, indent=2) + "\n")
 
+    def _check_inside(self, path: Path) -> None:
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise ValueError(f"{path} is a link that leads out of the output folder: remove it, or write elsewhere")
+
     def _own(self) -> set[str]:
         """What was claimed; read every time, since another object, or process, may have claimed more."""
-        return set(json.loads(self._list.read_text(encoding="utf-8"))) if self._list.is_file() else set()
+        return _listed(self._list) if self._list.is_file() else set()
 
     def _write_list(self, own: set[str]) -> None:
         _replace(self._list, json.dumps(sorted(own)))
+
+
+def _listed(file: Path) -> set[str]:
+    found = read_value(file)
+    if not isinstance(found, list) or not all(isinstance(name, str) and _stays(name) for name in found):
+        raise ValueError(f"{file} is no list of what a run wrote here: delete it, and what is not wanted in the folder")
+    return set(found)
+
+
+def _stays(name: str) -> bool:
+    parts = Path(name).parts
+    return bool(parts) and not Path(name).is_absolute() and ".." not in parts and "**" not in name
 
 
 def _replace(target: Path, text: str) -> None:
@@ -78,13 +127,22 @@ def _replace(target: Path, text: str) -> None:
     aside.replace(target)
 
 
+def _is_aside(path: Path) -> bool:
+    """Whether it is the beginning of a file of ours, as `_replace` names it."""
+    return _ASIDE.fullmatch(path.name) is not None
+
+
 def _delete_written(target: Path, root: Path) -> None:
     """Delete a file of ours, or in a folder of ours the files a run writes; folders go once they are empty."""
     if target.is_dir():
-        for path in target.rglob("*"):
+        for path in target.rglob("*"):  # which does not follow links
             if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _WRITTEN):
                 path.unlink()
-        folders = [*sorted((path for path in target.rglob("*") if path.is_dir()), reverse=True), target, target.parent]
+        folders = [
+            *sorted((path for path in target.rglob("*") if path.is_dir() and not path.is_symlink()), reverse=True),
+            target,
+            target.parent,
+        ]
     else:
         target.unlink()
         folders = [target.parent]

@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ds_trainer.json_file import value_faults
+from ds_trainer.messages import cut, listed, shown
+
+_MOST_PARTS = 50
+
 
 def parse_setting(setting: str) -> tuple[list[str], Any]:
     """Split PATH=JSON; what is no JSON is taken as text, for launchers strip quotes on the way. Raises ValueError."""
     path, equals, text = setting.partition("=")
+    said = f'--set "{cut(setting, 200)}"'
     if not equals or not all(path.split(".")):
-        raise ValueError(f'--set "{setting}": write PATH=JSON, e.g. phases.prune.max_steps=100')
+        raise ValueError(f"{said}: write PATH=JSON, e.g. phases.prune.max_steps=100")
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         value = text
-    return path.split("."), value
+    except (RecursionError, ValueError):  # it is JSON, but nested too deeply or with thousands of digits
+        raise ValueError(f"{said}: no field takes a value that is nested so deeply, or of so many digits") from None
+    parts = path.split(".")
+    if len(parts) > _MOST_PARTS:
+        raise ValueError(f"{said}: the path has {len(parts):,} parts, and no field is so deep")
+    faults = value_faults({path: value})
+    if faults:
+        raise ValueError("\n".join(f"{said}: {fault}" for fault in faults))
+    return parts, value
 
 
 def assign(target: dict[str, Any], path: list[str], value: Any, who: str) -> None:
@@ -35,7 +49,7 @@ def _assign(target: Any, path: list[str], value: Any, who: str) -> None:
             else:
                 target[index] = value
     elif not isinstance(target, dict):
-        raise ValueError(f'{who}"{part}" is looked for inside {json.dumps(target)}, which is no object')
+        raise ValueError(f"{who}{shown(part)} is looked for inside {shown(target)}, which is no object")
     elif not rest:
         target[part] = value
     else:
@@ -48,6 +62,6 @@ def _chosen(items: list[Any], part: str, who: str) -> list[int]:
     names = [str(item.get("name", "")) if isinstance(item, dict) else "" for item in items]
     chosen = [index for index, name in enumerate(names) if part in ("*", name, str(index))]
     if not chosen:
-        known = [name or str(index) for index, name in enumerate(names)]
-        raise ValueError(f'{who}there is no "{part}" in the list; there are {", ".join(known) or "none"}')
+        known = listed(name or index for index, name in enumerate(names)) or "none"
+        raise ValueError(f"{who}there is no {shown(part)} in the list; there are {known}")
     return chosen

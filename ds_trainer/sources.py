@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.messages import cut, kind_of, shown
 from ds_trainer.task_specs import TaskSpec
+from ds_trainer.whole_file import check_file
 
 _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object", bool: "true or false"}
 
@@ -35,14 +37,23 @@ def fetch(name: str, split: str) -> Any:
 
 def data_folder(spec: TaskSpec) -> Path:
     """`data_dir`, by default the current folder."""
-    return Path(spec.data_dir or ".").expanduser()
+    return user_path(spec.data_dir or ".", "data_dir")
+
+
+def user_path(name: str, field: str) -> Path:
+    """The path that a field names, "~" resolved; ValueError where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{field} is {shown(name, 200)}, and there is no user of that name") from None
 
 
 def first_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> Path:
-    """The first candidate that is a file; ValueError where none is."""
+    """The first candidate that is a file, and one that the memory can hold; ValueError where none is."""
     found = next((path for path in candidates if is_file(path)), None)
     if found is None:
         raise no_file(spec, split, candidates)
+    check_file(found)
     return found
 
 
@@ -53,10 +64,10 @@ def is_file(path: Path) -> bool:
 
 def no_file(spec: TaskSpec, split: str, candidates: Sequence[Path]) -> ValueError:
     """What to raise where a split has no file: it tells what was looked for."""
-    folder, looked_for = data_folder(spec), ", ".join(map(str, candidates))
+    folder, looked_for = data_folder(spec), ", ".join(cut(str(path), 300) for path in candidates)
     if not os.path.isdir(folder):
-        return ValueError(f"data_dir {folder} does not exist; looked for {looked_for}")
-    return ValueError(f"no file for the {split} split of {spec.name}; looked for {looked_for}")
+        return ValueError(f"data_dir {cut(str(folder), 300)} does not exist; looked for {looked_for}")
+    return ValueError(f"no file for the {split} split of {cut(spec.name, 60)}; looked for {looked_for}")
 
 
 def content_hash(path: Path) -> bytes:
@@ -75,7 +86,7 @@ def fault_of(value: Any, kind: type) -> str | None:
     """What is wrong with a value of JSON that must be of a kind, to follow its name; None where it is sound."""
     # true is an int to Python
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        return f"is {'null' if value is None else f'a {type(value).__name__}'}, and must be {_KINDS[kind]}"
+        return f"is {kind_of(value)}, and must be {_KINDS[kind]}"
     try:
         str(value if kind is str else "").encode("utf-8")
     except UnicodeEncodeError:  # JSON can say "\ud800" alone, and tokenizers cannot take it

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file
-from ds_trainer.tabular import TOO_LONG, read_text
+from ds_trainer.messages import kind_of, listed, quoted
+from ds_trainer.sources import content_hash, data_folder, fault_of, fetch, first_file, user_path
+from ds_trainer.tabular import read_text
 from ds_trainer.task_specs import SquadSpec
+from ds_trainer.whole_file import TOO_LONG
 
 
 class Answer(NamedTuple):
@@ -111,10 +113,10 @@ class _Faults:
     def field(self, record: Any, name: str, kind: type, place: str) -> Any:
         """The field, if it is there and of the kind; else the fault is noted and None returned."""
         if not isinstance(record, dict):
-            self.add("not an object", place, f"a {type(record).__name__} where an object is expected")
+            self.add("not an object", place, f"{kind_of(record)} where an object is expected")
             return None
         if name not in record:
-            known = ", ".join(map(repr, record)) or "none"
+            known = listed(record) or "none"
             self.add(f"no {name}", place, f"no field {name!r}; fields found: {known}")
             return None
         fault = fault_of(record[name], kind)
@@ -134,7 +136,7 @@ class _Reader:
 
     def question(self, record: _Record) -> Question | None:
         id = self.faults.field(record.fields, "id", str, f"{record.article}, {record.number}")
-        place = f"{record.article}, {record.number if id is None else f'question {id!r}'}"
+        place = f"{record.article}, {record.number if id is None else f'question {quoted(id)}'}"
         text = self.faults.field(record.fields, "question", str, place)
         answers = self.faults.field(record.fields, "answers", list, place)
         if id is None or text is None or answers is None:
@@ -174,7 +176,7 @@ class _Reader:
             return None
         if start < 0 or not context.startswith(text, start):
             there = context[start : start + len(text)] if start >= 0 else ""
-            message = f"answer_start is {start}, where the context has {there!r}, not {text!r}"
+            message = f"answer_start is {start}, where the context has {quoted(there)}, not {quoted(text)}"
             self.faults.add("answer_start", place, message)
             return None
         return Answer(text, start)
@@ -203,7 +205,7 @@ def _of_articles(articles: list[Any], faults: _Faults) -> Iterator[_Record]:
         place, title = f"article {number}", ""
         if isinstance(article, dict) and article.get("title") is not None:
             title = faults.field(article, "title", str, place) or ""
-            place = f"article {title!r}" if title else place
+            place = f"article {quoted(title)}" if title else place
         for paragraph in faults.field(article, "paragraphs", list, place) or ():
             yield from _of_paragraph(paragraph, title, place, faults)
 
@@ -214,7 +216,7 @@ def _of_paragraph(paragraph: Any, title: str, article: str, faults: _Faults) -> 
         return
     # a paragraph has no name but those of its questions
     first = asked[0].get("id") if asked and isinstance(asked[0], dict) else None
-    context = faults.field(paragraph, "context", str, article + (f", question {first!r}" if first else ""))
+    context = faults.field(paragraph, "context", str, article + (f", question {quoted(first)}" if first else ""))
     if context is None:
         return
     for number, fields in enumerate(asked, 1):
@@ -235,7 +237,11 @@ def _path(spec: SquadSpec, split: str) -> Path:
     name = spec.train_file if split == "train" else spec.validation_file
     version = "v2.0" if spec.version_2_with_negative else "v1.1"
     official = f"{'train' if split == 'train' else 'dev'}-{version}.json"
-    candidates = [folder / Path(name).expanduser()] if name else [folder / official, folder / "squad" / official]
+    candidates = (
+        [folder / user_path(name, "train_file" if split == "train" else "validation_file")]
+        if name
+        else [folder / official, folder / "squad" / official]
+    )
     return first_file(spec, split, candidates)
 
 
@@ -259,7 +265,7 @@ def _hub_records(spec: SquadSpec, split: str) -> tuple[str, Any]:
 def _of_rows(dataset: Any, faults: _Faults) -> Iterator[_Record]:
     for number, row in enumerate(dataset, 1):
         title = row.get("title") or ""
-        article = f"article {title!r}" if title else "no article"
+        article = f"article {quoted(title)}" if title else "no article"
         context = faults.field(row, "context", str, f"{article}, row {number}")
         if context is not None:
             yield _Record(article, f"row {number}", title, context, row | {"answers": _listed(row["answers"])})

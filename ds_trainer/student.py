@@ -130,10 +130,10 @@ def _crosses_to_distilbert(source: str | Path, config: Any, model_type: str | No
 def _load(source: str | Path, config: Any) -> Any:
     """The model as the class that its folder names, in fp32. Only a pooler may be new."""
     name = next(iter(config.architectures or []), "")
-    model_class = getattr(transformers, name, None) if name else None
-    if model_class is None:
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise ValueError(
-            f'the config of {source} names the architecture "{name}", which transformers does not know: set '
+            f'the config of {source} names the architecture "{str(name)[:60]}", which transformers does not know: set '
             f'"architectures" in its config.json to a class of it, e.g. ["BertForMaskedLM"]'
         )
     model, info = from_pretrained(source, config, HeadKind(name, model_class, {type(config): model_class}), True)

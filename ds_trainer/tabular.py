@@ -11,12 +11,15 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_trainer.messages import cut, kind_of, listed, quoted
+from ds_trainer.whole_file import TOO_LONG, check_file, read_file
+
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-TOO_LONG = "a number has thousands of digits"
-"""The one fault of sound JSON that Python does not read."""
+_MOST_OF_A_START = 2**26
 
 
 class Record(NamedTuple):
@@ -71,20 +74,19 @@ def check_columns(path: Path, form: FileForm) -> None:
     if _format(path) == ".parquet":
         _parquet_columns(path, form)
     elif form.header is None and _format(path) != ".jsonl":
-        first = next(_delimited(path, _first_line(path)), None)
-        _check_header(path, list(first[1]) if first else [], form)
+        _, header = next(_delimited(path, _first_lines(path)), (1, []))
+        _check_header(path, header, form)
     else:
-        text = _first_line(path)
-        if not text.strip():
-            raise ValueError(f"{path} has no examples: it is empty or starts with a blank line")
         read = _jsonl if _format(path) == ".jsonl" else _official
-        for record in read(path, text, form):
-            if isinstance(record, _Malformed) and not form.skip_malformed:
-                raise ValueError(f"{path}, line {record.line}: {record.cause}")
+        first = next(iter(read(path, _first_lines(path), form)), None)
+        if first is None:
+            raise ValueError(f"{path} has no examples: it is empty or blank")
+        if isinstance(first, _Malformed) and not form.skip_malformed:
+            raise ValueError(f"{path}, line {first.line}: {first.cause}")
 
 
 def _records(path: Path, form: FileForm) -> Iterator[Record | _Malformed]:
-    readers: dict[str, Callable[[Path, str, FileForm], Iterator[Record | _Malformed]]] = {
+    readers: dict[str, Callable[[Path, Iterable[str], FileForm], Iterator[Record | _Malformed]]] = {
         ".tsv": _official,
         ".csv": _with_header,
         ".jsonl": _jsonl,
@@ -92,105 +94,101 @@ def _records(path: Path, form: FileForm) -> Iterator[Record | _Malformed]:
     suffix = _format(path)
     if suffix == ".parquet":
         return _parquet(path, form)
-    return readers[suffix](path, read_text(path), form)
+    # not `splitlines`, which would also cut at U+0085
+    return readers[suffix](path, io.StringIO(read_text(path), newline="\n"), form)
 
 
 def read_text(path: Path) -> str:
     """The whole file, decoded; broken UTF-8 and NUL bytes are errors that name the line."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    return _decoded(path, data)
+    return _decoded(path, read_file(path))
 
 
 def _format(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
-        raise ValueError(f"{path}: the ending {suffix!r} is not known: use one of {', '.join(FORMATS)}")
+        raise ValueError(f"{path}: the ending {quoted(suffix)} is not known: use one of {', '.join(FORMATS)}")
     return suffix
 
 
-def _first_line(path: Path) -> str:
+def _first_lines(path: Path) -> Iterator[str]:
+    """The lines from the first on, as they are asked for, up to a size that no header and no record has."""
+    check_file(path)
+    read, number = 0, 0
     try:
         with path.open("rb") as file:
-            return _decoded(path, file.readline())
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
+            while line := file.readline(_MOST_OF_A_START):
+                read, number = read + len(line), number + 1
+                if read >= _MOST_OF_A_START and b"\0" not in line:
+                    raise ValueError(f"{path}: there is no record in the first {_MOST_OF_A_START:,} bytes")
+                yield _decoded(path, line, number)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _decoded(path: Path, data: bytes) -> str:
+def _decoded(path: Path, data: bytes, first_line: int = 1) -> str:
     nul = data.find(b"\0")
     if nul >= 0:
         hint = " (is it UTF-16? save it as UTF-8)" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise ValueError(f"{path}, line {_line_at(data, nul)}: NUL byte{hint}")
+        line = first_line + data.count(b"\n", 0, nul)
+        raise ValueError(f"{path}, line {line}: NUL byte{hint}")
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        byte = data[error.start]
-        line = _line_at(data, error.start)
+        byte, line = data[error.start], first_line + data.count(b"\n", 0, error.start)
         raise ValueError(f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}): save it as UTF-8") from None
-
-
-def _line_at(data: bytes, position: int) -> int:
-    return data.count(b"\n", 0, position) + 1
 
 
 def _check_header(path: Path, columns: Sequence[str], form: FileForm) -> None:
     missing = [name for name in form.wanted if name not in columns]
     if missing:
-        known = ", ".join(map(repr, columns)) or "none, the file is empty"
-        raise ValueError(f"{path}, line 1: no column {', '.join(map(repr, missing))}; columns found: {known}")
+        known = listed(columns) or "none, the file is empty"
+        raise ValueError(f"{path}, line 1: no column {listed(missing)}; columns found: {known}")
     twice = [name for name in form.wanted if list(columns).count(name) > 1]
     if twice:
-        raise ValueError(f"{path}, line 1: the column {twice[0]!r} appears twice")
+        raise ValueError(f"{path}, line 1: the column {quoted(twice[0])} appears twice")
 
 
-def _official(path: Path, text: str, form: FileForm) -> Iterator[Record | _Malformed]:
+def _official(path: Path, lines: Iterable[str], form: FileForm) -> Iterator[Record | _Malformed]:
     if form.header is None:
-        yield from _with_header(path, text, form)
+        yield from _with_header(path, lines, form)
         return
-    yield from _picked(_tab_separated(text), form.header, form.wanted)
+    yield from _picked(_tab_separated(lines), form.header, form.wanted)
 
 
-def _with_header(path: Path, text: str, form: FileForm) -> Iterator[Record | _Malformed]:
-    lines = _delimited(path, text)
-    _, header = next(lines, (1, []))
+def _with_header(path: Path, lines: Iterable[str], form: FileForm) -> Iterator[Record | _Malformed]:
+    rows = _delimited(path, lines)
+    _, header = next(rows, (1, []))
     _check_header(path, header, form)
-    yield from _picked(lines, header, form.wanted)
+    yield from _picked(rows, header, form.wanted)
 
 
 def _picked(
-    lines: Iterable[tuple[int, list[str]]], header: Sequence[str], wanted: Sequence[str]
+    rows: Iterable[tuple[int, list[str]]], header: Sequence[str], wanted: Sequence[str]
 ) -> Iterator[Record | _Malformed]:
     places = {name: list(header).index(name) for name in wanted}
-    for line, cells in lines:
+    for line, cells in rows:
         if len(cells) == len(header):
             yield Record(line, {name: cells[place] for name, place in places.items()})
         else:
-            expected = f"{len(header)} are expected ({', '.join(header)})"
+            expected = f"{len(header)} are expected ({listed(header)})"
             yield _Malformed(line, f"{len(cells)} fields where {expected}")
 
 
-def _delimited(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    return _tab_separated(text) if _format(path) == ".tsv" else _comma_separated(path, text)
+def _delimited(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    return _tab_separated(lines) if _format(path) == ".tsv" else _comma_separated(path, lines)
 
 
-def _tab_separated(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Cut at newlines and tabs only: GLUE's files quote nothing, and `splitlines` would cut at U+0085 too."""
-    for line, row in enumerate(text.split("\n"), 1):
-        row = row.removesuffix("\r")
+def _tab_separated(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Cut at newlines and tabs only: GLUE's files quote nothing."""
+    for line, row in enumerate(lines, 1):
+        row = row.removesuffix("\n").removesuffix("\r")
         if row:
             yield line, row.split("\t")
 
 
-def _comma_separated(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+def _comma_separated(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     previous = csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(chain.from_iterable(io.StringIO(line, newline="") for line in lines), strict=True)
     line = 1
     try:
         for cells in reader:
@@ -203,12 +201,12 @@ def _comma_separated(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         csv.field_size_limit(previous)
 
 
-def _jsonl(path: Path, text: str, form: FileForm) -> Iterator[Record]:
-    for line, source in enumerate(text.split("\n"), 1):
+def _jsonl(path: Path, lines: Iterable[str], form: FileForm) -> Iterator[Record]:
+    for line, source in enumerate(lines, 1):
         if not source.strip():
             continue
         try:
-            record = json.loads(source)
+            record = json.loads(source.removesuffix("\n"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {line}, column {error.colno}: not JSON: {error.msg}") from None
         except ValueError:
@@ -216,12 +214,11 @@ def _jsonl(path: Path, text: str, form: FileForm) -> Iterator[Record]:
         except RecursionError:
             raise ValueError(f"{path}, line {line}: nested too deeply") from None
         if not isinstance(record, dict):
-            kind = type(record).__name__
-            raise ValueError(f"{path}, line {line}: a {kind} where a JSON object is expected")
+            raise ValueError(f"{path}, line {line}: {kind_of(record)} where a JSON object is expected")
         missing = [name for name in form.wanted if name not in record]
         if missing:
-            lacking, found = ", ".join(map(repr, missing)), ", ".join(map(repr, record)) or "none"
-            raise ValueError(f"{path}, line {line}: no field {lacking}; fields found: {found}")
+            found = listed(record) or "none"
+            raise ValueError(f"{path}, line {line}: no field {listed(missing)}; fields found: {found}")
         yield Record(line, {name: record[name] for name in form.wanted})
 
 
@@ -229,13 +226,13 @@ def _parquet_columns(path: Path, form: FileForm) -> Any:
     import pyarrow
     import pyarrow.parquet
 
+    check_file(path)
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from None
-    _check_header(path, file.schema_arrow.names, form)
+        columns = file.schema_arrow.names
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise _no_parquet(path, error) from None
+    _check_header(path, columns, form)
     return file
 
 
@@ -244,7 +241,13 @@ def _parquet(path: Path, form: FileForm) -> Iterator[Record]:
 
     try:
         records = _parquet_columns(path, form).read(columns=list(form.wanted)).to_pylist()
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from None
+    # a text that is not UTF-8, a time before the year 1 or in no known zone
+    except (OSError, UnicodeDecodeError, OverflowError, KeyError, pyarrow.ArrowException) as error:
+        raise _no_parquet(path, error) from None
     for line, record in enumerate(records, 1):
         yield Record(line, record)
+
+
+def _no_parquet(path: Path, error: Exception) -> ValueError:
+    cause = "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else cut(" ".join(str(error).split()), 200)
+    return ValueError(f"{path} is not a readable parquet file: {cause}")

@@ -12,8 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_trainer.command import run_command
+from ds_trainer.command import add_trust_flags, run_command
 from ds_trainer.distributed import leave
+from ds_trainer.trust import Trust, trusting
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -22,10 +23,12 @@ def serve_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max_batch_size", type=int, default=32)
     parser.add_argument("--max_seq_length", type=int, default=128)
+    add_trust_flags(parser)
     flags = parser.parse_args(arguments)
     from ds_trainer.serving import serve
 
-    serve(flags.model, flags.port, flags.max_batch_size, flags.max_seq_length)
+    with trusting(Trust(flags.allow_pickle, flags.trust_remote_code)):
+        serve(flags.model, flags.port, flags.max_batch_size, flags.max_seq_length)
 
 
 if __name__ == "__main__":

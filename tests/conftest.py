@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="../shared is not there"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Keep tokenised data of all commands apart from the user's own; a recipe's file could not name such a folder."""
+    os.environ["DS_TRAINER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def csv_folder(tmp_path_factory) -> Path:
     """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate."""
@@ -43,7 +49,7 @@ def csv_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
+def tiny_recipe(csv_folder) -> dict:
     """Fine-tune and prune a BERT of 2 layers x 32 on the CSV task; a few steps of everything."""
     common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 2, "per_device_eval_batch_size": 8}
     prune = {
@@ -76,7 +82,6 @@ def tiny_recipe(csv_folder, tmp_path_factory) -> dict:
             "label_column": "kind",
             "max_seq_length": 24,
         },
-        "cache_dir": str(tmp_path_factory.mktemp("cache")),
         "phases": [
             {"name": "finetune", "max_steps": 60, "eval_steps": 30, **common},
             {"name": "prune", "max_steps": 12, "save_steps": 4, "techniques": {"prune": prune}, **common},

@@ -16,7 +16,7 @@ SHARED = ROOT.parent / "shared"
 def run_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
     """`deepspeed --num_gpus RANKS ARGUMENTS` from the root, at a free port; stderr holds what the ranks wrote."""
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    return _run([*launcher, "--master_port", str(_free_port()), *arguments], timeout)
+    return _run([*launcher, "--master_port", str(free_port()), *arguments], timeout)
 
 
 def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
     return _run([sys.executable, *arguments], timeout)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """DeepSpeed's default, or where a run beside the tests has that, another."""
     for port in (29500, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -33,15 +33,19 @@ def _free_port() -> int:
     raise OSError("no port is free")
 
 
-def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def environment() -> dict[str, str]:
+    """What the processes of a test are started with."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the launcher looks for ninja there
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     # one thread: tiny models gain nothing from two, and two processes of two threads on 2 cores wait for each other
-    environment = inherited | {"OMP_NUM_THREADS": "1"}
+    return inherited | {"OMP_NUM_THREADS": "1", "PATH": path}
+
+
+def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=ROOT,
-        env=environment | {"PATH": path},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -11,8 +11,10 @@ import time
 import pytest
 from launching import ROOT, SHARED, run_deepspeed, run_python
 
-from ds_trainer.command import model_mistakes, read_evaluate_job, read_train_job
+from ds_trainer.command import read_evaluate_job, read_train_job
+from ds_trainer.model_folder import model_mistakes
 from ds_trainer.settings import assign, parse_setting
+from ds_trainer.trust import Trust
 
 
 @pytest.fixture
@@ -212,7 +214,7 @@ def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags,
 @pytest.mark.parametrize("name", ["/" + "x" * 5000, "x" * 5000 + ".safetensors"])
 def test_a_model_name_that_is_too_long_is_no_folder(name):
     """Not an error of the system."""
-    found = model_mistakes(name)
+    found = model_mistakes(name, Trust())
     assert found == ([f"the model folder {name} does not exist"] if name.startswith("/") else [])
 
 

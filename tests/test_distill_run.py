@@ -76,7 +76,6 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     return {
         "model": {"config": GPT2 if name == "clm" else BERT, "tokenizer": {"vocab_size": 256}},
         "task": task,
-        "cache_dir": str(folder / "cache"),
         "phases": [
             {"name": "finetune", "max_steps": 30, **common},
             {"name": "prune", "techniques": {"prune": prune}, **start},
@@ -98,7 +97,8 @@ def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
 def train(name: str, folder: Path, *more: str) -> None:
     command = ("--deepspeed_config", *CASES[name], "--recipe", str(folder / "recipe.json"))
     before = shared_buffers()
-    done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(folder / "out"), *more)
+    places = ("--output_dir", str(folder / "out"), "--cache_dir", str(folder / "cache"))
+    done = run_deepspeed(2, "launch/train.py", *command, *places, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     assert shared_buffers() <= before
 

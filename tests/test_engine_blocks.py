@@ -1,6 +1,7 @@
 """Optimizer, scheduler and ZeRO blocks: what DeepSpeed refuses late is told at once, with the way out."""
 
 import pytest
+from launching import run_python
 
 from ds_trainer.engine_file import Said, check_engine_file, scheduler_mistakes
 
@@ -109,3 +110,42 @@ def test_what_flattens_and_what_does_not_is_deepspeeds_behaviour():
         flat = len({group["lr"] for group in optimizer.param_groups}) == 1
         told = scheduler_mistakes({"scheduler": {"type": kind, "params": params}}, [1e-5, 1e-2])
         assert flat == bool(told), (kind, params)
+
+
+@pytest.fixture
+def apex(tmp_path, monkeypatch):
+    """A stand-in for apex, found by processes started from here."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "amp.py").write_text("def initialize(*given, **named):\n    return given\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.parametrize("block", [{"enabled": True, "opt_level": "O1"}, {"enabled": False}])
+def test_amp_is_refused_even_with_apex(apex, tiny_recipe, write_json, tmp_path, block):
+    """Exit code 2 and what to use in its place, before torch is loaded: DeepSpeed no longer hands anything to apex."""
+    files = (
+        "--deepspeed_config",
+        write_json("amp.json", {"amp": block}),
+        "--recipe",
+        write_json("r.json", tiny_recipe),
+    )
+    code = (
+        "import sys, apex.amp; from ds_trainer.command import run_command, train_command; "
+        "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    )
+    done = run_python("-c", code, *files, "--output_dir", str(tmp_path / "out"))
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert all(word in done.stderr for word in ("amp is refused", "'fp16', 'bf16', or 'torch_autocast'"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_deepspeed_refuses_amp_even_with_apex(apex):
+    """The refusal is DeepSpeed's: its own reader of the file raises for an amp block, apex installed or not."""
+    code = (
+        "import apex.amp; from deepspeed.runtime.config import DeepSpeedConfig; "
+        "DeepSpeedConfig({'train_batch_size': 1, 'amp': {'enabled': True, 'opt_level': 'O1'}})"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    assert "DeepSpeedConfigError: NVIDIA Apex AMP integration has been removed" in done.stderr

@@ -257,3 +257,11 @@ def test_the_table_is_what_deepspeed_says():
     made = subprocess.run([sys.executable, script, "--print"], capture_output=True, text=True, check=True).stdout
     text = made[made.index("\n{") + 1 :] if not made.startswith("{") else made
     assert json.loads(text) == key_table()
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", "steps_per_print"])
+def test_numbers_beyond_every_float_are_mistakes(key, number):
+    """Told by the key's name, and not an error of arithmetic; JSON's whole numbers have no largest."""
+    found = check_engine_file({key: number}, NOTHING, 1)
+    assert [mistake for mistake in found if key in mistake]

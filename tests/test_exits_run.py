@@ -19,7 +19,7 @@ CASES = {"stages": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"), "all
 """The engine that each run is under."""
 
 
-def recipe_for(case: str, tiny: dict, folder: Path) -> dict:
+def recipe_for(case: str, tiny: dict) -> dict:
     """finetune, then heads: they alone, or with everything else at once."""
     common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
@@ -30,7 +30,6 @@ def recipe_for(case: str, tiny: dict, folder: Path) -> dict:
     config = tiny["model"]["config"] | {"num_hidden_layers": LAYERS, "hidden_dropout_prob": 0.1}
     return tiny | {
         "model": tiny["model"] | {"config": config},
-        "cache_dir": str(folder / "cache"),
         "phases": [{"name": "finetune", "max_steps": 30, **common}, heads | {"eval_steps": 5} | common],
         "report": False,
     }
@@ -39,7 +38,7 @@ def recipe_for(case: str, tiny: dict, folder: Path) -> dict:
 @pytest.fixture(scope="module", params=CASES)
 def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    recipe = recipe_for(request.param, tiny_recipe, folder)
+    recipe = recipe_for(request.param, tiny_recipe)
     (folder / "recipe.json").write_text(json.dumps(recipe))
     train(request.param, folder)
     return request.param, folder / "out"

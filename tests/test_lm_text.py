@@ -70,7 +70,7 @@ BROKEN = [
     ("train.jsonl", b'{"text": "a"}\n{"text"\n', r"train\.jsonl, line 2, column \d+: not JSON"),
     ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no field 'text'; fields found: 'txt'"),
     ("train.jsonl", b'{"text": "a"}\n{"text": null}\n', r"line 2: 'text' is null, and must be text"),
-    ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a int, and must be text"),
+    ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a whole number, and must be text"),
     ("train.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"line 2: 'text' holds half a surrogate pair"),
     ("train.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n", r"train\.jsonl, line 1: .* thousands of digits"),
     ("train.jsonl", b"", r"train\.jsonl has no examples"),
@@ -182,5 +182,5 @@ def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fingerprint(spec, "train")
     with pytest.raises(ValueError, match=r"no column 'body'; columns found: \['text', 'number'\]; set text_column"):
         list(documents(spec.model_copy(update={"text_column": "body"}), "train"))
-    with pytest.raises(ValueError, match=r"owner/name/part \(train\), row 1: 'number' is a int, and must be text"):
+    with pytest.raises(ValueError, match=r"row 1: 'number' is a whole number, and must be text"):
         list(documents(spec.model_copy(update={"text_column": "number"}), "train"))

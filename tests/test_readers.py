@@ -137,7 +137,7 @@ BROKEN = {
     "no object": ("a.jsonl", b'["a", 1]\n', r"a\.jsonl, line 1: a list where a JSON object"),
     "no field": ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}', r"a\.jsonl, line 2: no field 'label'.*'text'"),
     "null text": ("a.jsonl", b'{"text": null, "label": 1}\n', r"a\.jsonl, line 1: 'text' is null"),
-    "number as text": ("a.jsonl", b'{"text": 3, "label": 1}\n', r"a\.jsonl, line 1: 'text' is a int"),
+    "number as text": ("a.jsonl", b'{"text": 3, "label": 1}\n', r"a\.jsonl, line 1: 'text' is a whole number"),
     "surrogate": ("a.jsonl", b'{"text": "\\ud800", "label": 1}\n', r"a\.jsonl, line 1: 'text' holds half a surrogate"),
     "null label": ("a.jsonl", b'{"text": "a", "label": null}\n', r"a\.jsonl, line 1: unknown label None"),
     "few fields": ("a.tsv", b"text\tlabel\na\t1\nb\n", r"a\.tsv, line 3: 1 fields where 2 are expected"),
@@ -280,3 +280,30 @@ def test_the_real_files_are_read_whole(name: str, train: int, validation: int) -
     """GLUE as it ships has the published numbers of examples."""
     source = row_source(TextSpec(name=name, data_dir=str(REAL)))
     assert [len(source.rows(split).rows) for split in ("train", "validation")] == [train, validation]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("a.jsonl", b'\n\r\n{"text": "a", "label": "x"}\n'),
+        ("a.tsv", b"\n\r\ntext\tlabel\na\tx\n"),
+        ("a.csv", b"\n\r\ntext,label\na,x\n"),
+        ("a.csv", b'text,"a\nb",label\na,1,x\n'),
+        ("a.csv", b"text,label\ra,x\r"),
+    ],
+)
+def test_the_check_takes_what_can_be_read(file: str, content: bytes, tmp_path: Path) -> None:
+    """Blank lines before the header or the first record, a header over two lines, the line ends of old Macs."""
+    (tmp_path / file).write_bytes(content)
+    spec = text_spec(tmp_path, file)
+    assert check_data_files(spec) == []
+    assert [(row.texts, row.label) for row in row_source(spec).rows("train").rows] == [(("a",), "x")]
+
+
+def test_a_folder_of_nobody_is_told(tmp_path: Path) -> None:
+    """ "~NAME" where there is no such user, for the folder and for a file."""
+    nobody = "~nobody-of-that-name/x"
+    for spec in (text_spec(Path(nobody), "a.csv"), text_spec(tmp_path, f"{nobody}.csv")):
+        assert {mistake.rpartition(", and ")[2] for mistake in check_data_files(spec)} == {
+            "there is no user of that name"
+        }

@@ -55,3 +55,50 @@ def test_text_that_is_no_json_is_searched_too():
     """A file cut short, and an address with a query."""
     assert "hush" not in redacted('{"a": {"api_key": "hush\\"hush", "b": ["password=hush", "https://x/?token=hush&n=1"')
     assert redacted("https://host:80/a@b, git@host:x.git") == "https://host:80/a@b, git@host:x.git"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('comet.api_key is ["hush"]: write text or null', f"comet.api_key is {HIDDEN}: write text or null"),
+        ('comet.api_key is "hush": write text', f"comet.api_key is {HIDDEN}: write text"),
+        ("comet.api_key is 'hush', and must be text", f"comet.api_key is {HIDDEN}, and must be text"),
+        ("comet.api_key is not a key that is known", "comet.api_key is not a key that is known"),
+        ('train_batch_size is "7": write a number', 'train_batch_size is "7": write a number'),
+        ("asked with hf_abcdefghijklmnopqrstuvwxyz and", f"asked with {HIDDEN} and"),
+        ("the secret is in hf_home, a folder", "the secret is in hf_home, a folder"),
+    ],
+)
+def test_a_message_shows_no_secret(text, shown):
+    """What this library's own messages say was found, and keys of services under any name."""
+    assert redacted(text) == shown
+
+
+def test_what_a_secret_variable_holds_is_hidden_wherever_it_is(monkeypatch):
+    """Also a part of another; a short value is a word, and stays."""
+    monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
+    monkeypatch.setenv("OTHER_API_KEY", "hush-hush-hush-2")
+    monkeypatch.setenv("PIN_TOKEN", "fine")
+    text = {"a": "failed for hush-hush-hush and hush-hush-hush-2: fine"}
+    assert redacted(text) == {"a": f"failed for {HIDDEN} and {HIDDEN}: fine"}
+
+
+def test_the_error_of_a_command_shows_no_secret(capfd, monkeypatch, tiny_recipe, write_json):
+    """Through the command's own end: neither a mistake of the engine file, nor one of --set, nor a traceback."""
+    from ds_trainer.command import read_train_job, run_command
+
+    monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
+    engine = write_json("engine.json", {"train_batch_size": 8, "comet": {"enabled": True, "api_key": ["hush"]}})
+    words = ["--deepspeed_config", engine, "--recipe", write_json("recipe.json", tiny_recipe)]
+    assert run_command(lambda w: read_train_job(w) and None, [*words, "--set", "phases.no.token=hush"]) == 2
+    told = capfd.readouterr().err
+    assert "comet.api_key" in told
+    assert "phases.no.token" in told
+
+    def fails(_: object) -> None:
+        raise RuntimeError("denied: hush-hush-hush")
+
+    assert run_command(fails, []) == 1
+    traced = capfd.readouterr().err
+    assert "RuntimeError: denied" in traced
+    assert "hush" not in told + traced

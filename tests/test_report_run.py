@@ -15,7 +15,7 @@ NAMES = ["dense", "compress", "exits"]
 LAYERS = 3
 
 
-def recipe_for(tiny: dict, folder: Path) -> dict:
+def recipe_for(tiny: dict) -> dict:
     common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@dense", "alpha_ce": 0.2, "alpha_distil": 0.8}
@@ -23,7 +23,6 @@ def recipe_for(tiny: dict, folder: Path) -> dict:
     return tiny | {
         "model": tiny["model"] | {"config": config},
         "task": tiny["task"] | {"held_out": 0.2},
-        "cache_dir": str(folder / "cache"),
         "phases": [
             {"name": "dense", "max_steps": 40, **common},
             {"name": "compress", "max_steps": 10, "techniques": {"prune": prune, "distill": distill}, **common},
@@ -35,7 +34,7 @@ def recipe_for(tiny: dict, folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def output(tiny_recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "recipe.json").write_text(json.dumps(recipe_for(tiny_recipe, folder)))
+    (folder / "recipe.json").write_text(json.dumps(recipe_for(tiny_recipe)))
     command = ("--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(folder / "recipe.json"))
     done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(folder / "out"))
     assert done.returncode == 0, done.stderr[-4000:]

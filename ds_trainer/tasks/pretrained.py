@@ -1,6 +1,8 @@
 """Model folders and hub names: tokenizer, config and weights, and what is wrong with them, for every kind of head.
 
-Works for every architecture that the `transformers` auto class of a head knows, from safetensors alone.
+Works for every architecture that the `transformers` auto class of a head knows, from safetensors alone. A folder may
+come from anywhere: what is told of it is one ValueError, and what it asks for beyond its own weights is not allocated.
+`trust.py` says what else the user permits: code that a config names, and pickles, which are read as weights only.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,12 +28,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer import distributed
+from ds_trainer.loading import most_allocated, told
+from ds_trainer.model_folder import folder_mistakes, has_safetensors, held_weights, text_mistakes
+from ds_trainer.trust import trust_in_force
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
-# what a JSON file of a folder makes transformers raise where it is of another form than expected
-_BROKEN_JSON = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,21 @@ CAUSAL_LM = HeadKind("causal language model", AutoModelForCausalLM, MODEL_FOR_CA
 def load_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a model folder or hub name; ValueError says why there is none."""
     _check_exists(source)
-    try:
-        return AutoTokenizer.from_pretrained(str(source))
-    except Exception as error:  # the tokenizers library raises nothing narrower for a broken file
-        raise ValueError(f"{source} has no tokenizer that transformers can load: {_first_line(error)}") from error
+    _tell(text_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
+    what = f"{source} has no tokenizer that transformers can load"
+    trusted = trust_in_force().trust_remote_code
+    tokenizer = told(what, lambda: AutoTokenizer.from_pretrained(str(source), trust_remote_code=trusted))
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    if not tokenizer.get_vocab().keys() - added - set(tokenizer.all_special_tokens):
+        # what transformers makes of a folder without one: every text is unknown to it
+        raise ValueError(f"{what}: it has no words, as where its files (tokenizer.json, vocab.txt, ...) are missing")
+    return tokenizer
 
 
 def load_config(source: str | Path, kind: HeadKind) -> Any:
     """The config of a model folder or hub name; ValueError says why no model with such a head comes of it."""
     config = _config(source)
+    _learn_own_class(source, config, kind)
     if type(config) not in kind.mapping:
         raise ValueError(f"{source} is a {config.model_type} model: transformers has no {kind.name} for it")
     return config
@@ -85,12 +93,28 @@ def load_config(source: str | Path, kind: HeadKind) -> Any:
 
 def _config(source: str | Path) -> Any:
     _check_exists(source)
-    if os.path.isdir(source) and not (Path(source) / "config.json").is_file():
-        raise ValueError(f"the model folder {source} has no config.json: it is not a transformers model")
-    try:
-        return AutoConfig.from_pretrained(str(source))
-    except _BROKEN_JSON as error:
-        raise ValueError(f"the config of {source} cannot be read: {_first_line(error)}") from error
+    _tell(folder_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
+    return told(
+        f"the config of {source} cannot be read",
+        lambda: AutoConfig.from_pretrained(str(source), trust_remote_code=trust_in_force().trust_remote_code),
+    )
+
+
+def _tell(mistakes: list[str]) -> None:
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+
+
+def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
+    """Have transformers know the class that the folder's own code has for a head, if the user trusts that code."""
+    own = getattr(config, "auto_map", None) or {}
+    name = own.get(kind.auto_class.__name__) if isinstance(own, dict) else None
+    if name is None or type(config) in kind.mapping or not trust_in_force().trust_remote_code:
+        return
+    model_class = told(
+        f"the code of {source} cannot be loaded", lambda: get_class_from_dynamic_module(name, str(source))
+    )
+    kind.auto_class.register(type(config), model_class, exist_ok=True)
 
 
 def input_names(config: Any, kind: HeadKind) -> set[str]:
@@ -102,22 +126,29 @@ def input_names(config: Any, kind: HeadKind) -> set[str]:
 
 
 def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: bool) -> tuple[Any, dict[str, Any]]:
-    """The model in fp32, and what loading found missing or mismatched; with `keep_head` a mismatch is an error."""
-    folder = Path(source)
-    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
-        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "no weights at all"
-        raise ValueError(f"the model folder {source} has no .safetensors weights (found: {found})")
-    try:
-        return kind.auto_class.from_pretrained(
-            str(source),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=not keep_head,
+    """The model in fp32, and what loading found missing or mismatched; with `keep_head` a mismatch is an error.
+
+    A config that asks for more than its weights can fill, or than this host can hold, is a ValueError before any of it
+    is allocated.
+    """
+    folder, trust = Path(source), trust_in_force()
+    is_folder = folder.is_dir()
+    held = held_weights(folder) if is_folder else None
+    safetensors = has_safetensors(folder) if is_folder else not trust.allow_pickle
+    with most_allocated(str(source), held):
+        return told(
+            f"the weights of {source} cannot be loaded",
+            lambda: kind.auto_class.from_pretrained(
+                str(source),
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True if safetensors else None,
+                weights_only=True,
+                trust_remote_code=trust.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=not keep_head,
+            ),
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the weights of {source} cannot be loaded: {_first_line(error)}") from error
 
 
 def load_with_head(source: str | Path, kind: HeadKind) -> Any:
@@ -141,6 +172,7 @@ def load_trained(source: str | Path) -> Any:
     kinds = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
     config = _config(source)
     for kind in kinds:
+        _learn_own_class(source, config, kind)
         if type(config) in kind.mapping and kind.trained_in(config):
             return load_with_head(source, kind)
     raise ValueError(f"{source} holds no trained {', '.join(kind.name for kind in kinds[:-1])} or {kinds[-1].name}")
@@ -225,7 +257,3 @@ def _positions(model: Any) -> int | None:
         return None
     limit = getattr(model.config, "max_position_embeddings", None)
     return limit if limit is None or limit > 0 else None  # XLNet says -1
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_trainer.exit_specs import EXITS_FILE, Pooling, SavedExits
 from ds_trainer.json_file import read_json
+from ds_trainer.model_folder import tensor_shapes
 from ds_trainer.models import encoder_layers
 from ds_trainer.recipe import parse_exits
 
@@ -160,13 +161,32 @@ def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
     if saved.layers[-1] >= last:
         raise ValueError(f"{folder / EXITS_FILE}: a head after layer {saved.layers[-1]}, and the model has {last}")
     heads = new_heads(model, saved.layers, saved.pooling)
+    _check_shapes(folder / HEADS_FILE, heads)
     try:
-        values = load_file(folder / HEADS_FILE)
-        heads.load_state_dict(values)
+        heads.load_state_dict(load_file(folder / HEADS_FILE))
     except (OSError, SafetensorError, RuntimeError) as error:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder / HEADS_FILE} does not hold the heads of this model: {cause}") from error
     return heads, saved
+
+
+def _check_shapes(path: Path, heads: nn.ModuleDict) -> None:
+    """Refuse, before it is read, a file that holds other tensors than the heads: it may be of any size."""
+    what = f"{path} does not hold the heads of this model"
+    if not path.is_file():
+        raise ValueError(f"{what}: it does not exist, or is no file")
+    try:
+        found = tensor_shapes(path)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    wanted = {name: tuple(value.shape) for name, value in heads.state_dict().items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{what}: size mismatch at {name[:80]}, which is {found.get(name, 'not there')} and must be "
+            f"{wanted.get(name, 'left out')}"
+        )
 
 
 @torch.no_grad()

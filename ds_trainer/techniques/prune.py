@@ -8,8 +8,9 @@ Leaves zeros: what is cut out of the matrices is the export's concern.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from ds_trainer.models import AnyLinear, encoder_linears, gathered, swap
 from ds_trainer.recipe import GroupRule, PruneSpec
 from ds_trainer.schedules import Schedule, steps_of
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.masked import KeepAbove, KeepCut, KeepShare, MaskedLinear, MaskRule, OpenGates
-from ds_trainer.techniques.selection import select_largest
+from ds_trainer.techniques.masked import HardMask, KeepAbove, KeepCut, KeepShare, MaskedLinear, MaskRule, OpenGates
+from ds_trainer.techniques.selection import Cut, select_largest
 from ds_trainer.techniques.technique import Clock, Forward, Technique
 
 
@@ -58,6 +59,17 @@ class Prune(Technique):
             return
         for index, layer in enumerate(self.layers.values()):
             layer.plan(self._rule(step, index))
+
+    def state(self) -> dict[str, Any]:
+        """The cuts of a global top-k, found some steps ago: those of today's scores would be others."""
+        masks = [layer.mask for layer in self.layers.values()] if self.spec.global_topk else []
+        return {"cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)]}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        for layer, kept in zip(self.layers.values(), state["cuts"], strict=bool(state["cuts"])):
+            cut = Cut(**kept)
+            layer.plan(KeepCut(cut))
+            layer.mask = HardMask(cut)  # with what it kept when it was found, not what it would keep today
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""

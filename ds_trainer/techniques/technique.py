@@ -5,7 +5,7 @@ A technique sees neither the loop nor the engine, and no other technique. Every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,6 +61,13 @@ class Technique:
 
     def on_step(self, step: int) -> None:
         """Called once per optimizer step, before its first forward."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep beside parameters and step: JSON values, alike on every rank."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Unweighted scalar loss terms, by the names in `term_names`."""

@@ -26,14 +26,17 @@ from ds_trainer.data import BatchPlan
 from ds_trainer.engine_file import read_engine_file
 from ds_trainer.loop import PhasePlan, flush, micro_batches, train_step
 from ds_trainer.models import create_folder, train_tokenizer
+from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import build_optimizer
 from ds_trainer.recipe import TextSpec, parse_recipe
 from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.schedules import lr_multiplier
+from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks import Batch, training_texts
 from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.trust import Trust
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -52,7 +55,7 @@ ROUNDS, WARMUP = 16, 2
 class Loop:
     """The project's own loop, from what `ds_trainer.loop.train` is given."""
 
-    def __init__(self, plan: PhasePlan, record: Report) -> None:
+    def __init__(self, plan: PhasePlan, record: Report, stop: StopRequests) -> None:
         model, techniques = plan.build()
         lr_factor = lr_multiplier(plan.phase.lr_scheduler_type, plan.clock.warmup, plan.clock.total)
         self.engine = engine.start_engine(
@@ -62,12 +65,16 @@ class Loop:
         for technique in techniques:
             technique.start(self.engine.device)
         self.objective = Objective(plan.task, techniques, plan.phase.loss)
-        self.batches, self.seed, self.report = batches_of(plan), plan.clock.seed, record
+        self.batches, self.seed, self.report, self.stop = batches_of(plan), plan.clock.seed, record, stop
+        self.watch = StepWatch(self.engine, plan.phase.name, plan.phase.max_skipped_steps)
 
     def steps(self) -> None:
         """`LOG_EVERY` optimizer steps and the record of them."""
         for _ in range(LOG_EVERY):
             train_step(self.objective, self.engine, self.batches, self.report, self.seed)
+            self.watch.after_step()
+            self.stop.check()
+        self.watch.check()
         flush(self.report, self.objective.techniques, self.engine)
 
 
@@ -113,7 +120,19 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
     phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": ROWS, "learning_rate": 5e-5}
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     recipe = parse_recipe({"task": task, "phases": [phase], "cache_dir": str(folder / "cache")})
-    job = TrainJob(recipe, read_engine_file(str(engine_file)), folder, overwrite=False, resume=False, dry_run=False)
+    job = TrainJob(
+        command="",
+        recipe=recipe,
+        engine_config=read_engine_file(str(engine_file)),
+        output=folder,
+        overwrite=False,
+        resume=False,
+        checkpoint=None,
+        dry_run=False,
+        timeout=distributed.TIMEOUT,
+        trust=Trust(),
+        debug_port=None,
+    )
     return plan_phase(job, recipe.phases[0], str(folder / "initial_model"), distill and distill["teacher"])
 
 
@@ -127,8 +146,9 @@ def main() -> None:
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
-        with record_of(plan) as record:
-            value, seconds, other = ratio(Loop(plan, record).steps, BareLoop(plan).steps, ROUNDS, WARMUP)
+        with record_of(plan) as record, StopRequests() as stop:
+            record.open(0)
+            value, seconds, other = ratio(Loop(plan, record, stop).steps, BareLoop(plan).steps, ROUNDS, WARMUP)
     print(f"loop {seconds / LOG_EVERY:.4f} s, bare {other / LOG_EVERY:.4f} s a step of {ROWS} examples")
     report(Figure("loop_overhead", value, 1.02))
 

@@ -1,0 +1,94 @@
+"""Load what may come from anywhere: one error in words for whatever goes wrong, and no more memory than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ds_trainer.model_folder import Held
+
+_SLACK = Held(tensors=1000, numbers=10_000_000)
+"""What a model has beyond its folder's weights: a new head, weights that are tied, buffers."""
+
+_MOST_TENSORS = 20_000
+"""Of any model: building one of more takes long, however small they are."""
+
+T = TypeVar("T")
+
+
+def told(what: str, call: Callable[[], T]) -> T:
+    """The call's value; whatever it raises of a folder's contents becomes a ValueError that says `what`.
+
+    Transformers takes what a folder says at its word in hundreds of places, each with an error of its own; tokenizers'
+    panic is no Exception even.
+    """
+    try:
+        return call()
+    except _TooLargeError as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:
+        raise ValueError(f"{what}: {_first_line(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def most_allocated(source: str, held: Held | None) -> Iterator[None]:
+    """Inside, a model that is built without memory (on the "meta" device) must fit to the weights held, and this host.
+
+    That is how transformers builds what it loads. Its parameters and buffers are counted as they come.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    built = {"tensors": 0, "numbers": 0}
+
+    def count(_: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is None or not tensor.is_meta:
+            return
+        built["tensors"] += 1
+        built["numbers"] += tensor.numel()
+        most = min(_MOST_TENSORS, 3 * held.tensors + _SLACK.tensors) if held else _MOST_TENSORS
+        if built["tensors"] > most:
+            raise _TooLargeError(
+                f"the config of {source} asks for more than {most:,} tensors"
+                + (f", and its weights are {held.tensors:,}: they do not belong together" if held else ": lower it")
+            )
+        if held and built["numbers"] > 3 * held.numbers + _SLACK.numbers:
+            raise _TooLargeError(
+                f"the config of {source} asks for {built['numbers']:,} numbers up to {name}, and its weights are "
+                f"{held.numbers:,}: they do not belong together"
+            )
+        if built["numbers"] * 4 > memory:
+            raise _TooLargeError(
+                f"the config of {source} asks for more than {built['numbers'] * 4 >> 30:,} GiB in fp32, and this host "
+                f"has {memory >> 30:,}: take a smaller model"
+            )
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _TooLargeError(Exception):
+    """A whole message of our own, raised from inside of transformers."""
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says first, cut where it shows a whole file; its kind, where that tells more than a ValueError."""
+    said = next(iter(str(error).strip().splitlines()), "")[:300]
+    if not (said and isinstance(error, OSError | ValueError)):
+        said = ": ".join(filter(None, [type(error).__name__, said]))
+    return said + ("; give --trust_remote_code if you trust it" if "trust_remote_code=True" in str(error) else "")

@@ -1,0 +1,62 @@
+"""Read a file whole, where it is one: a pipe would be waited for, and a device has no end."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+TOO_LONG = "a number has thousands of digits"
+"""The one fault of sound JSON that Python does not read, beside nesting."""
+
+
+def read_file(path: Path, said: str | None = None, most: int | None = None) -> bytes:
+    """The bytes of a regular file; else a ValueError, which begins with `said`, by default the path.
+
+    `most` are the bytes that such a file can have; by default what the memory holds.
+    """
+    check_file(path, said, most)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{said or path} cannot be read: {error.strerror}") from None
+    except MemoryError:
+        raise ValueError(f"{said or path} has {os.path.getsize(path):,} bytes: more than there is memory for") from None
+
+
+def read_value(path: Path) -> Any:
+    """The value in a file of plain JSON; NaN is a number there. ValueError, with the path, where there is none."""
+    raw = read_file(path)
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        cause = "it is not UTF-8"
+    except json.JSONDecodeError as error:
+        cause = f"it is not JSON: {error.msg}, line {error.lineno}, column {error.colno}"
+    except RecursionError:
+        cause = "it is nested too deeply"
+    except ValueError:
+        cause = TOO_LONG
+    raise ValueError(f"{path} cannot be read: {cause}")
+
+
+def check_file(path: Path, said: str | None = None, most: int | None = None) -> None:
+    """Raise what `read_file` would raise, without opening it."""
+    said = said or str(path)
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        raise ValueError(f"{said} does not exist") from None
+    except OSError as error:
+        raise ValueError(f"{said} cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL, or half a surrogate pair
+        raise ValueError(f"{said} does not exist: that is no name of a file") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{said} is a folder: name the file in it")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{said} is a pipe or a device: name a file, every rank reads it")
+    most = most or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if found.st_size > most:
+        raise ValueError(f"{said} has {found.st_size:,} bytes, and such a file is read whole: {most:,} are the most")

@@ -1,0 +1,35 @@
+"""What a user wrote, shown back: short whatever it is, and still the beginning of what was written."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_trainer.messages import kind_of, listed, quoted, shortened, shown
+
+
+def test_values_are_cut_where_they_are_long() -> None:
+    """As JSON and as Python write them; at most 60 characters by default."""
+    assert shown({"a": [1, None]}) == '{"a": [1, null]}'
+    assert shown("x" * 100_000) == '"' + "x" * 56 + "..."
+    assert len(quoted("x" * 100_000)) == 60
+    assert listed(range(25)) == "".join(f"{n}, " for n in range(20))[:-2] + " and 5 more"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(None, "null"), (True, "true"), (1, "a whole number"), ("", "text"), ([], "a list")]
+)
+def test_values_are_named_in_the_words_of_json(value: object, words: str) -> None:
+    """Not as Python's classes."""
+    assert kind_of(value) == words
+
+
+def test_a_message_keeps_its_beginning_and_says_what_is_left_out() -> None:
+    """Long lines are cut, of many lines the first are kept and the others counted; a short message stays as it is."""
+    assert shortened("one\ntwo") == "one\ntwo"
+    assert shortened("x" * 5000) == "x" * 997 + "..."
+    many = shortened("\n".join(f"line {n}" for n in range(3000)))
+    assert many.startswith("line 0\nline 1\n")
+    kept = many.count("\n")
+    assert many.endswith(f"line {kept - 1}\n... and {3000 - kept:,} lines more")
+    assert len(many) < 3600
+    assert len(shortened("\n".join(["y" * 5000] * 9))) < 3600

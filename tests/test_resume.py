@@ -1,0 +1,56 @@
+"""A run that is stopped and resumed ends as one that is not: the same records, the same weights, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from interrupting import records_of, without_rates
+from launching import run_deepspeed
+from resume_matrix import CASES, STEPS, STOPS
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def taught_recipe(tiny_recipe) -> dict:
+    """The tiny recipe with dropout, its second phase pruned and distilled, every step logged."""
+    recipe = copy.deepcopy(tiny_recipe)
+    recipe["model"]["config"] |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    first, second = recipe["phases"]
+    first |= {"max_steps": 10, "eval_steps": None, "logging_steps": 1}
+    second |= {"logging_steps": 4, "save_total_limit": 2}
+    second["techniques"]["distill"] = {"teacher": "@finetune", "alpha_ce": 0.5, "alpha_distil": 0.5}
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def matrix(taught_recipe, tmp_path_factory) -> tuple[Path, str]:
+    """What every case left, and what was said."""
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "recipe.json").write_text(json.dumps(taught_recipe))
+    done = run_deepspeed(2, "tests/resume_matrix.py", str(folder / "recipe.json"), str(folder / "out"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "out", done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_records_and_weights_are_those_of_an_uninterrupted_run(matrix, case):
+    """On 2 ranks, with dropout, pruning and a teacher: every loss, rate, density and score, and every weight."""
+    whole, stopped = (matrix[0] / case / name for name in ("whole", "stopped"))
+    records = [[without_rates(record) for record in records_of(folder / "log.jsonl")] for folder in (whole, stopped)]
+    assert len(records[0]) == STEPS // 4 + 1 + 3
+    assert records[1] == records[0]
+    first, second = (load_file(folder / "model" / "model.safetensors") for folder in (whole, stopped))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_runs_were_stopped_where_it_is_hard(matrix):
+    """In an epoch, in an evaluation, at the end of an epoch, and at the last evaluation: four times each."""
+    said = matrix[1].splitlines()
+    for case in CASES:
+        stops = [line for line in said if line.startswith(f"{case}: stopped at step ")]
+        assert [int(line.split()[4]) for line in stops] == [4, 6, 15, STEPS]
+        assert len(stops) == len(STOPS)
