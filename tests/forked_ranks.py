@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from launching import ROOT, environment, free_port
+from launching import ROOT, environment, forget_port, free_port
 
 
 class ForkedRanks:
@@ -66,18 +66,22 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.ports: list[int] = []
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        for port in self.ports:
+            forget_port(port)
 
     def run(self, ranks: int, output: Path, *arguments: str, engine: str = "ds_configs/zero2.json") -> ForkedRanks:
         """Start `launch/train.py` on so many ranks."""
         log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
+        self.ports.append(free_port())
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
-        self._ask({"ranks": ranks, "port": free_port(), "log": str(log), "arguments": words})
+        self._ask({"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words})
         return ForkedRanks(self, self._answer(), log, output)
 
     def codes(self) -> list[int]:

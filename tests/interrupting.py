@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from launching import ROOT, environment, free_port
+from launching import ROOT, environment, forget_port, free_port
 
 GENTLE = 180  # seconds for a run to end by itself; a run that hangs fails the test
 
@@ -24,9 +24,10 @@ class Run:
         self.output = output
         deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
         self.log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
+        self.port = free_port()
         self.process = subprocess.Popen(
             [
-                *(*deepspeed, "--master_port", str(free_port()), "launch/train.py"),
+                *(*deepspeed, "--master_port", str(self.port), "launch/train.py"),
                 *("--deepspeed_config", engine, "--output_dir", str(output), *arguments),
             ],
             cwd=ROOT,
@@ -84,6 +85,7 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        forget_port(self.port)
 
     def _below(self, *words: str) -> list[psutil.Process]:
         found = []
