@@ -8,6 +8,7 @@ Where the ranks or the ZeRO stage have changed, DeepSpeed's universal form is ma
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ _MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-\d+")
 _ASIDE = ".checkpoint-*"
 _CHUNK = 1 << 22
+_PAGE = 1 << 16  # what a full disk may still call free
 
 
 @dataclass(frozen=True)
@@ -279,11 +281,11 @@ def _remembered_errors(engine: Any) -> Iterator[list[str]]:
     writer, errors = engine.checkpoint_engine, []
     write = writer.save
 
-    def save(*args: Any, **kwargs: Any) -> None:
+    def save(state_dict: Any, path: str) -> None:
         try:
-            write(*args, **kwargs)
+            write(state_dict, path)
         except (OSError, RuntimeError) as error:
-            errors.append(_why(error))
+            errors.append(_why(error, Path(path).parent))
 
     writer.save = save
     try:
@@ -292,10 +294,11 @@ def _remembered_errors(engine: Any) -> Iterator[list[str]]:
         writer.save = write
 
 
-def _why(error: Exception) -> str:
-    """torch's writer says little of why it failed; mostly the system does."""
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error
-    return str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause).splitlines()[0]
+def _why(error: Exception, place: Path) -> str:
+    """What the system says; torch's zip writer only finds that its file is shorter than it should be."""
+    if shutil.disk_usage(place).free < _PAGE:
+        return os.strerror(errno.ENOSPC)
+    return str(getattr(error, "strerror", None) or str(error).splitlines()[0])
 
 
 def _first(own: str | None) -> str | None:

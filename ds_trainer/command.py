@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import os
 import shlex
 import sys
@@ -50,6 +51,8 @@ from ds_trainer.write_places import (
 )
 
 USER_ERROR = 2
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""What no flag mends: told without a traceback."""
 T = TypeVar("T")
 
 
@@ -111,6 +114,9 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
         if isinstance(error, ValueError | NonFiniteLossError | LostRankError | StoppedError):
             _tell(error)
             return int(getattr(error, "exit_code", USER_ERROR))
+        if isinstance(error, OSError) and error.errno in _DISK:
+            _tell(error)
+            return 1
         return _tell_traceback(error)
     return 0
 

@@ -185,14 +185,20 @@ def on_main(call: Callable[[], T]) -> T:
         try:
             outcome = (call(), None)
         except Exception as error:
-            told = isinstance(error, ValueError)
-            broadcast((None, ValueError(str(error)) if told else RuntimeError(f"{type(error).__name__}: {error}")))
+            broadcast((None, _for_other_ranks(error)))
             raise
         broadcast(outcome)
     value, mistake = outcome
     if mistake is not None:
         raise mistake
     return value
+
+
+def _for_other_ranks(error: Exception) -> Exception:
+    """The error in a form that every rank can read: of the kinds that are told to the user, the same kind."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror, str(error.filename))
+    return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def on_each_host(call: Callable[[], None]) -> None:

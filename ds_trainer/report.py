@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Report:
         self._carried: list[list[float]] = []
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
-        self._log: TextIO | None = None
+        self._log: _Lines | None = None
         self._events = self._bar = None
         if distributed.is_main():
             terminal = sys.stderr.isatty()
@@ -64,7 +64,7 @@ class Report:
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
         if distributed.is_main():
             drop_later_records(self._folder / "log.jsonl", self.phase, step)
-            self._log = (self._folder / "log.jsonl").open("a", encoding="utf-8")
+            self._log = _Lines(self._folder / "log.jsonl")
             if self._tensorboard:
                 self._events = _event_writer(self._folder / "tensorboard" / self.phase, step)
         if self._bar is not None:
@@ -158,8 +158,7 @@ class Report:
         if self._log is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}  # JSON has no inf
-        self._log.write(json.dumps({"phase": self.phase, "step": step, **finite}) + "\n")
-        self._log.flush()
+        self._log.append(json.dumps({"phase": self.phase, "step": step, **finite}) + "\n")
         if self._events is not None:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
@@ -206,6 +205,33 @@ class _MicroBatch:
     step: int
     ids: Tensor
     terms: Tensor
+
+
+class _Lines:
+    """A file of lines, each there whole or not at all; a disk that is full costs the line, not the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._full = path, False
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, line: str) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            whole = self._file.write(data := line.encode()) == len(data)
+        except OSError as error:
+            self._tell(error.strerror or str(error))
+            whole = False
+        if not whole:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _tell(self, why: str) -> None:
+        if not self._full:
+            distributed.warn(f"{self._path} cannot be written: {why}. Training goes on, with records missing")
+        self._full = True
 
 
 def drop_later_records(log: Path, phase: str, step: int) -> None:

@@ -55,6 +55,7 @@ def run(job: TrainJob) -> None:
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
+        distributed.on_main(folder.lock)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
         status.begin()
         models = StartingModels(job.recipe, job.output / _MADE)

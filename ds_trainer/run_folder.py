@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ds_trainer import distributed
 from ds_trainer.messages import cut
 from ds_trainer.whole_file import read_value
 
 _LIST = ".ds_trainer.json"
+_LOCK = ".ds_trainer.lock"
 _ASIDE = re.compile(r"\..+\.\d+\.tmp")
 _WRITTEN = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -41,7 +45,10 @@ def check_output_folder(
         return [f"the output folder {folder} cannot be written: {parent} is read-only"]
     if checkpoint:
         return _checkpoint_mistakes(checkpoint, folder)
-    if not folder.is_dir() or overwrite or not any(path for path in folder.iterdir() if not _is_aside(path)):
+    there = (
+        [path for path in folder.iterdir() if not (_is_aside(path) or path.name == _LOCK)] if folder.is_dir() else []
+    )
+    if overwrite or not there:
         return []
     if resume:
         return [] if (folder / _LIST).is_file() else [f"--resume: {folder} holds no run of this program"]
@@ -62,6 +69,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._list = path / _LIST
+        self._locked: IO[str] | None = None  # kept open: the lock goes with the file
 
     def open(self, overwrite: bool) -> None:
         """Make the folder; with `overwrite`, delete what an earlier run wrote there, and only that.
@@ -80,6 +88,22 @@ class RunFolder:
                 _delete_written(target, self.path)
             own = {name for name in own if any(self.path.glob(name))}
         self._write_list(own)
+
+    def lock(self, seconds: float = 60) -> None:
+        """Keep other runs out of the folder until this process ends, however it does.
+
+        One that is just ending is waited for. Raises ValueError where it does not end.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._locked = (self.path / _LOCK).open("w")
+        end, waited = time.monotonic() + seconds, False
+        while not _taken(self._locked):
+            if not waited:
+                distributed.warn(f"another run is writing to {self.path}: waiting until it ends")
+            waited = True
+            if time.monotonic() > end:
+                raise ValueError(f"another run is writing to {self.path}: wait until it ends, or stop it")
+            time.sleep(0.1)
 
     def claim(self, name: str) -> Path:
         """A path to write, or a pattern of paths; one that is there and that no run of ours wrote is a ValueError."""
@@ -125,6 +149,17 @@ def _replace(target: Path, text: str) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     aside.write_text(text, encoding="utf-8")
     aside.replace(target)
+
+
+def _taken(file: IO[str]) -> bool:
+    """Whether the lock was free, and is this process's now; a file system without locks has it always free."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _is_aside(path: Path) -> bool:

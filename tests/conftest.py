@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -87,6 +88,18 @@ def tiny_recipe(csv_folder) -> dict:
             {"name": "prune", "max_steps": 12, "save_steps": 4, "techniques": {"prune": prune}, **common},
         ],
     }
+
+
+@pytest.fixture(scope="session")
+def taught_recipe(tiny_recipe) -> dict:
+    """The tiny recipe with dropout, its second phase pruned and distilled, and logged at every step."""
+    recipe = copy.deepcopy(tiny_recipe)
+    recipe["model"]["config"] |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    first, second = recipe["phases"]
+    first |= {"max_steps": 4, "eval_steps": None}
+    second |= {"logging_steps": 1, "eval_steps": 10, "save_total_limit": 3}
+    second["techniques"]["distill"] = {"teacher": "@finetune", "alpha_ce": 0.5, "alpha_distil": 0.5}
+    return recipe
 
 
 @pytest.fixture

@@ -76,12 +76,20 @@ class ForkServer:
         for port in self.ports:
             forget_port(port)
 
-    def run(self, ranks: int, output: Path, *arguments: str, engine: str = "ds_configs/zero2.json") -> ForkedRanks:
-        """Start `launch/train.py` on so many ranks."""
+    def run(
+        self,
+        ranks: int,
+        output: Path,
+        *arguments: str,
+        engine: str = "ds_configs/zero2.json",
+        sabotage: dict[int, str] | None = None,
+    ) -> ForkedRanks:
+        """Start `launch/train.py` on so many ranks; `sabotage` is code that a rank runs before."""
         log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
         self.ports.append(free_port())
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
-        self._ask({"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words})
+        asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
+        self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
         return ForkedRanks(self, self._answer(), log, output)
 
     def codes(self) -> list[int]:
@@ -143,6 +151,7 @@ def _be_rank(request: dict, rank: int) -> NoReturn:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
     os.environ.update({name: str(value) for name, value in (world | place).items()})
+    exec(request["sabotage"].get(str(rank), ""), {})
     leave(run_command(train_command, request["arguments"]))
 
 

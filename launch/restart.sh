@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Run a training command until it is finished, at most so many times. Give it with --resume, which starts what is not
+# there yet. What a restart cannot mend ends the loop: a mistake of the user's (2), a loss that is not finite (3), a
+# request to stop (5).
+#
+#   bash launch/restart.sh 10 OUT deepspeed --num_gpus 2 launch/train.py ... --output_dir OUT --resume
+set -u
+if [ $# -lt 3 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
+    echo "usage: restart.sh ATTEMPTS OUTPUT_DIR COMMAND [ARGUMENT ...]" >&2
+    exit 2
+fi
+attempts=$1 output=$2
+shift 2
+# a signal for this shell is meant for the run; its answer ends the loop
+trap 'kill -TERM "$run" 2>/dev/null' TERM INT USR1
+for ((attempt = 1; attempt <= attempts; attempt++)); do
+    "$@" &
+    run=$!
+    wait "$run"
+    code=$?
+    while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
+    # the launcher can end with 0 though the run was killed: only the run's own word counts
+    state=$(sed -n 's/^ *"state": "\(.*\)",\{0,1\}$/\1/p' "$output/status.json" 2>/dev/null)
+    case "$state:$code" in
+        finished:0) exit 0 ;;
+        stopped:* | *:2 | *:3 | *:5) exit "$code" ;;
+    esac
+    echo "restart: attempt $attempt of $attempts ended with $code, the run is ${state:-not begun}" >&2
+done
+exit "$code"

@@ -1,0 +1,289 @@
+"""What happens to runs of days, provoked for real: nothing that was saved is lost, and what ended a run is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_ranks import ForkServer
+from interrupting import status_of
+from killing import alike, arguments, finish, kill_often, resumed_at, trained, write
+
+from ds_trainer.checkpoint import Checkpoints
+
+EVERY, STEPS = 4, 30
+ENDLESS = ("--set", "phases.prune.max_steps=5000")
+
+
+@pytest.fixture(scope="module")
+def words(taught_recipe, tmp_path_factory) -> list[str]:
+    """A run whose first phase is short, of which the second is disturbed."""
+    return arguments(write(tmp_path_factory.mktemp("recipe"), taught_recipe), EVERY, STEPS)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def whole(server, words, tmp_path_factory) -> Path:
+    """The run that nothing happens to."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    finish(server, output, words)
+    return output
+
+
+@pytest.fixture
+def output(tmp_path, whole) -> Path:
+    """A run after its first phase, from which every fault starts."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoint-*", "model", "eval", "log.jsonl"))
+    shutil.copytree(whole / "finetune", folder / "finetune", dirs_exist_ok=True)
+    for name in ("all_results.json", "train_results.json", "eval_results.json"):
+        results = json.loads((whole / name).read_text())
+        (folder / name).write_text(json.dumps({"finetune": results["finetune"]}))
+    lines = (whole / "log.jsonl").read_text().splitlines(keepends=True)
+    (folder / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["phase"] == "finetune"))
+    return folder
+
+
+def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole, tmp_path):
+    """SIGKILL to all ranks at random moments, and while saving: each time the next run works and resumes at the newest
+    checkpoint, and what comes out is what comes out of a run that nobody killed, bit by bit."""
+    rng, kills, number = random.Random(5), [], 0
+    while len(kills) < 7:
+        number += 1
+        folder = tmp_path / str(number)
+        kills += kill_often(server, folder, words, 7 - len(kills), rng)
+        finish(server, folder, words)
+        assert alike(folder, whole)
+    assert any(kill.saving for kill in kills)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, whole, output, number):
+    """Exit code 5 on both, the step is saved though no save was due, it is said; --resume ends as if uninterrupted."""
+    run = server.run(2, output, *words, "--resume")
+    run.wait_until(lambda: trained(output) >= 6)
+    os.kill(run.pids[number == signal.SIGTERM], number)
+    assert run.codes() == [5, 5]
+    status = status_of(output)
+    assert (status["state"], status["exit_code"]) == ("stopped", 5)
+    assert number.name in status["message"]
+    newest = Checkpoints(output).all()[-1]
+    assert run.text.splitlines()[-1] == f"stopped: {newest} is saved; --resume goes on from it, in phase prune"
+    again = finish(server, output, words)
+    assert resumed_at(again) == trained_in(newest)
+    assert alike(output, whole)
+
+
+def trained_in(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def test_a_second_signal_ends_at_once(server, words, output):
+    """Where the step does not end, since another rank stands still: 128 + the signal's number."""
+    run = server.run(2, output, *words, "--resume", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 3)
+    os.kill(run.pids[1], signal.SIGSTOP)
+    os.kill(run.pids[0], signal.SIGTERM)
+    run.wait_until(lambda: "rank 0: SIGTERM: stopping" in run.text)
+    at = time.monotonic()
+    run.wait_until(lambda: time.monotonic() > at + 2.5)  # sooner it is the same request, sent on by a launcher
+    os.kill(run.pids[0], signal.SIGTERM)
+    os.kill(run.pids[1], signal.SIGKILL)
+    assert run.codes() == [128 + signal.SIGTERM, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named_by_the_other(server, words, output, lost):
+    """The other ends with 4 and says which rank is gone, on the last line but one; the status file says so too."""
+    run = server.run(2, output, *words, "--resume", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 5)
+    os.kill(run.pids[lost], signal.SIGKILL)
+    assert sorted(run.codes()) == [-signal.SIGKILL, 4]
+    assert f"error: rank {lost} (host " in run.text
+    assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
+    assert "--resume goes on from it" in run.text.splitlines()[-1]
+    assert (status_of(output)["state"], status_of(output)["exit_code"]) == ("failed", 4)
+
+
+RAISES = """
+from ds_trainer.tasks.text import TextTask
+collate, calls = TextTask.collate, []
+def failing(*args, **kwargs):
+    calls.append(0)
+    if len(calls) == 5:
+        {what}
+    return collate(*args, **kwargs)
+TextTask.collate = failing
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank):
+    """It leaves its traceback and code 1, the other ends with 4; rank 0 tells the cause, its own or the other's."""
+    fails = RAISES.format(what="raise KeyError('of the test')")
+    run = server.run(2, output, *words, "--resume", sabotage={rank: fails})
+    codes = run.codes()
+    assert (codes[rank], codes[1 - rank]) == (1, 4)
+    assert "Traceback" in run.text
+    assert ("error: rank 1 (host " in run.text) == (rank == 1)
+    if rank == 1:
+        assert "failed: KeyError: 'of the test'" in run.text
+    assert status_of(output)["state"] == "failed"
+
+
+def test_a_rank_that_hangs_is_found_out(server, words, output):
+    """After --timeout seconds the waiting rank names the hanging one and where it is; that one ends too, by itself."""
+    hangs = RAISES.format(what="import time; time.sleep(10_000)")
+    run = server.run(2, output, *words, "--resume", "--timeout", "6", sabotage={1: hangs})
+    run.wait_until(lambda: "hangs, in " in run.text)
+    assert "error: rank 1 (host " in run.text
+    assert "failing (<string>, line " in run.text
+    assert run.codes() == [4, 4]
+
+
+def test_a_rank_that_stands_still_is_found_out(server, words, output):
+    """Stopped by the system, it says nothing and is named all the same; continued, it finds nobody and ends."""
+    run = server.run(2, output, *words, "--resume", "--timeout", "6", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 2)
+    os.kill(run.pids[1], signal.SIGSTOP)
+    run.wait_until(lambda: "does not answer: it is stopped" in run.text)
+    os.kill(run.pids[1], signal.SIGCONT)
+    assert run.codes() == [4, 4]
+
+
+def test_ranks_that_do_not_come_are_told(server, words, output):
+    """One of two ranks alone waits for --timeout seconds, and says for whom."""
+    missing = "import os; os.environ.update(RANK='0', WORLD_SIZE='2')"
+    run = server.run(1, output, *words, "--resume", "--timeout", "3", sabotage={0: missing})
+    assert run.codes() == [4]
+    assert "the 2 ranks have not found each other at 127.0.0.1:" in run.text
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no right to mount: {done.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(server, words, whole, output, small_disk):
+    """A save that does not fit is told and given up; the one before stays whole; training goes on, and saves again once
+    there is room."""
+    place = small_disk / "out"
+    shutil.copytree(output, place)
+    run = server.run(2, place, *words, "--resume", "--set", "phases.prune.save_total_limit=1")
+    run.wait_until(lambda: (place / "checkpoint-4").is_dir())
+    ballast = place.parent / "ballast"
+    usage = shutil.disk_usage(place)
+    ballast.write_bytes(b"0" * max(0, usage.free - 150_000))
+    run.wait_until(lambda: "could not be written" in run.text)
+    assert Checkpoints(place).all() != []
+    ballast.unlink()
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert "No space left on device" in run.text
+    assert alike(place, whole)
+
+
+DAMAGES = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "changed": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
+    "gone": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
+    """Cut, changed in one bit, or without one of its files: the one before is used, and it is said which and why."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    before, newest = Checkpoints(folder).all()[-2:]
+    DAMAGES[damage](next(newest.glob("*optim_states.pt")))
+    found = Checkpoints(folder).newest()
+    assert found is not None
+    assert found[0] == before
+    with pytest.raises(ValueError, match="is damaged"):
+        Checkpoints(folder).newest(newest)
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(server, words, whole, tmp_path):
+    """And ends as if nothing had happened, the damaged one written anew."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    for name in ("all_results.json", "train_results.json", "eval_results.json"):
+        (folder / name).write_text(json.dumps({"finetune": json.loads((whole / name).read_text())["finetune"]}))
+    before, newest = Checkpoints(folder).all()[-2:]
+    DAMAGES["cut"](newest / "mp_rank_00_model_states.pt")
+    run = finish(server, folder, words)
+    assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
+    assert resumed_at(run) == trained_in(before)
+    assert Checkpoints(folder).newest()[0] == newest
+    assert alike(folder, whole)
+
+
+def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_path):
+    """--resume CHECKPOINT goes on from an older one; those after it are put aside, and the result is the same."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    oldest, *later = Checkpoints(folder).all()
+    run = server.run(2, folder, *words, "--resume", str(oldest))
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert resumed_at(run) == trained_in(oldest)
+    assert {path.name for path in folder.glob("superseded-*")} == {f"superseded-{trained_in(path)}" for path in later}
+    assert alike(folder, whole)
+
+
+def test_two_runs_do_not_share_a_folder(server, words, output):
+    """A second run waits for the first to end its save, and then takes over: both write whole files only."""
+    first = server.run(2, output, *words, "--resume", *ENDLESS)
+    first.wait_until(lambda: trained(output) >= 2)
+    with ForkServer() as other:
+        second = other.run(2, output, *words, "--resume", *ENDLESS)
+        second.wait_until(lambda: "is writing to" in second.text)
+        os.kill(first.pids[0], signal.SIGTERM)
+        assert first.codes() == [5, 5]
+        second.wait_until(lambda: resumed_at(second) > 0)
+        os.kill(second.pids[0], signal.SIGTERM)
+        assert second.codes() == [5, 5], second.text[-3000:]
+
+
+CHAIN = {(2, "zero2"): 8, (1, "zero2"): 16, (2, "zero3"): 24, (2, "zero0"): STEPS}
+"""Ranks and ZeRO stage, and the step at which they are stopped."""
+
+
+def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, words, tmp_path):
+    """2 ranks, 1, 2, ZeRO 2, 3, 0 in one run: without dropout its losses are those of 2 ranks under ZeRO 2 to 1e-5."""
+    calm = ("--set", "model.config.hidden_dropout_prob=0", "--set", "model.config.attention_probs_dropout_prob=0")
+    folder, straight = tmp_path / "chain", tmp_path / "straight"
+    finish(server, straight, [*words, *calm])
+    for (ranks, stage), until in CHAIN.items():
+        run = server.run(ranks, folder, *words, *calm, "--resume", engine=f"ds_configs/{stage}.json")
+        if until < STEPS:
+            run.wait_until(lambda wanted=until: trained(folder) >= wanted)
+            os.kill(run.pids[-1], signal.SIGUSR1)
+        assert run.codes() == [0 if until == STEPS else 5] * ranks, run.text[-3000:]
+        assert ("it is converted" in run.text) == (until > 8)
+    losses = [
+        {r["step"]: r["train/loss"] for r in map(json.loads, (out / "log.jsonl").open()) if "train/loss" in r}
+        for out in (folder, straight)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
