@@ -81,9 +81,9 @@ def folder_mistakes(folder: Path, trust: Trust) -> list[str]:
     """What is wrong with a model folder; empty where it can be loaded, as far as its files alone tell."""
     if not os.path.isdir(folder):
         return [f"the model folder {folder} does not exist"]
+    mistakes = config_mistakes(folder, trust)
     if not os.path.lexists(folder / "config.json"):
-        return [f"the model folder {folder} has no config.json: it is not a transformers model"]
-    mistakes = text_mistakes(folder, trust)
+        return mistakes
     try:
         _check_weights(folder, trust)
     except ValueError as error:
@@ -91,8 +91,15 @@ def folder_mistakes(folder: Path, trust: Trust) -> list[str]:
     return mistakes
 
 
+def config_mistakes(folder: Path, trust: Trust) -> list[str]:
+    """What is wrong with all but the weights of a model folder."""
+    if not os.path.lexists(folder / "config.json"):
+        return [f"the model folder {folder} has no config.json: it is not a transformers model"]
+    return text_mistakes(folder, trust)
+
+
 def text_mistakes(folder: Path, trust: Trust) -> list[str]:
-    """What is wrong with all but the weights: enough for its tokenizer."""
+    """What is wrong with what a tokenizer needs, and with the config, if there is one."""
     mistakes = [*_file_mistakes(folder)]
     if mistakes or not (folder / "config.json").is_file():
         return mistakes

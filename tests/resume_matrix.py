@@ -23,7 +23,7 @@ from ds_trainer.starting_models import StartingModels
 STEPS, EVALUATE, SAVE = 18, 6, 5
 """240 examples in batches of 16: an epoch ends after step 15. It is asked whether to stop after every step, and 4 times
 in an evaluation."""
-STOPS = {"in an epoch": 4, "in an evaluation": 2 + 2, "at the end of an epoch": 4 + 5 + 4, "at the last evaluation": 8}
+STOPS = {"in an epoch": 4, "in an evaluation": 3, "at the end of an epoch": 4 + 5 + 4 + 4, "at the last evaluation": 5}
 """At which of these questions, from where a run goes on, it stops: after step 4; in the evaluation of step 6; after
 step 15; in the evaluation after the last step."""
 PRECISIONS = {"fp32": [], "bf16": ["--set", "bf16.enabled=true"]}

@@ -81,7 +81,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path):
     ("text", "words"),
     [
         ('{\n "a": 1,\n "b": [1, 2\n', ["line 4", "column"]),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', ["c twice"]),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', ["'c' twice"]),
         ("[1, 2]", ["must be an object"]),
         ("{\n\n\xff".encode("latin-1"), ["not UTF-8", "line 3"]),
         (b'{\n"a\0": 1}', ["NUL", "line 2"]),

@@ -32,7 +32,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer import distributed
 from ds_trainer.loading import most_allocated, told
-from ds_trainer.model_folder import folder_mistakes, has_safetensors, held_weights, text_mistakes
+from ds_trainer.model_folder import config_mistakes, folder_mistakes, has_safetensors, held_weights, text_mistakes
 from ds_trainer.trust import trust_in_force
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
@@ -93,7 +93,7 @@ def load_config(source: str | Path, kind: HeadKind) -> Any:
 
 def _config(source: str | Path) -> Any:
     _check_exists(source)
-    _tell(folder_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
+    _tell(config_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
     return told(
         f"the config of {source} cannot be read",
         lambda: AutoConfig.from_pretrained(str(source), trust_remote_code=trust_in_force().trust_remote_code),
@@ -133,6 +133,7 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: 
     """
     folder, trust = Path(source), trust_in_force()
     is_folder = folder.is_dir()
+    _tell(folder_mistakes(folder, trust) if is_folder else [])
     held = held_weights(folder) if is_folder else None
     safetensors = has_safetensors(folder) if is_folder else not trust.allow_pickle
     with most_allocated(str(source), held):

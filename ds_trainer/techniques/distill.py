@@ -7,7 +7,7 @@ where student and teacher differ in width (arXiv 1909.10351). How a student is m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -102,11 +102,23 @@ class Distill(Technique):
         """Share of the rows of logits since the last time on which both say the same, over all ranks; collective."""
         if self.task.regression:
             return {}
-        agreed, compared = self._counts
-        pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
-        agreed, compared = distributed.mean_(pair).tolist()
+        agreed, compared = self._mean_counts()
         self._counts = (torch.zeros(()), 0)
         return {"distill/agreement": agreed / compared} if compared else {}
+
+    def state(self) -> dict[str, Any]:
+        """The counts since the last readings; collective."""
+        return {"counts": self._mean_counts()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        agreed, compared = state["counts"]
+        self._counts = (torch.tensor(agreed), compared)
+
+    def _mean_counts(self) -> list[float]:
+        """Rows on which both agree, and rows compared; the mean over all ranks."""
+        agreed, compared = self._counts
+        pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
+        return distributed.mean_(pair).tolist()
 
     def views(self, forward: Forward) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}

@@ -7,7 +7,7 @@ Who leaves where is decided in `exit_policy.py`, and the model that does it is i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -83,9 +83,20 @@ class Exits(Technique):
         """Each head's loss on the labels, mean since the last time over all ranks; collective."""
         if not self._losses:
             return {}
-        means = distributed.mean_(torch.stack(self._losses).mean(0)).tolist()
+        means = self._mean_losses().mean(0).tolist()
         self._losses = []
         return {f"exits/loss/{layer}": value for layer, value in zip(self.layers, means, strict=True)}
+
+    def state(self) -> dict[str, Any]:
+        """The heads' losses since the last readings; collective."""
+        return {"losses": self._mean_losses().tolist() if self._losses else []}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._losses = [torch.tensor(row, device=distributed.device(), dtype=torch.float64) for row in state["losses"]]
+
+    def _mean_losses(self) -> Tensor:
+        """(micro-batches, heads), each the mean over all ranks, in fp64."""
+        return distributed.mean_(torch.stack([row.double() for row in self._losses]))
 
     def views(self, forward: Forward) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}

@@ -63,7 +63,7 @@ class Technique:
         """Called once per optimizer step, before its first forward."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep beside parameters and step: JSON values, alike on every rank."""
+        """What a checkpoint must keep beside parameters and step: JSON values, alike on every rank; collective."""
         return {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
