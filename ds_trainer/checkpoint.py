@@ -139,6 +139,11 @@ class Checkpoints:
         found = max(keys, key=lambda path: keys[path], default=None)
         return found if found and keys[found] > float("-inf") else None
 
+    def best_saved(self) -> tuple[Path, Position] | None:
+        """`best_one` and its position, on every rank."""
+        found = distributed.on_main(self.best_one)
+        return (found, distributed.on_main(partial(_position_in, found))) if found else None
+
     def newest(self, wanted: Path | None = None) -> tuple[Path, Position] | None:
         """The newest checkpoint that is still whole, or the one wanted; on every rank. Others are told and passed over.
 

@@ -136,6 +136,21 @@ class Training:
                 self.save()
             self.stop.check()
         self.checkpoints.drop_oldest()
+        if self.plan.phase.load_best_model_at_end:
+            self.go_back_to_best()
+
+    def go_back_to_best(self) -> None:
+        """Load the checkpoint of the best score; with none, say so and stay."""
+        found = self.checkpoints.best_saved()
+        if found is None:
+            distributed.warn(
+                f"{self.plan.phase.name}: no checkpoint was evaluated at its own step: the last step is kept"
+            )
+            return
+        checkpoint, position = found
+        self.checkpoints.load(self.engine, checkpoint, position)
+        self.step = self.saved = position.step
+        distributed.info(f"{self.plan.phase.name}: the best checkpoint is {checkpoint}: it is what is exported")
 
     def watch_step(self) -> None:
         """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
@@ -166,6 +181,11 @@ class Training:
         self.engine.train()
         self.report.write_scores(self.step, found.scores)
         self.evaluated, self.scores = self.step, found.scores
+        metric = self.plan.phase.metric_for_best_model
+        if metric and metric not in found.scores:
+            distributed.warn(
+                f'metric_for_best_model is "{metric}", and the scores are {", ".join(found.scores)}: none is the best'
+            )
         return found
 
     def save(self) -> None:

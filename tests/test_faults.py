@@ -287,3 +287,22 @@ def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, word
         for out in (folder, straight)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
+    """Beyond save_total_limit, by the metric and its sense; with load_best_model_at_end its score is the run's."""
+    first = "phases.0."
+    asked = {"max_steps": 16, "eval_steps": 4, "save_steps": 4, "save_total_limit": 1, "load_best_model_at_end": True}
+    asked |= {"metric_for_best_model": "accuracy", "greater_is_better": False, "techniques": {}}
+    sets = [word for name, value in asked.items() for word in ("--set", f"{first}{name}={json.dumps(value)}")]
+    recipe = json.loads(Path(words[1]).read_text())
+    file = write(tmp_path, recipe | {"phases": recipe["phases"][:1]})
+    run = server.run(2, tmp_path / "out", "--recipe", str(file), "--set", "report=false", *sets)
+    assert run.codes() == [0, 0], run.text[-3000:]
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r and r["step"] < 16}
+    worst = min(scores, key=lambda step: scores[step])
+    assert {path.name for path in Checkpoints(tmp_path / "out").all()} == {f"checkpoint-{worst}", "checkpoint-16"}
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())["finetune"]
+    assert results["train"]["steps"] == worst
+    assert results["eval"]["accuracy"] == scores[worst]
