@@ -122,9 +122,12 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
 
 
 def _tell(error: Exception) -> None:
-    if distributed.rank() == getattr(error, "teller", 0):
+    """On the rank that the error names; before the ranks know of each other, on the first of every host."""
+    teller = getattr(error, "teller", None)
+    if distributed.local_rank() == 0 if teller is None else distributed.rank() == teller:
         sys.stdout.flush()
-        first = str(error) if isinstance(error, StoppedError) else f"error: {error}"
+        elsewhere = "" if distributed.is_main() or teller is not None else f"rank {distributed.rank()}: "
+        first = str(error) if isinstance(error, StoppedError) else f"error: {elsewhere}{error}"
         told = "\n".join([first, *getattr(error, "__notes__", [])])
         print(shortened(redacted(told)), file=sys.stderr, flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from ds_trainer import distributed
 from ds_trainer.engine_file import zero_stage
 from ds_trainer.optim import Group, Hyperparameters, as_torch, build_optimizer
+from ds_trainer.redaction import redacted
 
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
@@ -31,6 +33,7 @@ def start_engine(
     """
     import deepspeed
 
+    _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     own_optimizer = "optimizer" in config
     engine, *_ = deepspeed.initialize(
@@ -45,6 +48,20 @@ def start_engine(
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine
+
+
+def _hide_secrets() -> None:
+    """Have DeepSpeed's log, which prints the whole engine file at a start, go without the keys in it."""
+    from deepspeed.utils import logger
+
+    for handler in logger.handlers:
+        if _redact not in handler.filters:
+            handler.addFilter(_redact)
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redacted(record.getMessage()), None
+    return True
 
 
 def set_rates(engine: Engine, groups: Sequence[Group]) -> None:

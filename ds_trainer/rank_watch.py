@@ -148,7 +148,8 @@ def watched() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explained = watch.explained(error)
+        explained: Any = watch.explained(error)
+        explained.teller = getattr(explained, "teller", 0)
         if explained is error:
             raise
         raise explained from error

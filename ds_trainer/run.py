@@ -278,7 +278,10 @@ def _compare(job: TrainJob, results: dict[str, Any]) -> None:
 def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
     folder.open(job.overwrite)
-    folder.write_json("recipe.json", redacted(job.recipe.model_dump()))
+    # a cache elsewhere was this user's word, by a flag or a variable: in a file it would be a stranger's
+    cache = job.recipe.cache_dir
+    own = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
+    folder.write_json("recipe.json", redacted(job.recipe.model_dump() | {"cache_dir": cache if own else None}))
     folder.write_json("command.json", redacted({"command": job.command}))
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)

@@ -60,7 +60,9 @@ def test_the_run_folder_is_complete(output):
     assert [name for name in names if not (output / name).exists()] == []
     assert "auto" not in (output / "deepspeed_config.json").read_text()
     assert read(output / "deepspeed_config.json")["gradient_clipping"] == 1.0
-    assert read(output / "recipe.json")["phases"][1]["techniques"]["prune"]["schedule"] == "cubic"
+    recipe = read(output / "recipe.json")
+    assert recipe["phases"][1]["techniques"]["prune"]["schedule"] == "cubic"
+    assert recipe["cache_dir"] is None, "a cache elsewhere is no word of the recipe's: the next command would refuse it"
 
 
 def test_two_ranks_train_as_one_process_does(output, alone):
@@ -181,10 +183,14 @@ def test_an_optimizer_block_gets_our_groups(recipe_file, tmp_path):
     """DeepSpeed's own AdamW, named in the engine file, trains as the one handed over, with the groups' own rates."""
     engine = tmp_path / "engine.json"
     params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
-    engine.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}))
+    secret = {"comet": {"enabled": False, "api_key": "of-the-test-123"}, "log_level": "info"}
+    block = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
+    engine.write_text(json.dumps(block | secret))
     more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant")
     for name, config in (("block", str(engine)), ("none", "ds_configs/zero0.json")):
-        train(1, recipe_file, tmp_path / name, *more, engine=config)
+        done = train(1, recipe_file, tmp_path / name, *more, engine=config)
+        assert "of-the-test-123" not in done.stdout + done.stderr
+        assert ("api_key=" in done.stdout + done.stderr) == (name == "block"), "DeepSpeed prints its config"
     for one, two in zip(log_of(tmp_path / "block", "prune"), log_of(tmp_path / "none", "prune"), strict=True):
         rates = {name: value for name, value in two.items() if name.startswith("train/lr/")}
         if rates:
