@@ -8,25 +8,28 @@ Where the ranks or the ZeRO stage have changed, DeepSpeed's universal form is ma
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import os
+import math
 import re
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed, universal
+from ds_trainer.checkpoint_files import (
+    MARKER,
+    checked_sums,
+    damage_of,
+    read_marker,
+    sync_folder,
+    watched,
+    write_marker,
+)
 
-_MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-\d+")
 _ASIDE = ".checkpoint-*"
-_CHUNK = 1 << 22
-_PAGE = 1 << 16  # what a full disk may still call free
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Position:
     batch_size: int
     order: int
     """The batch size that their order is cut by: the first run's."""
-    training_examples: int
-    precision: str
+    identity: Mapping[str, Any]
+    """What a run that goes on must have in common, by the name it is told by."""
     world_size: int = 0
     zero_stage: int = 0
     evaluated: int = 0
@@ -59,10 +62,9 @@ class Best:
     greater: bool
 
     def key(self, position: Position) -> float:
-        """Higher is better; -inf where it was not evaluated at its own step."""
-        if position.evaluated != position.step or self.metric not in position.scores:
-            return float("-inf")
-        return position.scores[self.metric] * (1 if self.greater else -1)
+        """Higher is better; -inf where there is no number of its own step."""
+        score = position.scores.get(self.metric, math.nan) if position.evaluated == position.step else math.nan
+        return (score if self.greater else -score) if math.isfinite(score) else -math.inf
 
 
 @dataclass(frozen=True)
@@ -82,45 +84,41 @@ class Checkpoints:
         self.drop_oldest()
         target = self.folder / f"checkpoint-{position.step}"
         aside = self.folder / f".{target.name}.saving"
-        mistake = _mistake_of(lambda: distributed.on_main(lambda: _make_anew(aside)))
-        if not mistake:
-            with _remembered_errors(engine) as errors:
-                names = universal.parameter_names(engine)
-                engine.save_checkpoint(str(self.folder), tag=aside.name, client_state=names, save_latest=False)
-            mistake = _first(errors[0] if errors else None)
-        if not mistake:
-            mistake = _mistake_of(lambda: self._complete(engine, position, aside, target))
-        if mistake:
-            distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-            newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
-            distributed.warn(
-                f"{target} could not be written: {mistake}. Training goes on; free some space, or lower "
-                f"save_total_limit. The newest checkpoint is {newest[0] if newest else 'none yet'}"
-            )
-            return None
-        return target
+        mistake = _mistake_of(lambda: self._write(engine, position, aside, target))
+        if mistake is None:
+            return target
+        distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
+        newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
+        distributed.warn(
+            f"{target} could not be written: {mistake}. Training goes on; free some space, or lower save_total_limit. "
+            f"The newest checkpoint is {newest[0] if newest else 'none yet'}"
+        )
+        return None
 
-    def _complete(self, engine: Any, position: Position, aside: Path, target: Path) -> None:
-        """Read back what was written, list it, and give the folder its name."""
-        files = _merged(_sums_of_own_share(aside))
-        written = replace(position, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
+    def _write(self, engine: Any, position: Position, aside: Path, target: Path) -> None:
+        """Write aside, read back, list, and give the folder its name. OSError, on every rank, where that fails."""
+        distributed.on_main(partial(_make_anew, aside))
+        with watched(engine) as writes:
+            names = universal.parameter_names(engine)
+            engine.save_checkpoint(str(self.folder), tag=aside.name, client_state=names, save_latest=False)
+        mistakes = [error for errors in distributed.broadcast(distributed.gather(writes.errors)) for error in errors]
+        if mistakes:
+            raise OSError(mistakes[0])
+        sums = checked_sums(aside, writes)
+        ranks = replace(position, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
 
         def name() -> None:
-            text = json.dumps({"files": files, **asdict(written)}, indent=1)
-            with (aside / _MARKER).open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            write_marker(aside, sums, asdict(ranks))
             if target.exists():
-                shutil.rmtree(target)  # damaged, or of a future that a resumed run has left
+                shutil.rmtree(target)  # of a future that a resumed run has left
             aside.rename(target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
 
         distributed.on_main(name)
 
     def all(self) -> list[Path]:
         """Those that were whole when they were written, oldest first."""
-        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{_MARKER}")]
+        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{MARKER}")]
         return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
 
     def drop_oldest(self) -> None:
@@ -135,30 +133,43 @@ class Checkpoints:
         """The checkpoint of the best score, the earliest of equals; None where none has one, or none is asked for."""
         if self.best is None:
             return None
-        keys = {path: self.best.key(_position_in(path)) for path in self.all()}
+        keys = {path: self.best.key(position) for path in self.all() if (position := _position_in(path))}
         found = max(keys, key=lambda path: keys[path], default=None)
-        return found if found and keys[found] > float("-inf") else None
+        return found if found and keys[found] > -math.inf else None
 
     def best_saved(self) -> tuple[Path, Position] | None:
-        """`best_one` and its position, on every rank."""
-        found = distributed.on_main(self.best_one)
-        return (found, distributed.on_main(partial(_position_in, found))) if found else None
+        """The checkpoint of the best score that is still whole, on every rank."""
+        while found := distributed.on_main(self.best_one):
+            position = self._whole(found)
+            if position:
+                return found, position
+        return None
 
     def newest(self, wanted: Path | None = None) -> tuple[Path, Position] | None:
-        """The newest checkpoint that is still whole, or the one wanted; on every rank. Others are told and passed over.
+        """The newest checkpoint that is still whole, or the one wanted; on every rank.
 
-        Checkpoints after the one wanted are put aside, as `superseded-N`: they are of another future. A wanted one
-        that is damaged is a ValueError.
+        Others are told and put aside as `damaged-N`. A wanted one that is damaged is a ValueError.
         """
-        candidates = [wanted.name] if wanted else distributed.on_main(lambda: [p.name for p in reversed(self.all())])
-        for checkpoint in (self.folder / name for name in candidates):
-            damage = _damage(checkpoint)
-            if damage is None:
-                distributed.on_main(partial(self._supersede, checkpoint) if wanted else lambda: None)
-                return checkpoint, distributed.on_main(partial(_position_in, checkpoint))
-            if wanted:
-                raise ValueError(f"--resume {wanted}: the checkpoint is damaged: {damage}")
-            distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
+        if wanted:
+            checkpoint = self.folder / wanted.name
+            position = self._whole(checkpoint)
+            if position is None:
+                raise ValueError(f"--resume {wanted}: the checkpoint is damaged, and was put aside")
+            return checkpoint, position
+        while found := distributed.on_main(lambda: self.all()[-1:]):
+            position = self._whole(found[0])
+            if position:
+                return found[0], position
+        return None
+
+    def _whole(self, checkpoint: Path) -> Position | None:
+        """The position of a checkpoint with all its files as they were written; else it is told and put aside."""
+        position, sums, damage = distributed.on_main(partial(_read, checkpoint))
+        damage = damage or damage_of(checkpoint, sums)
+        if damage is None:
+            return position
+        distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
+        distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
         return None
 
     def load(self, engine: Any, checkpoint: Path, position: Position) -> None:
@@ -169,38 +180,25 @@ class Checkpoints:
             assert path is not None, f"{checkpoint} is whole, and DeepSpeed finds nothing in it"
             return
         distributed.info(
-            f"{checkpoint} is of {position.world_size} ranks and ZeRO stage {position.zero_stage}, and this run of "
+            f"{checkpoint} has world size {position.world_size} and ZeRO stage {position.zero_stage}, and this run "
             f"{now[0]} and {now[1]}: it is converted"
         )
         converted = checkpoint.with_name(f".{checkpoint.name}.universal")
         distributed.on_main(lambda: universal.as_universal(checkpoint, converted))
-        try:
-            universal.load(engine, converted)
-        finally:
-            distributed.barrier()
-            distributed.on_main(lambda: shutil.rmtree(converted, ignore_errors=True))
+        universal.load(engine, converted)
+        distributed.barrier()  # what an error leaves, `clear_asides` takes: another rank may be in the midst of it
+        distributed.on_main(lambda: shutil.rmtree(converted, ignore_errors=True))
 
     def clear_asides(self) -> None:
         """Remove what a killed run had begun to write."""
         for begun in self.folder.glob(_ASIDE):
             shutil.rmtree(begun, ignore_errors=True)
 
-    def _supersede(self, wanted: Path) -> None:
+    def supersede(self, after: int) -> None:
+        """Put the checkpoints after a step aside, as `superseded-N`: they are of another future."""
         for later in self.all():
-            if step_of(later) > step_of(wanted):
-                place = later.with_name(f"superseded-{step_of(later)}")
-                shutil.rmtree(place, ignore_errors=True)
-                later.rename(place)
-
-
-def _position_in(checkpoint: Path) -> Position:
-    """What the checkpoint says of itself. Raises ValueError where it is of another version of this library."""
-    marker = json.loads((checkpoint / _MARKER).read_text(encoding="utf-8"))
-    del marker["files"]
-    try:
-        return Position(**marker)
-    except TypeError:
-        raise ValueError(f"{checkpoint} was written by another version of this library: start again") from None
+            if step_of(later) > after:
+                _put_aside(later, "superseded")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -212,111 +210,38 @@ def precision_of(config: Mapping[str, Any]) -> str:
     return next((kind for kind in ("fp16", "bf16") if config.get(kind, {}).get("enabled")), "fp32")
 
 
-def check_fits(checkpoint: Path, position: Position, config: Mapping[str, Any], training_examples: int) -> None:
-    """Raise ValueError where a phase with this engine file and these data cannot go on from the checkpoint."""
-    precision = precision_of(config)
-    if position.precision != precision:
-        raise ValueError(
-            f"{checkpoint} was trained in {position.precision}, and the engine file says {precision}: resume with that"
-        )
-    if position.training_examples != training_examples:
-        raise ValueError(
-            f"{checkpoint} was written in training on {position.training_examples} examples, and the task has "
-            f"{training_examples} now: resume with the same data, or start again with --overwrite_output_dir"
-        )
+def check_fits(checkpoint: Path, position: Position, identity: Mapping[str, Any]) -> None:
+    """Raise ValueError where the phase that is to go on from the checkpoint is another one than wrote it."""
+    mistakes = [
+        f"{checkpoint} was written with {name} {position.identity.get(name)}, and this run has {now}"
+        for name, now in identity.items()
+        if position.identity.get(name) != now
+    ]
+    if mistakes:
+        raise ValueError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
 
 
-def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, if anything; the ranks share the reading, and all learn it."""
+def _read(checkpoint: Path) -> tuple[Position | None, dict[str, tuple[int, int]], str | None]:
+    """The position and the files of a checkpoint, or what is wrong with its marker."""
     try:
-        listed = distributed.on_main(lambda: json.loads((checkpoint / _MARKER).read_text(encoding="utf-8"))["files"])
-    except (ValueError, RuntimeError) as error:
-        return f"{_MARKER} cannot be read: {error}"
-    wanted = {name: tuple(sums) for name, sums in listed.items()}
-    shares = distributed.broadcast(distributed.gather(_own_damage(checkpoint, wanted)))
-    return next((damage for damage in shares if damage), None)
+        sums, position = read_marker(checkpoint)
+        return Position(**position), sums, None
+    except ValueError as error:
+        return None, {}, str(error)
+    except TypeError:
+        return None, {}, f"{MARKER} is of another version of this library"
 
 
-def _own_damage(checkpoint: Path, wanted: Mapping[str, tuple[int, int]]) -> str | None:
-    for name in sorted(wanted)[distributed.rank() :: distributed.world_size()]:
-        try:
-            found = _size_and_sum(checkpoint / name)
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if found[0] != wanted[name][0]:
-            return f"{name} has {found[0]:,} bytes, and was written with {wanted[name][0]:,}"
-        if found != wanted[name]:
-            return f"{name} is not what was written: its checksum differs"
-    return None
+def _position_in(checkpoint: Path) -> Position | None:
+    return _read(checkpoint)[0]
 
 
-def _sums_of_own_share(folder: Path) -> dict[str, tuple[int, int]] | str:
-    """Size and checksum of every world-th file, each put on disk; or what was wrong with one."""
-    try:
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        own = names[distributed.rank() :: distributed.world_size()]
-        return {name: _size_and_sum(folder / name, sync=True) for name in own}
-    except OSError as error:
-        return str(error)
-
-
-def _merged(own: dict[str, tuple[int, int]] | str) -> dict[str, tuple[int, int]]:
-    """All ranks' shares; OSError on every rank where one of them failed."""
-    merged: dict[str, tuple[int, int]] = {}
-    for share in distributed.broadcast(distributed.gather(own)):
-        if isinstance(share, str):
-            raise OSError(share)
-        merged |= share
-    return merged
-
-
-def _size_and_sum(path: Path, sync: bool = False) -> tuple[int, int]:
-    total = 0
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK):
-            total = zlib.crc32(chunk, total)
-        return file.tell(), total
-
-
-@contextlib.contextmanager
-def _remembered_errors(engine: Any) -> Iterator[list[str]]:
-    """Have DeepSpeed's writer keep an error for later: raised in the midst, it leaves the other ranks at a barrier."""
-    writer, errors = engine.checkpoint_engine, []
-    write = writer.save
-
-    def save(state_dict: Any, path: str) -> None:
-        try:
-            write(state_dict, path)
-        except (OSError, RuntimeError) as error:
-            errors.append(_why(error, Path(path).parent))
-
-    writer.save = save
-    try:
-        yield errors
-    finally:
-        writer.save = write
-
-
-def _why(error: Exception, place: Path) -> str:
-    """What the system says; torch's zip writer only finds that its file is shorter than it should be."""
-    if shutil.disk_usage(place).free < _PAGE:
-        return os.strerror(errno.ENOSPC)
-    return str(getattr(error, "strerror", None) or str(error).splitlines()[0])
-
-
-def _first(own: str | None) -> str | None:
-    """The first rank's mistake, on every rank."""
-    return next((mistake for mistake in distributed.broadcast(distributed.gather(own)) if mistake), None)
-
-
-def _mistake_of(call: Any) -> str | None:
+def _mistake_of(call: Callable[[], object]) -> str | None:
     """What a call that every rank makes raises on all of them for the disk's sake, if it does."""
     try:
         call()
-    except (OSError, RuntimeError) as error:
-        return str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
@@ -325,17 +250,17 @@ def _make_anew(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
+def _put_aside(checkpoint: Path, why: str) -> None:
+    """Rename `checkpoint-N` to `WHY-N`."""
+    place = checkpoint.with_name(f"{why}-{step_of(checkpoint)}")
+    shutil.rmtree(place, ignore_errors=True)
+    checkpoint.rename(place)
+
+
 def _drop(checkpoint: Path) -> None:
-    """Delete a checkpoint; killed half-way, it is no longer one."""
+    """Delete a checkpoint; killed half-way, it is no longer one. What cannot be deleted costs space, not the run."""
     gone = checkpoint.with_name(f".{checkpoint.name}.dropped")
     shutil.rmtree(gone, ignore_errors=True)
-    checkpoint.rename(gone)
-    shutil.rmtree(gone)
-
-
-def _sync_folder(folder: Path) -> None:
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)
+    with contextlib.suppress(OSError):
+        checkpoint.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

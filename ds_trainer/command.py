@@ -6,6 +6,7 @@ All mistakes of a command are collected and told at once, by rank 0, within the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import errno
 import os
@@ -109,16 +110,19 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
     try:
         command(arguments)
     except Exception as error:  # noqa: BLE001 - the last place to tell of one
-        if isinstance(error, ValueError) and not _is_told(error):
-            return _tell_traceback(error)
-        if isinstance(error, ValueError | NonFiniteLossError | LostRankError | StoppedError):
-            _tell(error)
-            return int(getattr(error, "exit_code", USER_ERROR))
-        if isinstance(error, OSError) and error.errno in _DISK:
-            _tell(error)
-            return 1
-        return _tell_traceback(error)
+        code = exit_code(error)
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            foreseen = code > 1 or (isinstance(error, OSError) and error.errno in _DISK)
+            (_tell if foreseen else _tell_traceback)(error)
+        return code
     return 0
+
+
+def exit_code(error: Exception) -> int:
+    """What a process ends with that this error ends."""
+    if isinstance(error, NonFiniteLossError | LostRankError | StoppedError):
+        return error.exit_code
+    return USER_ERROR if isinstance(error, ValueError) and _is_told(error) else 1
 
 
 def _tell(error: Exception) -> None:
@@ -132,13 +136,12 @@ def _tell(error: Exception) -> None:
         print(shortened(redacted(told)), file=sys.stderr, flush=True)
 
 
-def _tell_traceback(error: Exception) -> int:
+def _tell_traceback(error: Exception) -> None:
     """Of what this library did not foresee, all that is known, on every rank that it happens on."""
     sys.stdout.flush()
     print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     if sys.version_info < (3, 11):
         print("\n".join(getattr(error, "__notes__", [])), file=sys.stderr)
-    return 1
 
 
 def train_command(arguments: Sequence[str]) -> None:

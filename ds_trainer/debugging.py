@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import time
 
 from ds_trainer import distributed
+from ds_trainer.failures import StoppedError
+from ds_trainer.launcher import launchers
 
 _HOST = "127.0.0.1"
+_LOOK = 0.2  # seconds between two looks for the debugger and the launcher
 
 
 def debug_port_mistakes(port: int | None) -> list[str]:
@@ -35,7 +39,7 @@ def debug_port_mistakes(port: int | None) -> list[str]:
 def wait_for_debugger(port: int) -> None:
     """Listen at the port on rank 0 until a debugger has attached; on other ranks do nothing.
 
-    ValueError where the port cannot be listened on.
+    ValueError where the port cannot be listened on, StoppedError where the launcher ends meanwhile.
     """
     if not distributed.is_main():
         return
@@ -47,5 +51,9 @@ def wait_for_debugger(port: int) -> None:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
         raise ValueError(f"--debug_port {port} cannot be listened on at {_HOST}: {error}; give another") from error
+    above = launchers()
     distributed.info(f"rank 0 waits for a debugger on {_HOST}:{port}")
-    debugpy.wait_for_client()
+    while not debugpy.is_client_connected():
+        if not all(found.alive for found in above):
+            raise StoppedError(f"rank 0: its launcher is gone, and no debugger came to {_HOST}:{port}: stopped")
+        time.sleep(_LOOK)

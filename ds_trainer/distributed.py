@@ -6,6 +6,7 @@ before torch is loaded, so that mistakes are told by one rank only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -115,9 +116,10 @@ def leave(code: int) -> NoReturn:
     Without Python's own tear-down: threads of gloo that outlive their process group abort it there, after all is done,
     in about one run of ten ("terminate called without an active exception", exit code -6).
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # whoever read it may be gone
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -196,7 +198,7 @@ def on_main(call: Callable[[], T]) -> T:
 
 def _for_other_ranks(error: Exception) -> Exception:
     """The error in a form that every rank can read: of the kinds that are told to the user, the same kind."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, str(error.filename))
     return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 

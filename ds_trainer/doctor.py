@@ -32,16 +32,20 @@ from ds_trainer.doctor_checks import (
     check_names,
     common_interface,
     connect_row,
+    path_row,
     port_row,
+    shown,
     skipped,
     ssh_row,
 )
 from ds_trainer.doctor_remote import Remote, Reply, at_once
-from ds_trainer.hostfile import Host, environment_files, exports, parse_environment, read_hostfile
+from ds_trainer.hostfile import Host, environment_files, exports, misread, parse_environment, read_hostfile
+from ds_trainer.whole_file import read_file
 
 PROJECT = str(Path(__file__).resolve().parent.parent)
 _PORT = 29500
 _ALL = "all"
+USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,15 @@ class Job:
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Check, print, and give the exit code: 0 all is well, 1 a check failed; argparse ends with 2 for a wrong flag."""
+    """Check, print, and give the exit code: 0 all is well, 1 a check failed, 2 the hostfile is wrong.
+
+    A wrong flag ends with 2, too, by argparse.
+    """
     job = read_job(arguments)
-    rows = examine(job)
+    rows = [shown(row) for row in examine(job)]
     print(json.dumps([asdict(row) for row in rows], indent=2) if job.as_json else table(rows, _width()))
-    return 1 if any(row.result == FAILED for row in rows) else 0
+    failed = {row.check for row in rows if row.result == FAILED}
+    return USER_ERROR if "hostfile" in failed else 1 if failed else 0
 
 
 def read_job(arguments: Sequence[str]) -> Job:
@@ -101,7 +109,7 @@ def read_job(arguments: Sequence[str]) -> Job:
 
 def examine(job: Job) -> list[Row]:
     """All checks, in the order in which one needs another."""
-    rows, said = check_environment()
+    rows, exported = check_environment()
     try:
         hosts = read_hostfile(job.hostfile)
     except ValueError as error:
@@ -113,9 +121,10 @@ def examine(job: Job) -> list[Row]:
     here = doctor_probe.facts({"project": PROJECT})
     local = len(hosts) == 1 and addresses[hosts[0]] in (*here["interfaces"].values(), "127.0.0.1", "127.0.1.1")
     names = check_names(hosts, addresses, here["name"])
-    rows = [Row("hostfile", _ALL, "ok", ranks), *rows, *([] if local else [_pdsh()]), *names]
+    used = [] if local else [_pdsh(), path_row(list(dict.fromkeys((PROJECT, os.getcwd(), sys.executable))))]
+    rows = [Row("hostfile", _ALL, "ok", ranks), *rows, *used, *names]
     ssh = () if local else job.ssh
-    remote = Remote(PROJECT, sys.executable, exports(os.environ, said, PROJECT), ssh, job.timeout)
+    remote = Remote(PROJECT, sys.executable, exported, ssh, job.timeout)
     rows += [_local_ssh(job, hosts[0])] if local else []
     unknown = {row.host for row in names if row.result == FAILED}
     rows += [skipped(check, name, "name failed") for name in sorted(unknown) for check in ("ssh", *FACT_CHECKS)]
@@ -135,15 +144,24 @@ def examine(job: Job) -> list[Row]:
 
 
 def check_environment() -> tuple[list[Row], dict[str, str]]:
-    """The rows of the `.deepspeed_env` files here, and the variables in them."""
+    """The rows of what DeepSpeed exports on the hosts, from files and from this shell, and what of it can be."""
     rows, said = [], dict[str, str]()
     for path in environment_files():
-        values, mistakes = parse_environment(path.read_text(encoding="utf-8", errors="replace"))
+        try:
+            values, mistakes = parse_environment(read_file(path).decode(errors="replace"))
+        except ValueError as error:
+            values, mistakes = {}, [str(error)]
         said |= values
         found = "\n".join(mistakes) or ", ".join(values) or "is empty"
         cure = f"correct {path}: one NAME=VALUE a line and nothing else" if mistakes else ""
         rows.append(Row(".deepspeed_env", "this one", "FAILED" if mistakes else "ok", found, cure))
-    return rows or [Row(".deepspeed_env", "this one", "ok", "there is none")], said
+    rows = rows or [Row(".deepspeed_env", "this one", "ok", "there is none")]
+    values = exports(os.environ, said, PROJECT)
+    wrong = misread(values)
+    if wrong:
+        found = f"{', '.join(wrong)}: a quote, a backslash or $( in it would be read by the hosts' shells"
+        rows.append(Row("exports", "this one", "FAILED", found, "unset it, or take these characters out"))
+    return rows, {name: value for name, value in values.items() if name not in wrong}
 
 
 def _pdsh() -> Row:
@@ -172,12 +190,16 @@ def _token(output: Path | None) -> Iterator[tuple[str, str | None, str]]:
         yield "", None, ""
         return
     above = (output.absolute(), *output.absolute().parents)
-    folder = next(path for path in above if path.is_dir())
+    folder = next(path for path in above if os.path.isdir(path))
     path, token = folder / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
+    place = output
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(output)  # its name may be too long, or lead through a file
+        place = folder
         path.write_text(token)
     except OSError as error:
-        yield f"{folder} cannot be written here: {error.strerror}", str(path), ""
+        yield f"{place} cannot be written here: {error.strerror}", str(path), ""
         return
     try:
         yield str(folder), str(path), token

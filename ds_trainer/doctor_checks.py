@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ds_trainer.hostfile import Host
+from ds_trainer.hostfile import Host, is_plain
+from ds_trainer.redaction import redacted
 
 OK, FAILED, WARNING, SKIPPED = "ok", "FAILED", "warning", "skipped"
 Result = Literal["ok", "FAILED", "warning", "skipped"]
@@ -212,6 +213,23 @@ def common_interface(facts: Mapping[Host, Mapping[str, Any]], addresses: Mapping
         own = (found["addresses"] or [""])[0] if seen.startswith("127.") else seen
         names |= {name for name, address in found["interfaces"].items() if address == own}
     return names.pop() if len(names) == 1 else "INTERFACE"
+
+
+def path_row(paths: Sequence[str]) -> Row:
+    """DeepSpeed writes these unquoted into the hosts' shells."""
+    if wrong := [path for path in paths if not is_plain(path)]:
+        found = f"{' and '.join(map(repr, wrong))}: DeepSpeed writes it unquoted into the hosts' shells"
+        return Row("paths", "this one", "FAILED", found, "move it to a path without blanks or other special characters")
+    return Row("paths", "this one", "ok", "need no quotes")
+
+
+def shown(row: Row) -> Row:
+    """The row without secrets, and without what would steer a terminal: a part of it is what other hosts say."""
+    found, cure = (
+        "".join(char if char.isprintable() or char == "\n" else "?" for char in redacted(text))
+        for text in (row.found, row.cure)
+    )
+    return replace(row, found=found, cure=cure)
 
 
 def skipped(check: str, host: str, why: str) -> Row:

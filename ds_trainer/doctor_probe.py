@@ -65,7 +65,7 @@ def source_hash(project: str) -> str | None:
 def resolve(name: str) -> str | None:
     try:
         return socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):  # not found; or no name at all, such as one with an empty part
         return None
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shlex
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,8 @@ from ds_trainer.hostfile import Host, export_commands
 
 _MOST_AT_ONCE = 64
 _NOT_STARTED = (126, 127)
+# a login may print in any encoding, or in none
+_TEXT: Mapping[str, Any] = {"encoding": "utf-8", "errors": "replace"}
 T = TypeVar("T")
 
 
@@ -55,7 +59,7 @@ class Remote:
         """What ssh says where it cannot log in; nothing where it can."""
         try:
             words = [*self.ssh, host.name, "true"]
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=self.timeout)
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.timeout, **_TEXT)
         except subprocess.TimeoutExpired:
             return self._silence()
         except OSError as error:
@@ -64,28 +68,35 @@ class Remote:
 
     def while_listening(self, host: Host, port: int, callers: int, then: Callable[[], T]) -> tuple[Reply, T | None]:
         """Listen on a port of the host for so many callers, and meanwhile do `then`; None where it cannot listen."""
-        words = self._probe_words("listen", {"port": port, "callers": callers})
-        process = subprocess.Popen(
-            self._command(host, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        watch = threading.Timer(self.timeout, process.kill)
-        watch.start()
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(Path(doctor_probe.__file__).read_text())
-            process.stdin.close()
-            said = next(filter(None, map(_answer, process.stdout)), {})
-            if not said.get("listening"):
-                return Reply(said, said.get("error") or "no answer"), None
-            return Reply(said), then()
-        finally:
-            watch.cancel()
-            process.kill()
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                assert pipe is not None
-                pipe.close()
+        words = self._command(host, self._probe_words("listen", {"port": port, "callers": callers}))
+        with tempfile.TemporaryFile("w+", **_TEXT) as errors:
+            try:
+                process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **_TEXT)
+            except OSError as error:
+                return Reply(error=str(error)), None
+            watch = threading.Timer(self.timeout, process.kill)
+            watch.start()
+            try:
+                said = self._listening(process)
+                if said.get("listening"):
+                    return Reply(said), then()
+            finally:
+                watch.cancel()
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+            errors.seek(0)
+            return Reply(said, said.get("error") or _last_line(errors.read()) or "no answer"), None
+
+    def _listening(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        """Send the probe; its answer, empty where there is none."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # where the process has ended, its own words say why
+        with contextlib.suppress(OSError), process.stdin as pipe:
+            pipe.write(Path(doctor_probe.__file__).read_text())
+        return next(filter(None, map(_answer, process.stdout)), {})
 
     def _probe_words(self, what: str, request: Mapping[str, Any]) -> list[str]:
         asked = {"do": what, "project": self.project, "seconds": self.timeout, **request}
@@ -99,7 +110,7 @@ class Remote:
     def _ask(self, host: Host, words: Sequence[str], sent: str) -> Reply:
         try:
             done = subprocess.run(
-                self._command(host, words), input=sent, capture_output=True, text=True, timeout=self.timeout + 5
+                self._command(host, words), input=sent, capture_output=True, timeout=self.timeout + 5, **_TEXT
             )
         except subprocess.TimeoutExpired:
             return Reply(error=self._silence(), ssh_failed=True)

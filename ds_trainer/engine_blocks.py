@@ -32,6 +32,13 @@ SHARED_RATES: dict[str, dict[str, float | None]] = {
 }
 
 
+_OTHER_CHECKPOINTS = {
+    "checkpoint.use_node_local_storage": "a checkpoint of ds_trainer is one folder, which all hosts share",
+    "checkpoint.load_universal": "--resume finds out by itself whether a checkpoint must be converted",
+    "checkpoint.writer.decoupled": "ds_trainer reads a checkpoint back before it counts",
+}
+
+
 def block_mistakes(config: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed refuses or passes over in the optimizer, scheduler and ZeRO blocks, and between them."""
     yield from _optimizer_mistakes(config)
@@ -221,6 +228,9 @@ def _zero_mistakes(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _other_conflicts(config: dict[str, Any]) -> Iterator[str]:
+    for path, why in _OTHER_CHECKPOINTS.items():
+        if flag_at(config, path):
+            yield f"{path} is true, but {why}: remove it"
     if str(value_at(config, "gradient_allreduce_op")).lower() == "sum":
         on = [
             name

@@ -15,7 +15,12 @@ from pathlib import Path
 from ds_trainer.whole_file import read_file
 
 EXAMPLE = "worker-1 slots=8"
-_NAME = re.compile(r"([A-Za-z_][\w.-]*@)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LABEL = r"\w([\w-]{0,61}\w)?"
+_NAME = re.compile(rf"([A-Za-z_][\w.-]*@)?{_LABEL}(\.{_LABEL})*", re.ASCII)
+_MISREAD = re.compile(r"[\"`\\]|\$\(")
+"""What DeepSpeed puts between double quotes as it is, and the hosts' shells take for their own."""
+_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+"""What a shell takes as it stands."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX")
 """What the names of the variables start with that DeepSpeed hands on from the shell."""
 
@@ -89,7 +94,7 @@ def environment_files() -> list[Path]:
 
 
 def parse_environment(text: str) -> tuple[dict[str, str], list[str]]:
-    """The variables of a `.deepspeed_env`, and its mistakes with their line numbers."""
+    """The variables of a `.deepspeed_env`, and its mistakes by line number; no text of a line, it may be a secret."""
     values, mistakes = {}, []
     for number, line in enumerate(text.splitlines(), start=1):
         name, equals, value = (part.strip() for part in line.partition("="))
@@ -98,9 +103,9 @@ def parse_environment(text: str) -> tuple[dict[str, str], list[str]]:
         elif line.strip().startswith("#"):
             mistakes.append(f"line {number} is a comment: DeepSpeed knows none, and sends it to the hosts' shells")
         elif not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            mistakes.append(f"line {number}, {_short(name)!r}, is not of the form NAME=VALUE")
-        elif re.search(r"[\"`\\]", value):
-            mistakes.append(f"line {number}: the value of {name} holds a quote or backslash: the remote shell reads it")
+            mistakes.append(f"line {number} is not of the form NAME=VALUE")
+        elif _MISREAD.search(value):
+            mistakes.append(f"line {number}: the value holds a quote, a backslash or $(: the remote shell reads it")
         else:
             values[name] = value
     return values, mistakes
@@ -113,10 +118,20 @@ def exports(environment: Mapping[str, str], said: Mapping[str, str], project: st
     return {**shell, "PYTHONPATH": path, **said}
 
 
+def misread(values: Mapping[str, str]) -> list[str]:
+    """The names of the variables whose values the hosts' shells would not take as they are."""
+    return [name for name, value in values.items() if _MISREAD.search(value) or not re.fullmatch(r"[A-Za-z_]\w*", name)]
+
+
+def is_plain(path: str) -> bool:
+    """Whether a shell takes the path as it stands, with no quotes around it, as DeepSpeed gives it."""
+    return _PLAIN.fullmatch(path) is not None
+
+
 def export_commands(values: Mapping[str, str]) -> Iterable[str]:
     """The shell's words for it; quoted as DeepSpeed does, so that `$PATH` means the remote one."""
     for name, value in values.items():
-        plain = re.fullmatch(r"[\w@%+=:,./-]*", value)
+        plain = not value or is_plain(value)
         yield f"export {name}={value};" if plain else f'export {name}="{value}";'
 
 

@@ -70,10 +70,20 @@ def _ancestors() -> Iterator[Process]:
         if found is None:
             return
         yield found
-        if not (_starts_ranks(found) or found.name in _SHELLS):
+        if _is_session(found) or not (_starts_ranks(found) or _runs_one_command(found)):
             return
         pid = found.parent
 
 
+def _is_session(found: Process) -> bool:
+    """Whether it is ssh's end of a login; what is above it is the host's own server."""
+    return found.name.startswith("sshd")
+
+
+def _runs_one_command(found: Process) -> bool:
+    """Whether it is a shell that ssh gave a command to, and none that somebody types into."""
+    return found.name in _SHELLS and " -c " in found.command
+
+
 def _starts_ranks(found: Process) -> bool:
-    return found.name.startswith("sshd") or (found.name not in _SHELLS and "deepspeed" in found.command)
+    return _is_session(found) or (found.name not in _SHELLS and "deepspeed" in found.command)

@@ -43,6 +43,16 @@ class PhasePlan:
     resumed: tuple[Path, Position] | None = None
     """The checkpoint to go on from, and what it says of itself."""
 
+    def identity(self) -> dict[str, Any]:
+        """What a phase must have in common with one that goes on from its checkpoints, as JSON values; collective."""
+        return {
+            "the precision": precision_of(self.engine_config),
+            "the seed": self.clock.seed,
+            "the training data": self.task.key("train"),
+            "the loss terms": sorted(self.phase.loss),
+            "the techniques": sorted(name for name, spec in self.techniques if spec),
+        }
+
     @property
     def teacher(self) -> str | None:
         """The folder, or hub name, of the teacher."""
@@ -84,12 +94,13 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     training = Training(plan, report, checkpoints, stop)
     try:
         training.run()
-        last = training.evaluate(training.techniques)
+        last = training.finish()
     except StoppedError as reason:
         training.save()
         engine.stop_engine(training.engine)
         place = f"step {training.step} of {plan.clock.total} of phase {plan.phase.name}"
-        raise StoppedError(f"stopped at {place}: {reason}") from None
+        lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
+        raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
     distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
     results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
     for technique in training.techniques:
@@ -115,6 +126,8 @@ class Training:
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
         self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
+        self.last: Evaluation | None = None
+        self.identity = plan.identity()
         self._resume(plan.resumed)
         engine.set_rates(self.engine, groups)
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
@@ -130,27 +143,32 @@ class Training:
             if due(self.step, self.log_every, total):
                 self.check_finite()
                 flush(self.report, self.techniques, self.engine)
-            if self.step < total and due(self.step, self.eval_every):
-                self.evaluate([technique for technique in self.techniques if technique.cheap_views])
+            if due(self.step, self.eval_every, total):
+                self.evaluate()
             if due(self.step, self.save_every):
                 self.save()
             self.stop.check()
         self.checkpoints.drop_oldest()
-        if self.plan.phase.load_best_model_at_end:
-            self.go_back_to_best()
 
-    def go_back_to_best(self) -> None:
+    def finish(self) -> Evaluation:
+        """The scores of what is exported: the last step, or the best checkpoint where that is asked for."""
+        if self.plan.phase.load_best_model_at_end and self.go_back_to_best():
+            return self.score()
+        return self.last or self.evaluate()
+
+    def go_back_to_best(self) -> bool:
         """Load the checkpoint of the best score; with none, say so and stay."""
         found = self.checkpoints.best_saved()
         if found is None:
             distributed.warn(
-                f"{self.plan.phase.name}: no checkpoint was evaluated at its own step: the last step is kept"
+                f"{self.plan.phase.name}: no checkpoint was scored at its own step: the last step is taken"
             )
-            return
+            return False
         checkpoint, position = found
         self.checkpoints.load(self.engine, checkpoint, position)
         self.step = self.saved = position.step
         distributed.info(f"{self.plan.phase.name}: the best checkpoint is {checkpoint}: it is what is exported")
+        return True
 
     def watch_step(self) -> None:
         """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
@@ -165,27 +183,34 @@ class Training:
         self.report.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
 
-    def evaluate(self, viewed: Sequence[Technique]) -> Evaluation:
-        """Score the model as it is now, with what these techniques have to show beside it."""
+    def evaluate(self) -> Evaluation:
+        """Score the model as it is now, and record it."""
+        found = self.score()
+        metric = self.plan.phase.metric_for_best_model
+        if metric and metric not in found.scores:
+            raise ValueError(
+                f'metric_for_best_model is "{metric}"; the scores are {", ".join(found.scores)}: write one'
+            )
+        self.report.write_scores(self.step, found.scores)
+        self.evaluated, self.scores = self.step, found.scores
+        self.last = found if self.step == self.plan.clock.total else None
+        return found
+
+    def score(self) -> Evaluation:
+        """Evaluate, with what techniques have to show beside the model; while training, only what costs little."""
 
         def predict(batch: Batch) -> Any:
             self.stop.check()
             return self.engine(**batch.inputs)
 
+        at_end = self.step == self.plan.clock.total or self.plan.phase.load_best_model_at_end
         for technique in self.techniques:
             technique.on_step(self.step)
         self.engine.eval()
-        views = [technique.views for technique in viewed]
+        views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
         with self.report.paused():
             found = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
         self.engine.train()
-        self.report.write_scores(self.step, found.scores)
-        self.evaluated, self.scores = self.step, found.scores
-        metric = self.plan.phase.metric_for_best_model
-        if metric and metric not in found.scores:
-            distributed.warn(
-                f'metric_for_best_model is "{metric}", and the scores are {", ".join(found.scores)}: none is the best'
-            )
         return found
 
     def save(self) -> None:
@@ -198,8 +223,7 @@ class Training:
             examples=self.engine.global_samples,
             batch_size=self.engine.train_batch_size(),
             order=self.order,
-            training_examples=len(self.plan.task.examples("train")),
-            precision=precision_of(self.plan.engine_config),
+            identity=self.identity,
             evaluated=self.evaluated,
             scores=self.scores,
             report=self.report.state(),
@@ -212,7 +236,7 @@ class Training:
     def _resume(self, found: tuple[Path, Position] | None) -> None:
         """Go on from a checkpoint, if there is one; the evaluation that an interruption cut short is made up for."""
         if found is None:
-            self.report.open(0)
+            self.report.open(0, 0)
             return
         checkpoint, position = found
         self.checkpoints.load(self.engine, checkpoint, position)
@@ -220,10 +244,10 @@ class Training:
         self.evaluated, self.scores = position.evaluated, dict(position.scores)
         for technique in self.techniques:
             technique.resume(position.techniques[technique.name])
-        self.report.open(self.step, position.report)
+        self.report.open(self.step, self.evaluated, position.report)
         distributed.info(f"{self.plan.phase.name}: resumed from {checkpoint}, at step {self.step}")
         if self.evaluated < self.step < self.plan.clock.total and due(self.step, self.eval_every):
-            self.evaluate([technique for technique in self.techniques if technique.cheap_views])
+            self.evaluate()
 
 
 def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:

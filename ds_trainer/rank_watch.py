@@ -69,12 +69,12 @@ class RankWatch:
         """The ranks that failed or are not there, and what is known of them."""
         there = {distributed.rank(), *self._posts}
         found = {rank: self._absence(rank) for rank in range(len(self._roster)) if rank not in there}
-        failed = {rank: post["text"] for rank, post in self._posts.items() if post["state"] == "failed"}
+        failed = {rank: post["text"] for rank, post in list(self._posts.items()) if post["state"] == "failed"}
         return found | {rank: f"{self._who(rank)} failed: {text}" for rank, text in failed.items()}
 
     def _busy(self) -> dict[int, str]:
         """The ranks that neither fail nor wait for others: they hang, if none is missing."""
-        busy = {rank: post["text"] for rank, post in self._posts.items() if post["state"] == "busy"}
+        busy = {rank: post["text"] for rank, post in list(self._posts.items()) if post["state"] == "busy"}
         return {rank: f"{self._who(rank)} hangs, in {text}" for rank, text in busy.items()}
 
     def _absence(self, rank: int) -> str:
@@ -120,9 +120,11 @@ class RankWatch:
             except RuntimeError:
                 pass  # rank 0 is gone, and with it the board
             if not self._over.wait(_HUNG):
-                faulthandler.dump_traceback(all_threads=True)
-                sys.stderr.write(f"rank {distributed.rank()} hangs, and others have ended: it ends too\n")
-                sys.stderr.flush()
+                with contextlib.suppress(OSError):
+                    faulthandler.dump_traceback(all_threads=True)
+                    others = "; ".join(self._missing().values()) or "others have ended"
+                    sys.stderr.write(f"rank {distributed.rank()} hangs, and ends too: {others}\n")
+                    sys.stderr.flush()
                 os._exit(LostRankError.exit_code)
 
     def _whereabouts(self) -> tuple[str, str]:

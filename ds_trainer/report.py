@@ -55,15 +55,18 @@ class Report:
             if sink is not None:
                 sink.close()
 
-    def open(self, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Begin at this step, with what `state` said there; what was logged of later steps, which come again, goes."""
+    def open(self, step: int, evaluated: int, state: Mapping[str, Any] | None = None) -> None:
+        """Begin at this step, the last evaluation being of `evaluated`, with what `state` said there.
+
+        What was logged of later steps and evaluations goes: they come again.
+        """
         if state is not None:
             self._carried, self._names = [list(row) for row in state["pending"]], tuple(state["names"])
             self._counts = {name: count // distributed.world_size() for name, count in state["counts"].items()}
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
         if distributed.is_main():
-            drop_later_records(self._folder / "log.jsonl", self.phase, step)
+            drop_later_records(self._folder / "log.jsonl", self.phase, step, evaluated)
             self._log = _Lines(self._folder / "log.jsonl")
             if self._tensorboard:
                 self._events = _event_writer(self._folder / "tensorboard" / self.phase, step)
@@ -234,15 +237,16 @@ class _Lines:
         self._full = True
 
 
-def drop_later_records(log: Path, phase: str, step: int) -> None:
-    """Drop the records of a phase beyond a step, and a last line that a killed run has not finished."""
+def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None:
+    """Drop a phase's records beyond a step, scores beyond `evaluated`, and lines that a killed run has not finished."""
     if not log.is_file():
         return
     kept = []
     for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
         with contextlib.suppress(json.JSONDecodeError):
             record = json.loads(line)
-            if line.endswith("\n") and not (record["phase"] == phase and record["step"] > step):
+            last = evaluated if any(name.startswith("eval/") for name in record) else step
+            if line.endswith("\n") and not (record["phase"] == phase and record["step"] > last):
                 kept.append(line)
     aside = log.with_name(f".{log.name}.{os.getpid()}.tmp")
     aside.write_text("".join(kept), encoding="utf-8")

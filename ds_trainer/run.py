@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
-from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits
+from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
 from ds_trainer.command import CalibrateJob, EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
@@ -32,7 +32,7 @@ from ds_trainer.recipe import Phase, Techniques, task_of
 from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.report_page import write_report
-from ds_trainer.run_folder import RunFolder
+from ds_trainer.run_folder import RunFolder, check_output_folder
 from ds_trainer.run_status import RunStatus
 from ds_trainer.schedules import steps_of
 from ds_trainer.starting_models import StartingModels
@@ -51,7 +51,7 @@ _RESULTS = "all_results.json"
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
-    with status.told(), StopRequests() as stop, _joined(job.timeout):
+    with StopRequests() as stop, status.told(), _joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
@@ -124,11 +124,10 @@ def plan_phase(
     numbers = settled_numbers(job.engine_config, said_by(phase), world)
     examples = len(task.examples("train"))
     done = resumed[1] if resumed else None
-    total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, numbers.train_batch_size)
+    step, seen = (done.step, done.examples) if done else (0, 0)
+    left = steps_for(phase.num_train_epochs or 0, examples, numbers.train_batch_size, seen)
+    total = phase.max_steps or step + max(0, left)
     if done and done.batch_size != numbers.train_batch_size:
-        total = phase.max_steps or done.step + steps_for(
-            phase.num_train_epochs or 0, examples, numbers.train_batch_size, seen=done.examples
-        )
         distributed.warn(
             f"{phase.name}: train_batch_size was {done.batch_size} up to step {done.step} and is now "
             f"{numbers.train_batch_size}: the phase ends at step {total}, and its schedules follow"
@@ -142,8 +141,6 @@ def plan_phase(
         total_steps=total,
         warmup_steps=clock.warmup,
     )
-    if resumed:
-        check_fits(*resumed, config, examples)
     base = Hyperparameters(
         numbers.learning_rate,
         numbers.weight_decay,
@@ -151,7 +148,10 @@ def plan_phase(
         numbers.adam_epsilon,
     )
     techniques = _taught_by(phase.techniques, teacher)
-    return PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
+    plan = PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
+    if resumed:
+        check_fits(*resumed, plan.identity())
+    return plan
 
 
 def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
@@ -214,10 +214,15 @@ def _tell(value: dict[str, Any]) -> None:
 
 def _plan_and_claim(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> PhasePlan:
     """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder."""
+    checkpoints = _checkpoints(phase, job)
+    distributed.on_main(checkpoints.clear_asides)
     wanted = job.checkpoint if job.checkpoint and _is_of(phase, job) else None
-    distributed.on_main(_checkpoints(phase, job).clear_asides)
-    resumed = _checkpoints(phase, job).newest(wanted) if job.resume else None
+    if job.checkpoint and not wanted:  # a phase after the one gone back to: it starts from another model now
+        distributed.on_main(lambda: checkpoints.supersede(after=-1))
+    resumed = checkpoints.newest(wanted) if job.resume else None
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
+    if wanted:
+        distributed.on_main(lambda: checkpoints.supersede(after=step_of(wanted)))
     distributed.on_main(partial(_claim, folder, plan))
     return plan
 
@@ -276,7 +281,13 @@ def _compare(job: TrainJob, results: dict[str, Any]) -> None:
 
 
 def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
-    """Make the run folder; gives the results of the phases that an earlier, resumed run has finished."""
+    """Make the run folder; gives the results of the phases that an earlier, resumed run has finished.
+
+    Another run may have written to it since it was checked.
+    """
+    mistakes = check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint)
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
     folder.open(job.overwrite)
     # a cache elsewhere was this user's word, by a flag or a variable: in a file it would be a stranger's
     cache = job.recipe.cache_dir
@@ -298,7 +309,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
 
 def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
-    for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*"):
+    for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), redacted(plan.engine_config))
 

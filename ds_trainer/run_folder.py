@@ -147,7 +147,10 @@ def _stays(name: str) -> bool:
 
 def _replace(target: Path, text: str) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    aside.write_text(text, encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave the name without the content
     aside.replace(target)
 
 

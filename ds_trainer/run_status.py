@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
+from ds_trainer.checkpoint import Checkpoints
+from ds_trainer.command import exit_code
 from ds_trainer.failures import StoppedError
 from ds_trainer.run_folder import RunFolder
 
@@ -55,28 +57,24 @@ class RunStatus:
                 left = self._left()
                 state = "stopped" if isinstance(error, StoppedError) else "failed"
                 with contextlib.suppress(OSError):
-                    self._write(state, exit_code=exit_code_of(error), message=str(error), left=left)
+                    self._write(state, exit_code=exit_code(error), message=str(error), left=left)
                 add_note(error, f"{state}: {left}")
             raise
 
     def _left(self) -> str:
         """What the next `--resume` has to go on from."""
-        places = [path for path in self._checkpoints.glob("checkpoint-*") if (path / "complete.json").is_file()]
-        newest = max(places, key=lambda path: int(path.name.rpartition("-")[2]), default=None) if self._phase else None
-        if newest:
-            return f"{newest} is saved; --resume goes on from it, in phase {self._phase}"
-        return f"nothing of phase {self._phase} is saved; --resume starts it" if self._phase else "nothing was begun"
+        if not self._phase:
+            return "no phase was begun; --resume starts the first that is not done"
+        saved = Checkpoints(self._checkpoints).all()
+        if saved:
+            return f"{saved[-1]} is saved; --resume goes on from it, in phase {self._phase}"
+        return f"nothing of phase {self._phase} is saved; --resume starts it"
 
     def _write(self, state: str, **more: Any) -> None:
         own = {"phase": self._phase, "host": socket.gethostname(), "process": os.getpid()}
         RunFolder(self._output).write_json(
             STATUS_FILE, {"state": state, **own, "world_size": distributed.world_size(), **more}
         )
-
-
-def exit_code_of(error: Exception) -> int:
-    """What the process will end with."""
-    return int(getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1))
 
 
 def add_note(error: Exception, note: str) -> None:

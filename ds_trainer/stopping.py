@@ -6,6 +6,7 @@ process at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -84,7 +85,8 @@ class StopRequests:
     def _ask(self, reason: str) -> None:
         self._reason, self._when = _REASONS.index(reason), time.monotonic()
         # not by the log, whose lock a rank that hangs may hold
-        os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
 
 
 def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:

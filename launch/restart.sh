@@ -11,9 +11,11 @@ if [ $# -lt 3 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
 fi
 attempts=$1 output=$2
 shift 2
-# a signal for this shell is meant for the run; its answer ends the loop
-trap 'kill -TERM "$run" 2>/dev/null' TERM INT USR1
+# a signal for this shell is meant for the run, and ends the loop with it
+asked='' run=''
+trap 'asked=1; [ -n "$run" ] && kill -TERM "$run" 2>/dev/null' TERM INT USR1
 for ((attempt = 1; attempt <= attempts; attempt++)); do
+    rm -f "$output/status.json" # the last attempt's word is not this one's
     "$@" &
     run=$!
     wait "$run"
@@ -25,6 +27,7 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
         finished:0) exit 0 ;;
         stopped:* | *:2 | *:3 | *:5) exit "$code" ;;
     esac
+    [ -z "$asked" ] || exit "$((code ? code : 5))"
     echo "restart: attempt $attempt of $attempts ended with $code, the run is ${state:-not begun}" >&2
 done
-exit "$code"
+exit "$((code ? code : 1))"

@@ -56,17 +56,24 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
             break
         run.kill()
         run.codes()
-        before = found[-1].newest if found else 0
-        assert resumed_at(run) in (0, before), "nothing that was saved is lost"
+        _check_resumed(run, found[-1].newest if found else 0)
         steps = [step_of(path) for path in _whole(output)]
         found.append(Kill(max(steps, default=0), _saving(output), trained(output)))
     return found
 
 
 def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRanks:
+    newest = max(map(step_of, _whole(output)), default=0)
     run = server.run(2, output, *words, "--resume")
     _check_finished(run)
+    _check_resumed(run, newest)
     return run
+
+
+def _check_resumed(run: ForkedRanks, newest: int) -> None:
+    """A run that came to training went on from the newest checkpoint: nothing that was saved is lost."""
+    if f"\n{PHASE}: step " in run.text:
+        assert resumed_at(run) == newest, run.text[-4000:]
 
 
 def resumed_at(run: ForkedRanks) -> int:

@@ -28,12 +28,11 @@ STOPS = {"in an epoch": 4, "in an evaluation": 3, "at the end of an epoch": 4 + 
 step 15; in the evaluation after the last step."""
 PRECISIONS = {"fp32": [], "bf16": ["--set", "bf16.enabled=true"]}
 CASES = {f"zero{stage}-{precision}": [] for stage, precision in product(range(4), PRECISIONS)}
-CASES |= {
-    "global-zero3-fp32": [
-        *("--set", "phases.prune.techniques.prune.global_topk=true"),
-        *("--set", "phases.prune.techniques.prune.global_topk_frequency_compute=7"),
-    ]
-}
+GLOBAL = [
+    *("--set", "phases.prune.techniques.prune.global_topk=true"),
+    *("--set", "phases.prune.techniques.prune.global_topk_frequency_compute=7"),
+]
+CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL}
 
 
 class StopAfter:

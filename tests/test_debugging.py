@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT
+from launching import ROOT, environment, free_port
 
 from ds_trainer import debugging
 from ds_trainer.command import read_train_job
@@ -30,12 +35,6 @@ def listening(port: int) -> set[str]:
             if state == LISTENING and int(local.split(":")[1], 16) == port:
                 found.add(local.split(":")[0])
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Client:
@@ -78,24 +77,38 @@ class Client:
         self._socket.close()
 
 
+def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
+    """Read the process's errors up to a line; a process that does not write it is killed after two minutes."""
+    assert process.stderr
+    watch = threading.Timer(120, process.kill)
+    watch.start()
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if wanted in line:
+                return
+        raise AssertionError(f"no line {wanted!r}: {''.join(lines)[-2000:]}")
+    finally:
+        watch.cancel()
+
+
 @pytest.fixture
-def waiting(tiny_recipe, write_json, tmp_path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A real training command that has said it waits, and its port; a dry run, so that it ends soon after."""
+def dry_run(tiny_recipe, write_json, tmp_path) -> tuple[list[str], int]:
+    """A training command that waits for a debugger, and its port; a dry run, so that it ends soon after."""
     port = free_port()
     command = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", tiny_recipe)]
     command += ["--output_dir", str(tmp_path / "out"), "--dry_run", "--debug_port", str(port)]
-    process = subprocess.Popen(
-        [sys.executable, "launch/train.py", *command],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    return [sys.executable, "launch/train.py", *command], port
+
+
+@pytest.fixture
+def waiting(dry_run) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command, started, that has said it waits, and its port."""
+    command, port = dry_run
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        assert process.stderr
-        for line in process.stderr:
-            if f"rank 0 waits for a debugger on 127.0.0.1:{port}" in line:
-                break
+        wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
         yield process, port
     finally:
         process.kill()
@@ -116,6 +129,34 @@ def test_it_listens_on_loopback_alone_and_goes_on_once_attached(waiting):
     error = process.stderr.read()
     assert code == 0, error[-2000:]
     assert "Traceback" not in error
+
+
+def test_it_waits_no_longer_than_its_launcher_lives(dry_run):
+    """A launcher that is killed leaves its rank running: the rank ends by itself, says why, and listens no more."""
+    command, port = dry_run
+    launcher = "import signal, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); signal.pause()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, *command],
+        cwd=ROOT,
+        env=environment() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    rank = os.pidfd_open(int(process.stdout.readline()))
+    try:
+        wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
+        process.kill()
+        process.wait()
+        ended, _, _ = select.select([rank], [], [], 30)
+        assert ended
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        os.close(rank)
+    assert "its launcher is gone, and no debugger came" in process.stderr.read()
+    assert listening(port) == set()
 
 
 def test_a_port_that_is_taken_is_told_at_once(tiny_recipe, write_json, tmp_path, monkeypatch):

@@ -1,131 +1,25 @@
-"""The doctor of hostfiles without hosts: its parsing, its rows, its table, and an ssh that is a script."""
+"""The doctor of hostfiles without hosts: its rows, its table, and an ssh that is a script."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from launching import ROOT, environment
+from launching import ROOT, environment, free_port
 
 from ds_trainer import doctor_probe
 from ds_trainer.doctor import doctor_command, read_job, table
-from ds_trainer.doctor_checks import Row, Setting, check_facts, check_names, common_interface, ssh_row
-from ds_trainer.hostfile import Host, export_commands, exports, parse_environment, parse_hostfile, read_hostfile
+from ds_trainer.doctor_checks import Row, Setting, check_facts, check_names, common_interface, path_row, shown, ssh_row
+from ds_trainer.doctor_remote import Remote
+from ds_trainer.hostfile import Host
 
 ONE, TWO = Host("one", 2), Host("ann@two", 2)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_good_hostfile():
-    """Comments, blank lines, users, addresses and Windows line ends; the order is kept."""
-    text = "# ours\r\n\r\none slots=2\r\n  ann@two\tslots=2  # the old one\n10.0.0.3 slots=16"
-    assert parse_hostfile(text) == ([ONE, TWO, Host("10.0.0.3", 16)], [])
-    assert TWO.address == "two"
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("three", "is not of the form 'worker-1 slots=8'"),
-        ("three slots=4x", "is not of the form"),
-        ("three slots=4 gpus=2", "is not of the form"),
-        ("three slots = 4", "is not of the form"),
-        ("three slots=0", "has slots=0"),
-        ("one slots=2", "one is in line 1 already"),
-        ("fe80::1 slots=2", "'fe80::1' is no host name or IPv4 address"),
-        ("-oProxyCommand=true slots=2", "is no host name"),
-        ("\ufeffthree slots=2", "is no host name"),
-    ],
-)
-def test_a_bad_line_of_a_hostfile_is_told_with_its_number(line, told):
-    """What DeepSpeed refuses, and what it takes for something else; lines around it are still read."""
-    hosts, mistakes = parse_hostfile(f"one slots=2\n\n{line}\nann@two slots=2\n")
-    assert len(mistakes) == 1
-    assert mistakes[0].startswith("line 3: ")
-    assert told in mistakes[0]
-    assert {ONE, TWO} <= set(hosts)
-
-
-def test_all_mistakes_of_a_hostfile_are_told_at_once(tmp_path):
-    """One a line; none is lost behind the first."""
-    path = tmp_path / "hosts"
-    path.write_text("one\ntwo slots=0\nthree slots=2\nthree slots=2\n")
-    with pytest.raises(ValueError) as caught:
-        read_hostfile(path)
-    assert [line.split(":")[0] for line in str(caught.value).split("\n")] == ["line 1", "line 2", "line 4"]
-
-
-@pytest.mark.parametrize("content", [None, b"", b"# nothing\n", b"\xff\xfe\x00 slots=1\n"])
-def test_a_hostfile_that_names_no_host_is_a_mistake(tmp_path, content):
-    """Missing, empty, only comments, not text: never an empty list, with which DeepSpeed would train locally."""
-    path = tmp_path / "hosts"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"no file|no host|as text"):
-        read_hostfile(path)
-
-
-@given(st.text())
-def test_any_text_is_a_hostfile_or_has_mistakes(text):
-    """No other error, and every host that is found can stand in a command without being taken for a flag."""
-    hosts, mistakes = parse_hostfile(text)
-    assert all(mistake.startswith("line ") for mistake in mistakes)
-    assert all(host.slots > 0 and not host.name.startswith("-") and " " not in host.name for host in hosts)
-
-
-def test_the_example_hostfile_is_a_good_one():
-    """launch/hostfile.example can be copied and changed."""
-    assert len(read_hostfile(ROOT / "launch" / "hostfile.example")) == 2
-
-
-def test_a_good_environment_file():
-    """NAME=VALUE, blanks around the equals sign, more of them in the value."""
-    assert parse_environment("PATH=/a/b:$PATH\nA = b=c d\n") == ({"PATH": "/a/b:$PATH", "A": "b=c d"}, [])
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("", "line 2 is blank"),
-        ("  ", "line 2 is blank"),
-        ("# B=1", "line 2 is a comment"),
-        ("B", "is not of the form NAME=VALUE"),
-        ("export B=1", "is not of the form NAME=VALUE"),
-        ('B="1"', "holds a quote"),
-        ("B=`id`", "holds a quote"),
-    ],
-)
-def test_a_bad_line_of_an_environment_file_is_told_with_its_number(line, told):
-    """The lines that DeepSpeed stops at, and those that it sends to the hosts' shells to be misread."""
-    values, mistakes = parse_environment(f"A=1\n{line}\nC=3\n")
-    assert values == {"A": "1", "C": "3"}
-    assert len(mistakes) == 1
-    assert told in mistakes[0]
-
-
-def test_what_deepspeed_exports_is_exported():
-    """Some of the shell's variables, the project first on PYTHONPATH, the file's; $PATH there is the remote one."""
-    shell = {"PYTHONPATH": "/x", "UCX_TLS": "tcp", "SECRET": "s", "PYTHONUNBUFFERED": "1"}
-    values = exports(shell, {"PATH": "/v/bin:$PATH", "A": "b c"}, "/project")
-    assert values == {
-        "UCX_TLS": "tcp",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": "/project:/x",
-        "PATH": "/v/bin:$PATH",
-        "A": "b c",
-    }
-    script = " ".join(export_commands(values)) + ' echo "$PATH|$A|$PYTHONPATH"'
-    done = subprocess.run(["bash", "-c", script], env={"PATH": "/bin"}, capture_output=True, text=True)
-    assert done.stdout == "/v/bin:/bin|b c|/project:/x\n"
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -356,20 +250,82 @@ def test_every_kind_of_ssh_failure_is_told_and_what_needs_it_is_skipped(ask, tmp
 
 def test_one_host_needs_no_ssh(ask):
     """localhost alone: every check up to an all-reduce of one, through no ssh; that DeepSpeed wants it is a warning."""
-    port = str(_free_port())
-    code, found = ask("localhost slots=2\n", "--master_port", port)
+    code, found = ask("localhost slots=2\n", "--master_port", str(free_port()))
     assert [row for row in found if row["result"] == "FAILED"] == []
     assert code == 0
     assert found[-1]["check"] == "all-reduce"
     assert "gloo" in found[-1]["found"] or "nccl" in found[-1]["found"]
 
 
-def _free_port() -> int:
-    import socket
+@pytest.mark.parametrize("hostfile", [None, "three slots=x\n"])
+def test_a_wrong_hostfile_is_a_users_mistake(tmp_path, capsys, hostfile):
+    """Exit code 2, as for all that the user wrote, and a row that tells it."""
+    path = tmp_path / "hosts"
+    if hostfile:
+        path.write_text(hostfile)
+    assert doctor_command(["--hostfile", str(path), "--json"]) == 2
+    assert [row["check"] for row in json.loads(capsys.readouterr().out) if row["result"] == "FAILED"] == ["hostfile"]
 
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+
+@pytest.mark.parametrize("place", ["a" * 300, "file/out"])
+def test_an_output_folder_that_cannot_be_is_told(ask, tmp_path, place):
+    """A name too long for a file system, or a path through a file: a row, no traceback."""
+    (tmp_path / "file").write_text("")
+    code, found = ask("localhost slots=1\n", "--output_dir", str(tmp_path / place), "--master_port", str(free_port()))
+    assert code == 1
+    told = [row["found"] for row in found if row["check"] == "output folder" and row["result"] == "FAILED"]
+    assert any(re.search("cannot be written here: (File name too long|Not a directory)", text) for text in told)
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 70, "\udcff"])
+def test_what_is_no_name_has_no_address(name):
+    """Python refuses to look it up at all."""
+    assert doctor_probe.resolve(name) is None
+
+
+def remote(*ssh: str) -> Remote:
+    """Hosts behind a command in place of ssh."""
+    return Remote(str(ROOT), sys.executable, {}, ssh, 20)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "told"),
+    [
+        (("bash", "-c", "exec <&-; echo early >&2; echo 'the last word' >&2; exit 255"), "the last word"),
+        (("/no/such/ssh",), "No such file"),
+    ],
+)
+def test_an_ssh_that_ends_at_once_while_a_port_is_tried_is_told(ssh, told):
+    """Its own last line; the callers are not started."""
+    reply, calls = remote(*ssh).while_listening(ONE, free_port(), 1, lambda: pytest.fail("called"))
+    assert told in reply.error
+    assert calls is None
+
+
+def test_a_login_may_print_what_is_no_utf_8():
+    """Before the answer, in its place, or as an error: it is read all the same."""
+    noisy = remote("bash", "-c", 'printf "gr\\xfc\\xdf\\n"; printf "\\xfc\\n" >&2; exec bash -c "$1"')
+    assert noisy.probe(ONE, "facts", project=str(ROOT)).value["python"]
+    silent = remote("bash", "-c", 'printf "no \\xfc\\n" >&2; exit 255')
+    assert silent.probe(ONE, "facts").error == "no \ufffd"
+    assert silent.ready(ONE) == "no \ufffd"
+
+
+def test_a_path_that_needs_quotes_is_a_fault():
+    """DeepSpeed writes it without."""
+    assert path_row(["/a/b-c_d", "/v/bin/python3.11"]).result == "ok"
+    row = path_row(["/a/b c", "/v/bin/python"])
+    assert row.result == "FAILED"
+    assert "'/a/b c'" in row.found
+    assert "without blanks" in row.cure
+
+
+def test_a_row_shows_no_secret_and_steers_no_terminal():
+    """Whatever a host says."""
+    row = shown(Row("ssh", "one", "FAILED", "\x1b[31mred\r api_key=hunter2\nnext", "https://ann:hunter2@two/"))
+    assert "hunter2" not in row.found + row.cure
+    assert row.found.startswith("?[31mred? api_key=")
+    assert row.found.endswith("\nnext")
 
 
 def test_the_doctor_loads_no_torch():

@@ -17,9 +17,10 @@ from forked_ranks import ForkServer
 from interrupting import status_of
 from killing import alike, arguments, finish, kill_often, resumed_at, trained, write
 
-from ds_trainer.checkpoint import Checkpoints
+from ds_trainer.checkpoint import Checkpoints, step_of
+from ds_trainer.checkpoint_files import MARKER, Writes, checked_sums
 
-EVERY, STEPS = 4, 30
+EVERY, STEPS = 4, 40
 ENDLESS = ("--set", "phases.prune.max_steps=5000")
 
 
@@ -73,7 +74,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, whole, output, number):
     """Exit code 5 on both, the step is saved though no save was due, it is said; --resume ends as if uninterrupted."""
-    run = server.run(2, output, *words, "--resume")
+    run = server.run(2, output, *words, "--resume", "--set", "phases.prune.save_steps=0")
     run.wait_until(lambda: trained(output) >= 6)
     os.kill(run.pids[number == signal.SIGTERM], number)
     assert run.codes() == [5, 5]
@@ -81,14 +82,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, 
     assert (status["state"], status["exit_code"]) == ("stopped", 5)
     assert number.name in status["message"]
     newest = Checkpoints(output).all()[-1]
-    assert run.text.splitlines()[-1] == f"stopped: {newest} is saved; --resume goes on from it, in phase prune"
+    assert f"\nstopped: {newest} is saved; --resume goes on from it, in phase prune\n" in run.text
     again = finish(server, output, words)
-    assert resumed_at(again) == trained_in(newest)
+    assert resumed_at(again) == step_of(newest)
     assert alike(output, whole)
-
-
-def trained_in(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def test_a_second_signal_ends_at_once(server, words, output):
@@ -114,7 +111,8 @@ def test_a_killed_rank_is_named_by_the_other(server, words, output, lost):
     assert sorted(run.codes()) == [-signal.SIGKILL, 4]
     assert f"error: rank {lost} (host " in run.text
     assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
-    assert "--resume goes on from it" in run.text.splitlines()[-1]
+    assert "\nfailed: " in run.text
+    assert "--resume goes on from it" in run.text
     assert (status_of(output)["state"], status_of(output)["exit_code"]) == ("failed", 4)
 
 
@@ -191,23 +189,31 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(server, words, whole, output
     there is room."""
     place = small_disk / "out"
     shutil.copytree(output, place)
-    run = server.run(2, place, *words, "--resume", "--set", "phases.prune.save_total_limit=1")
-    run.wait_until(lambda: (place / "checkpoint-4").is_dir())
+    size = sum(file.stat().st_size for file in Checkpoints(whole).all()[-1].rglob("*"))
     ballast = place.parent / "ballast"
-    usage = shutil.disk_usage(place)
-    ballast.write_bytes(b"0" * max(0, usage.free - 150_000))
-    run.wait_until(lambda: "could not be written" in run.text)
-    assert Checkpoints(place).all() != []
+    ballast.write_bytes(b"0" * (shutil.disk_usage(place).free - int(1.6 * size)))  # room for one, and not for two
+    run = server.run(2, place, *words, "--resume", "--set", "phases.prune.save_total_limit=1")
+    assert run.wait_until(lambda: "could not be written" in run.text)
+    assert Checkpoints(place).newest() is not None
     ballast.unlink()
     assert run.codes() == [0, 0], run.text[-3000:]
     assert "No space left on device" in run.text
     assert alike(place, whole)
 
 
+def states(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("*optim_states.pt"))
+
+
 DAMAGES = {
-    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "changed": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
-    "gone": lambda file: file.unlink(),
+    "cut": lambda place: os.truncate(states(place), states(place).stat().st_size // 2),
+    "changed": lambda place: states(place).write_bytes(b"x" + states(place).read_bytes()[1:]),
+    "gone": lambda place: states(place).unlink(),
+    "an empty list": lambda place: (place / MARKER).write_text("{}"),
+    "no list": lambda place: (place / MARKER).write_text('{"files": [1]}'),
+    "another step in the list": lambda place: (place / MARKER).write_text(
+        (place / MARKER).read_text().replace('"examples": ', '"examples": 1')
+    ),
 }
 
 
@@ -217,12 +223,17 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     before, newest = Checkpoints(folder).all()[-2:]
-    DAMAGES[damage](next(newest.glob("*optim_states.pt")))
-    found = Checkpoints(folder).newest()
+    DAMAGES[damage](newest)
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    found = Checkpoints(folder, keep=1).newest()
     assert found is not None
     assert found[0] == before
+    Checkpoints(folder, keep=1).drop_oldest()
+    assert Checkpoints(folder).all() == [before], "the last whole one stays, whatever is damaged"
+    assert (folder / f"damaged-{step_of(newest)}").is_dir()
     with pytest.raises(ValueError, match="is damaged"):
-        Checkpoints(folder).newest(newest)
+        Checkpoints(again).newest(again / newest.name)
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(server, words, whole, tmp_path):
@@ -232,10 +243,11 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(se
     for name in ("all_results.json", "train_results.json", "eval_results.json"):
         (folder / name).write_text(json.dumps({"finetune": json.loads((whole / name).read_text())["finetune"]}))
     before, newest = Checkpoints(folder).all()[-2:]
-    DAMAGES["cut"](newest / "mp_rank_00_model_states.pt")
-    run = finish(server, folder, words)
+    os.truncate(newest / "mp_rank_00_model_states.pt", 1000)
+    run = server.run(2, folder, *words, "--resume")
+    assert run.codes() == [0, 0], run.text[-3000:]
     assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
-    assert resumed_at(run) == trained_in(before)
+    assert resumed_at(run) == step_of(before)
     assert Checkpoints(folder).newest()[0] == newest
     assert alike(folder, whole)
 
@@ -247,8 +259,8 @@ def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_pa
     oldest, *later = Checkpoints(folder).all()
     run = server.run(2, folder, *words, "--resume", str(oldest))
     assert run.codes() == [0, 0], run.text[-3000:]
-    assert resumed_at(run) == trained_in(oldest)
-    assert {path.name for path in folder.glob("superseded-*")} == {f"superseded-{trained_in(path)}" for path in later}
+    assert resumed_at(run) == step_of(oldest)
+    assert {path.name for path in folder.glob("superseded-*")} == {f"superseded-{step_of(path)}" for path in later}
     assert alike(folder, whole)
 
 
@@ -300,9 +312,65 @@ def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
     run = server.run(2, tmp_path / "out", "--recipe", str(file), "--set", "report=false", *sets)
     assert run.codes() == [0, 0], run.text[-3000:]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
-    scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r and r["step"] < 16}
+    scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r}
     worst = min(scores, key=lambda step: scores[step])
+    assert list(scores) == [4, 8, 12, 16]
     assert {path.name for path in Checkpoints(tmp_path / "out").all()} == {f"checkpoint-{worst}", "checkpoint-16"}
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())["finetune"]
     assert results["train"]["steps"] == worst
     assert results["eval"]["accuracy"] == scores[worst]
+
+
+def test_going_back_to_an_earlier_phase_does_the_later_ones_again(server, words, whole, tmp_path):
+    """They start from another model now: their old checkpoints are put aside, and not gone on from."""
+    saving = ("--set", "phases.finetune.save_steps=2")
+    finish(server, tmp_path / "out", [*words, *saving])
+    run = server.run(2, tmp_path / "out", *words, *saving, "--resume", str(tmp_path / "out/finetune/checkpoint-2"))
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert "finetune: resumed from " in run.text
+    assert resumed_at(run) == 0
+    assert any((tmp_path / "out").glob("superseded-*"))
+    assert alike(tmp_path / "out", whole)
+
+
+def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
+    """Two epochs of 240 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
+    epochs = ("--set", "phases.prune.max_steps=null", "--set", "phases.prune.num_train_epochs=2")
+    smaller = ("--set", "phases.prune.train_batch_size=8")
+    stops = []
+    for more, until in ((epochs, 5), ((*epochs, *smaller), 12)):
+        run = server.run(2, output, *words, *more, "--resume")
+        run.wait_until(lambda step=until: trained(output) >= step)
+        os.kill(run.pids[0], signal.SIGTERM)
+        assert run.codes() == [5, 5], run.text[-3000:]
+        stops.append(step_of(Checkpoints(output).all()[-1]))
+    last = server.run(2, output, *words, *epochs, *smaller, "--resume")
+    assert last.codes() == [0, 0], last.text[-3000:]
+    steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
+    assert steps == stops[0] + (480 - 16 * stops[0]) // 8
+    assert "train_batch_size was 16 up to step" in run.text
+
+
+def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):
+    """Another seed or another technique would mean other examples and other weights: exit code 2, all named at once."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    (folder / "all_results.json").write_text("{}")
+    saved = [path.name for path in Checkpoints(folder).all()]
+    (folder / "finetune" / "model").rename(folder / "finetune" / "kept")
+    shutil.copytree(folder / "finetune" / "kept", folder / "finetune" / "model")
+    results = json.loads((whole / "all_results.json").read_text())
+    (folder / "all_results.json").write_text(json.dumps({"finetune": results["finetune"]}))
+    run = server.run(2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null")
+    assert run.codes() == [2, 2], run.text[-3000:]
+    assert "was written with the seed 42, and this run has 7" in run.text
+    assert "with the techniques ['distill', 'prune'], and this run has ['prune']" in run.text
+    assert [path.name for path in Checkpoints(folder).all()] == saved
+
+
+def test_a_file_that_not_all_hosts_see_is_no_part_of_a_checkpoint(tmp_path):
+    """What a rank has written and another does not find is told, with what to do."""
+    writes = Writes()
+    writes.paths.append(tmp_path / "of_another_host.pt")
+    with pytest.raises(OSError, match="all hosts must share the output folder"):
+        checked_sums(tmp_path, writes)

@@ -19,6 +19,8 @@ LAYERS = [
     {
         "engine",
         "numerics",
+        "checkpoint_files",
+        "run_status",
         "export",
         "checkpoint",
         "report",
@@ -51,7 +53,6 @@ LAYERS = [
         "squad_file",
         "lm_text",
         "run_folder",
-        "run_status",
         "model_folder",
         "write_places",
         "debugging",

@@ -268,3 +268,18 @@ def test_soft_mask_counts_open_gates():
     mask = OpenGates(1)(scores)
     assert isinstance(mask, SoftMask)
     assert mask.kept == int((hard_concrete(scores, None) > 0).sum())
+
+
+def test_an_evaluation_sees_the_weights_of_today():
+    """The masked weight that an evaluation keeps is not used by the next, though nothing was planned in between."""
+    layer, hidden = make_layer(), torch.randn(3, 24)
+    layer.plan(KeepShare(0.5))
+    for mode in (True, False, True):
+        layer.train(mode)
+        with torch.set_grad_enabled(mode):
+            layer(hidden)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        layer.eval()
+        expected = F.linear(hidden, layer.find_mask().times(layer.weight, layer.scores()), layer.bias)
+        assert torch.equal(layer(hidden), expected)

@@ -188,6 +188,7 @@ class MaskedLinear(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled():
             return F.linear(hidden, _as_linear(self._evaluation_weight(), self.plain), self.bias)
+        self.evaluation_weight = None  # this forward is of weights that will change
         how = (self.find_mask(), self.penalty_kind, self.plain)
         out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, *how)
         self.penalty = penalty if self.penalty_kind else None

@@ -147,7 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
         with record_of(plan) as record, StopRequests() as stop:
-            record.open(0)
+            record.open(0, 0)
             value, seconds, other = ratio(Loop(plan, record, stop).steps, BareLoop(plan).steps, ROUNDS, WARMUP)
     print(f"loop {seconds / LOG_EVERY:.4f} s, bare {other / LOG_EVERY:.4f} s a step of {ROWS} examples")
     report(Figure("loop_overhead", value, 1.02))
