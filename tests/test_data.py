@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -261,3 +262,21 @@ def test_two_ranks_share_a_cache_and_fail_together(tmp_path: Path) -> None:
         assert said.splitlines() == expected
     built = sorted(path.name.removeprefix("built-") for path in tmp_path.glob("built-*"))
     assert built == ["bad-0", "elsewhere-0", "elsewhere-1", "elsewhere-bad-0", "elsewhere-bad-1", "good-0"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(1, 60),
+    order=st.integers(1, 20),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=30),
+    seed=st.integers(0, 5),
+)
+def test_batches_of_any_sizes_visit_the_same_examples_in_the_same_order(n, order, sizes, seed):
+    """However the batch size changes on the way, nothing is left out or seen twice; of the plan's own they are steps."""
+    plan = BatchPlan(np.random.default_rng(seed).integers(1, 30, n), order, seed)
+    ends = np.cumsum([0, *sizes])
+    parts = [plan.between(int(start), int(end)) for start, end in pairwise(ends)]
+    steps = np.concatenate([plan.indices(step) for step in range(-(-int(ends[-1]) // order))])
+    assert [len(part) for part in parts] == sizes
+    assert np.array_equal(np.concatenate(parts), steps[: ends[-1]])
+    assert np.array_equal(plan.between(2 * order, 3 * order), plan.indices(2))
