@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from ds_trainer.model_folder import Held
+from ds_trainer.whole_file import memory
 
 _SLACK = Held(tensors=1000, numbers=10_000_000)
 """What a model has beyond its folder's weights: a new head, weights that are tied, buffers."""
@@ -49,7 +49,7 @@ def most_allocated(source: str, held: Held | None) -> Iterator[None]:
 
     That is how transformers builds what it loads. Its parameters and buffers are counted as they come.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most_bytes = memory()
     built = {"tensors": 0, "numbers": 0}
 
     def count(_: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
@@ -68,10 +68,10 @@ def most_allocated(source: str, held: Held | None) -> Iterator[None]:
                 f"the config of {source} asks for {built['numbers']:,} numbers up to {name}, and its weights are "
                 f"{held.numbers:,}: they do not belong together"
             )
-        if built["numbers"] * 4 > memory:
+        if built["numbers"] * 4 > most_bytes:
             raise _TooLargeError(
                 f"the config of {source} asks for more than {built['numbers'] * 4 >> 30:,} GiB in fp32, and this host "
-                f"has {memory >> 30:,}: take a smaller model"
+                f"has {most_bytes >> 30:,}: take a smaller model"
             )
 
     hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]

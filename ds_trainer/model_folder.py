@@ -192,17 +192,30 @@ def _config_mistakes(folder: Path, config: Mapping[str, Any], trust: Trust) -> I
 
 def _check_weights(folder: Path, trust: Trust) -> None:
     """Refuse a folder without weights that may be read; ValueError."""
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise ValueError(
+            f"the model folder {folder} holds an adapter (adapter_config.json): merge the adapter into its model "
+            f"first, and give the folder of the merged model"
+        )
     if any(re.match(r"shard-\d{5}-model-", path.name) for path in folder.glob("shard-*")):
         raise ValueError(f"the model folder {folder} holds a distributed checkpoint: save it as {_SAFE}")
     if not has_safetensors(folder) and not trust.allow_pickle:
-        pickles = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
-        found = (
-            f"found: {pickles}, which are pickles: convert them, or give --allow_pickle" if pickles else "it has none"
+        raise ValueError(
+            f"the model folder {folder} has no .safetensors weights of a known name ({_found_instead(folder)})"
         )
-        raise ValueError(f"the model folder {folder} has no .safetensors weights ({found})")
     for path in _weight_files(folder):
         if path.suffix == ".safetensors":
             tensor_shapes(path)
+
+
+def _found_instead(folder: Path) -> str:
+    """What a folder without `_SAFE` has of weights, in words."""
+    pickles = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
+    if pickles:
+        return f"found: {pickles}, which are pickles: convert them, or give --allow_pickle"
+    names = {path.name for path in folder.glob("*.safetensors")} - {"exit_heads.safetensors"}
+    others = ", ".join(sorted(names)[:3])
+    return f"found: {others}, which transformers does not look for: rename the one to read" if others else "it has none"
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -132,8 +132,8 @@ class Phase(Strict):
         for name, weight in asked.items():
             if loss and loss.get(name, weight) != weight:
                 raise ValueError(
-                    f"loss[{name!r}] is {loss[name]}, and the techniques say {weight} (final_lambda and the alpha_* "
-                    f"are names of loss weights): write only one of them"
+                    f"loss[{name!r}] is {shown(loss[name])}, and the techniques say {shown(weight)} (final_lambda and "
+                    f"the alpha_* are names of loss weights): write only one of them"
                 )
         table = ({"task": 1.0} if loss is None else loss) | asked
         exits = (data.get("techniques") or {}).get("exits")

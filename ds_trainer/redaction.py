@@ -10,6 +10,8 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 HIDDEN = "REDACTED"
@@ -21,16 +23,24 @@ _TOKENS = re.compile(r"(?:^|_)(?:api|auth|access|bearer|hf|hub)_?tokens(?:_|$)")
 _OF_TEXTS = frozenset(("pad", "bos", "eos", "unk", "sep", "cls", "mask", "special", "image", "audio", "video"))
 """Tokens of these kinds are words to a model: `pad_token` is no secret."""
 
-_LOGIN = re.compile(r"""(\bhttps?://)[^\s/"']+@|(\b[a-z][a-z0-9+.-]*://)[^\s/:@"']*:[^\s/"']+@""", re.IGNORECASE)
-_IN_JSON = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:\s*)("(?:[^"\\]|\\.)*"|[-\w.+]+)')
-_TOLD = re.compile(
-    r"""([\w.*-]*\w)( is )("(?:[^"\\]|\\.)*"|'[^']*'|[\[{].*?[\]}](?=[:;,]|$)|[^\s"'\[{:;,]+(?=[:;,]))"""
+_LOGIN = re.compile(
+    r"""(?:(?<=http)|(?<=https))://[^\s/"']+@|(?<=[a-z0-9+.-])://[^\s/:@"']*:[^\s/"']+@""", re.IGNORECASE
 )
-"""As this library's own messages show a value."""
+_MAYBE_SECRET = re.compile(r"passw|passphrase|secret|credential|key|token", re.IGNORECASE)
+# Each of these begins at one character, and names are looked for backwards or are bounded: linear in any text.
+_JSON_KEY = re.compile(r'"((?:[^"\\]|\\.){0,100})"\s{0,20}:\s{0,20}(?=["\w.+-])')
+_IS = re.compile(r"(?<=\w) is ")
+_EQUALS = re.compile(r"(?<=\w)=")
+_NAME_BACKWARDS = re.compile(r"[\w.*-]*")
+_MOST_OF_A_NAME = 200
+_CLOSED_BRACKETS = re.compile(r"[\]}](?=[:;,]|$)", re.MULTILINE)
+_STRINGS = {'"': re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL), "'": re.compile(r"'[^']*'")}
+_JSON_WORD = re.compile(r"[-\w.+]*")
+_TOLD_WORD = re.compile(r"""[^\s"'\[{:;,]+(?=[:;,])""")
+_ASSIGNED_WORD = re.compile(r"""[^\s&"',;]+""")
 _OF_SERVICES = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|glpat-[\w-]{20,})")
 _LEAST_LENGTH = 8
 """Of a variable's value that is looked for: shorter ones are words."""
-_ASSIGNED = re.compile(r"""([\w.*-]*\w)=("[^"]*"|'[^']*'|[^\s&"',;]+)""")
 
 
 def redacted(value: Any) -> Any:
@@ -94,15 +104,71 @@ def _text(text: str) -> str:
     for value in _of_environment():
         text = text.replace(value, HIDDEN)
     text = _OF_SERVICES.sub(HIDDEN, text)
-    text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
-    text = _IN_JSON.sub(
-        lambda found: f'"{found[1]}"{found[2]}"{HIDDEN}"' if _is_secret(found[1]) else found[0],
-        text,
-    )
-    text = _TOLD.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_path(found[1]) else found[0], text)
-    return _ASSIGNED.sub(lambda found: f"{found[1]}={HIDDEN}" if _is_secret_path(found[1]) else found[0], text)
+    text = _LOGIN.sub(f"://{HIDDEN}@", text)
+    if not _MAYBE_SECRET.search(text):
+        return text
+    text = _hidden_after(_JSON_KEY, lambda found: _is_secret(found[1]), _end_in_json, f'"{HIDDEN}"', text)
+    text = _hidden_after(_IS, _is_secret_before, _end_of_told, HIDDEN, text)
+    return _hidden_after(_EQUALS, _is_secret_before, _end_of_assigned, HIDDEN, text)
 
 
+def _hidden_after(
+    mark: re.Pattern[str],
+    is_secret: Callable[[re.Match[str]], bool],
+    end: Callable[[str, int], int],
+    instead: str,
+    text: str,
+) -> str:
+    """The text with something instead of each value that follows on the mark of a secret, up to its `end`."""
+    parts, done, at = [], 0, 0
+    while found := mark.search(text, at):
+        at = found.end()
+        if is_secret(found) and (stop := end(text, at)) > at:
+            parts += [text[done:at], instead]
+            done = at = stop
+    return "".join([*parts, text[done:]])
+
+
+def _is_secret_before(found: re.Match[str]) -> bool:
+    """Whether the name that ends where the mark begins is that of a secret; of a long one, its end."""
+    before = found.string[max(0, found.start() - _MOST_OF_A_NAME) : found.start()]
+    name = _NAME_BACKWARDS.match(before[::-1])
+    return name is not None and _is_secret_path(name[0][::-1])
+
+
+def _end_in_json(text: str, at: int) -> int:
+    return _end_of_string(text, at, len(text)) if text[at] == '"' else _end_of(_JSON_WORD, text, at)
+
+
+def _end_of_told(text: str, at: int) -> int:
+    """As this library's own messages show a value: JSON, or one word, with what ends a clause behind it."""
+    newline = text.find("\n", at)
+    line_end = len(text) if newline < 0 else newline
+    first = text[at : at + 1]
+    if first in _STRINGS:
+        return _end_of_string(text, at, line_end)
+    if first in ("[", "{"):
+        closed = _CLOSED_BRACKETS.search(text, at, line_end)
+        return closed.end() if closed else line_end
+    return _end_of(_TOLD_WORD, text, at)
+
+
+def _end_of_assigned(text: str, at: int) -> int:
+    return _end_of_string(text, at, len(text)) if text[at : at + 1] in _STRINGS else _end_of(_ASSIGNED_WORD, text, at)
+
+
+def _end_of_string(text: str, at: int, otherwise: int) -> int:
+    """Where the string that begins here ends; `otherwise` where it is not closed, as in a text that was cut."""
+    closed = _STRINGS[text[at]].match(text, at)
+    return closed.end() if closed else otherwise
+
+
+def _end_of(word: re.Pattern[str], text: str, at: int) -> int:
+    found = word.match(text, at)
+    return found.end() if found else at
+
+
+@lru_cache(1024)
 def _is_secret_path(path: str) -> bool:
     return any(map(_is_secret, path.split(".")))
 

@@ -56,7 +56,7 @@ class Classifier:
         self.tokenizer = load_tokenizer(folder)
         pad_token_id(self.tokenizer)  # a tokenizer without one is given one
         plain = self.model.model if isinstance(self.model, EarlyExitModel) else self.model
-        check_fits(plain, len(self.tokenizer), max_seq_length)
+        check_fits(plain, self.tokenizer, max_seq_length)
         self.max_batch_size, self.max_seq_length = max_batch_size, max_seq_length
         self._inputs = input_names(config, CLASSIFIER)
         self._tokenizing = threading.Lock()  # truncation is a state of the tokenizer

@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.messages import cut, kind_of, listed, quoted
-from ds_trainer.whole_file import TOO_LONG, check_file, read_file
+from ds_trainer.whole_file import TOO_LONG, check_file, most_held, read_file
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 _MOST_OF_A_START = 2**26
+_BYTES_OF_A_RECORD = 400
+"""What Python takes for a record of two short fields, by experiment."""
+_ROWS_AT_ONCE = 1024
+_TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
+"""Arrow's types of which a value is of any length."""
 
 
 class Record(NamedTuple):
@@ -238,14 +243,53 @@ def _parquet_columns(path: Path, form: FileForm) -> Any:
 
 def _parquet(path: Path, form: FileForm) -> Iterator[Record]:
     import pyarrow
+    from pyarrow import parquet
 
+    found = _parquet_columns(path, form)
+    _check_rows(path, found.metadata.num_rows)
+    columns = list(form.wanted)
+    # a text that stands in the file once, for many rows, is held once: its copies are counted before they are made
+    texts = [name for name in columns if str(found.schema_arrow.field(name).type) in _TEXTS]
+    line, held = 0, 0
     try:
-        records = _parquet_columns(path, form).read(columns=list(form.wanted)).to_pylist()
+        file = parquet.ParquetFile(path, read_dictionary=texts)
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
+            held += batch.num_rows * _BYTES_OF_A_RECORD + sum(map(_bytes_of, batch.columns))
+            if held > most_held():
+                raise _TooMuchError(line + batch.num_rows)
+            for record in batch.to_pylist():
+                line += 1
+                yield Record(line, record)
+    except _TooMuchError as error:
+        raise ValueError(
+            f"{path}: its first {error.args[0]:,} rows take {held:,} bytes, and {most_held():,} are the most that this "
+            f"host's memory allows: take fewer rows, or shorter texts"
+        ) from None
     # a text that is not UTF-8, a time before the year 1 or in no known zone
     except (OSError, UnicodeDecodeError, OverflowError, KeyError, pyarrow.ArrowException) as error:
         raise _no_parquet(path, error) from None
-    for line, record in enumerate(records, 1):
-        yield Record(line, record)
+
+
+class _TooMuchError(Exception):
+    """So many rows are more than can be held."""
+
+
+def _check_rows(path: Path, rows: int) -> None:
+    most = most_held() // _BYTES_OF_A_RECORD
+    if rows > most:
+        raise ValueError(
+            f"{path} has {rows:,} rows, and {most:,} are the most that this host's memory allows: take fewer"
+        )
+
+
+def _bytes_of(column: Any) -> int:
+    """Of a column's values, once each is an object of its own."""
+    from pyarrow import compute, types
+
+    if types.is_dictionary(column.type) and str(column.type.value_type) in _TEXTS:
+        lengths = compute.binary_length(column.dictionary)
+        return compute.sum(compute.cast(lengths, "int64").take(column.indices)).as_py() or 0
+    return column.nbytes
 
 
 def _no_parquet(path: Path, error: Exception) -> ValueError:

@@ -10,12 +10,15 @@ from typing import Any
 
 TOO_LONG = "a number has thousands of digits"
 """The one fault of sound JSON that Python does not read, beside nesting."""
+_GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of the second and the first version of control groups, as a container sees its own."""
+_SHARE_OF_A_FILE = 8
 
 
 def read_file(path: Path, said: str | None = None, most: int | None = None) -> bytes:
     """The bytes of a regular file; else a ValueError, which begins with `said`, by default the path.
 
-    `most` are the bytes that such a file can have; by default what the memory holds.
+    `most` are the bytes that such a file can have; by default `most_held`.
     """
     check_file(path, said, most)
     try:
@@ -24,6 +27,24 @@ def read_file(path: Path, said: str | None = None, most: int | None = None) -> b
         raise ValueError(f"{said or path} cannot be read: {error.strerror}") from None
     except MemoryError:
         raise ValueError(f"{said or path} has {os.path.getsize(path):,} bytes: more than there is memory for") from None
+
+
+def memory() -> int:
+    """The bytes of memory that this process can have: the host's, or those of its control group, if these are fewer."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([host, *filter(None, map(_group_limit, _GROUP_LIMITS))])
+
+
+def _group_limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return None
+
+
+def most_held() -> int:
+    """The bytes that what is read of one file may take: of text, Python's objects take several times as many."""
+    return memory() // _SHARE_OF_A_FILE
 
 
 def read_value(path: Path) -> Any:
@@ -57,6 +78,6 @@ def check_file(path: Path, said: str | None = None, most: int | None = None) -> 
         raise ValueError(f"{said} is a folder: name the file in it")
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{said} is a pipe or a device: name a file, every rank reads it")
-    most = most or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = most or most_held()
     if found.st_size > most:
         raise ValueError(f"{said} has {found.st_size:,} bytes, and such a file is read whole: {most:,} are the most")

@@ -119,13 +119,19 @@ def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None
         mistakes.append(
             f"--output_file: {output_file} is a folder: name a file in it, e.g. {output_file / 'scores.json'}"
         )
-    elif output_file and not os.path.isdir(output_file.absolute().parent):
-        mistakes.append(f"--output_file: the folder {output_file.absolute().parent} does not exist")
+    elif output_file:
+        parent = output_file.absolute().parent
+        if not os.path.isdir(parent):
+            mistakes.append(f"--output_file: the folder {parent} does not exist")
+        elif not os.access(output_file if os.path.exists(output_file) else parent, os.W_OK):
+            mistakes.append(f"--output_file: {output_file} cannot be written: give another, or change its permissions")
     if predictions_dir:
         above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
         there = next(path for path in above if os.path.exists(path))
         if not there.is_dir():
             mistakes.append(f"--predictions_dir: {there} is a file: name a folder")
+        elif not os.access(there, os.W_OK):
+            mistakes.append(f"--predictions_dir: {there} cannot be written to: give another folder")
     return mistakes
 
 

@@ -272,7 +272,7 @@ def test_two_ranks_share_a_cache_and_fail_together(tmp_path: Path) -> None:
     seed=st.integers(0, 5),
 )
 def test_batches_of_any_sizes_visit_the_same_examples_in_the_same_order(n, order, sizes, seed):
-    """However the batch size changes on the way, nothing is left out or seen twice; of the plan's own they are steps."""
+    """However the batch size changes on the way, none is left out or seen twice; by the plan's own they are steps."""
     plan = BatchPlan(np.random.default_rng(seed).integers(1, 30, n), order, seed)
     ends = np.cumsum([0, *sizes])
     parts = [plan.between(int(start), int(end)) for start, end in pairwise(ends)]

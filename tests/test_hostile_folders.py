@@ -5,32 +5,48 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launching import ROOT
+from peak_memory import takes_less_than
 from safetensors.torch import load_file, save_file
+from spoiling import (
+    INDEX,
+    WEIGHTS,
+    Spoil,
+    cut,
+    drop,
+    edit,
+    entry,
+    header,
+    index_of,
+    link,
+    pipe,
+    put,
+    reshaped,
+    sparse,
+    table,
+)
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import ds_trainer
 from ds_trainer.command import run_command
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.models import create_folder, save_folder, train_tokenizer
-from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.serving import Classifier
+from ds_trainer.tasks.pretrained import CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.techniques.exit_heads import new_heads, save_heads
 
 SECONDS = 60
 MEBIBYTES = 700
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-Spoil = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +69,12 @@ def good(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def bounds() -> Iterator[None]:
     """No test here may hang or take much memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"no answer in {SECONDS} s"))
     signal.alarm(SECONDS)
-    yield
+    with takes_less_than(MEBIBYTES):
+        yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, previous)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEBIBYTES * 1024
 
 
 def copied(good: Path, target: Path, kind: str = "bert") -> Path:
@@ -80,82 +95,6 @@ def refusal(folder: Path, capfd, **permitted: bool) -> str:
     message = error[error.index("error: ") :]
     assert len(message) < 1500
     return message
-
-
-def edit(name: str, **fields: Any) -> Spoil:
-    """Change fields of a JSON file; None removes one."""
-
-    def spoil(folder: Path) -> None:
-        value = json.loads((folder / name).read_text()) | fields
-        (folder / name).write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
-
-    return spoil
-
-
-def put(name: str, text: str | bytes) -> Spoil:
-    return lambda folder: (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-
-
-def drop(pattern: str) -> Spoil:
-    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
-
-
-def index_of(*names: Any) -> Spoil:
-    """An index in place of the weights."""
-
-    def spoil(folder: Path) -> None:
-        keys = list(load_file(folder / WEIGHTS))
-        (folder / WEIGHTS).unlink()
-        chosen = {key: names[number % len(names)] for number, key in enumerate(keys)}
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": chosen}))
-
-    return spoil
-
-
-def cut(name: str, share: float) -> Spoil:
-    return lambda folder: os.truncate(folder / name, int((folder / name).stat().st_size * share))
-
-
-def header(change: Callable[[dict[str, Any]], Any], name: str = WEIGHTS) -> Spoil:
-    """Change the header of a safetensors file."""
-
-    def spoil(folder: Path) -> None:
-        raw = (folder / name).read_bytes()
-        length = struct.unpack("<Q", raw[:8])[0]
-        value = change(json.loads(raw[8 : 8 + length]))
-        text = value if isinstance(value, bytes) else json.dumps(value).encode()
-        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-    return spoil
-
-
-def entry(**fields: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda value: value | {"classifier.bias": value["classifier.bias"] | fields}
-
-
-def pipe(name: str) -> Spoil:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return spoil
-
-
-def link(name: str, target: str) -> Spoil:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return spoil
-
-
-def sparse(name: str, size: int) -> Spoil:
-    return lambda folder: (open(folder / name, "ab").close(), os.truncate(folder / name, size))
-
-
-def reshaped(folder: Path) -> None:
-    weights = load_file(folder / WEIGHTS)
-    save_file({name: torch.cat([w, w]) for name, w in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -207,14 +146,14 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
         "do not fit its config.json",
     ),
     "config of a class of no model": (edit("config.json", architectures=["Trainer"]), "holds no trained"),
-    "config of odd architectures": (edit("config.json", architectures=[["x"]]), ""),
+    "config of odd architectures": (edit("config.json", architectures=[["x"]]), "architectures is no list of names"),
     "config with no heads": (edit("config.json", num_attention_heads=0), "ZeroDivisionError"),
     "config with heads that do not divide": (edit("config.json", num_attention_heads=3), "not a multiple"),
-    "config with a negative size": (edit("config.json", hidden_size=-16), ""),
+    "config with a negative size": (edit("config.json", hidden_size=-16), "negative dimension"),
     "config with another activation": (edit("config.json", hidden_act="os.system"), "KeyError"),
     "config with a kernel": (edit("config.json", attn_implementation="evil/kernel"), "code of its own"),
     "config with a hidden kernel": (edit("config.json", _attn_implementation={"": "evil/kernel"}), "code of its own"),
-    "config with an odd dtype": (edit("config.json", dtype="system"), ""),
+    "config with an odd dtype": (edit("config.json", dtype="system"), "has no attribute 'system'"),
     "config of 10**7 by 10**6": (
         edit("config.json", hidden_size=10**7, num_hidden_layers=10**6, intermediate_size=10**7),
         "they do not belong together",
@@ -223,7 +162,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "config of 10**12 layers": (edit("config.json", num_hidden_layers=10**12), "is that of no model"),
     "config of 10**9 labels": (edit("config.json", num_labels=10**9, id2label=None), "is that of no model"),
     "config of 10**9 words": (edit("config.json", vocab_size=10**9), "they do not belong together"),
-    "config of 10**30 words": (edit("config.json", vocab_size=10**30), ""),
+    "config of 10**30 words": (edit("config.json", vocab_size=10**30), "cannot be loaded"),
     "config of 10**12 positions": (edit("config.json", max_position_embeddings=10**12), "do not belong together"),
     "pipe as config": (pipe("config.json"), "config.json is neither a file nor a folder"),
     "pipe as tokenizer": (pipe("tokenizer.json"), "tokenizer.json is neither a file nor a folder"),
@@ -246,6 +185,14 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
         ),
         "no tokenizer that transformers can load",
     ),
+    "a model without token types": (table("token_type_embeddings", "type_vocab_size", 0), "cannot be run"),
+    "a model without positions": (table("position_embeddings", "max_position_embeddings", 0), "cannot be run"),
+    "a model of two positions": (table("position_embeddings", "max_position_embeddings", 2), "cannot be run"),
+    "weights of another name": (
+        lambda f: (f / WEIGHTS).rename(f / "model.fp16.safetensors"),
+        "found: model.fp16.safetensors, which transformers does not look for",
+    ),
+    "an adapter": (put("adapter_config.json", "{}"), "merge the adapter"),
     "exits broken": (put("exits.json", "{"), "is not JSON"),
     "exits of another form": (put("exits.json", '{"layers": 5}'), "layers"),
     "exits beyond the model": (edit("exits.json", layers=[1, 9]), "and the model has 3"),
@@ -267,6 +214,28 @@ def test_a_hostile_folder_is_refused_in_words(case, good, tmp_path, capfd):
     folder = copied(good, tmp_path)
     spoil(folder)
     assert words in refusal(folder, capfd)
+
+
+def test_a_tokens_id_beyond_the_embeddings_is_refused(good, tmp_path):
+    """Of a tokenizer with as many tokens as the model embeds, one of them with a huge id."""
+    folder = copied(good, tmp_path)
+    value = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = value["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 10**6
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(ValueError, match="the tokenizer's largest token id is 1000000 and the model embeds"):
+        Classifier(str(folder), 4, 16)
+
+
+def test_that_a_model_runs_is_seen_without_a_trace(good):
+    """Neither a random number is drawn, nor the model's mode changed."""
+    before = torch.get_rng_state()
+    load_with_head(good / "bert", CLASSIFIER)
+    torch.rand(1)
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize(

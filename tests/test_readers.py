@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from peak_memory import takes_less_than
 
+from ds_trainer import whole_file
 from ds_trainer.readers import GLUE, HubSource, TextRow, check_data_files, is_regression, row_source
 from ds_trainer.recipe import TextSpec
 
@@ -122,6 +124,39 @@ def test_parquet_files_are_read_with_integer_labels(tmp_path: Path) -> None:
     spec = text_spec(tmp_path, "a.parquet")
     assert check_data_files(spec) == []
     assert [row.label for row in row_source(spec).rows("train").rows] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "words"),
+    [("x", 3_000_000, r"has 3,000,000 rows, and 335,544 are the most"), ("x" * 10**6, 5000, r"rows take [\d,]+ bytes")],
+)
+def test_a_small_parquet_file_of_more_rows_than_memory_is_refused(text, rows, words, tmp_path, monkeypatch) -> None:
+    """By the number of its rows, or by the characters that they are once read; little is allocated before."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr("ds_trainer.whole_file.memory", lambda: 2**30)
+    path = tmp_path / "a.parquet"
+    one = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    pq.write_table(pa.table({"text": one, "label": one}), path, store_schema=False, row_group_size=rows)
+    assert path.stat().st_size < 200_000
+    with takes_less_than(256), pytest.raises(ValueError, match=words):
+        row_source(text_spec(tmp_path, "a.parquet")).rows("train")
+
+
+def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
+    """Where it is less than the host's; "max" is none."""
+    monkeypatch.setattr(whole_file, "_GROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))
+    (tmp_path / "limit").write_text("max\n")
+    host = whole_file.memory()
+    (tmp_path / "limit").write_text("800\n")
+    assert (whole_file.memory(), whole_file.most_held()) == (800, 100)
+    (tmp_path / "limit").write_text(f"{2 * host}\n")
+    assert whole_file.memory() == host
+    (tmp_path / "limit").write_text("800\n")
+    (tmp_path / "a.csv").write_text("text,label\n" + "a,1\n" * 25)
+    with pytest.raises(ValueError, match=r"a\.csv has 111 bytes.* 100 are the most"):
+        row_source(text_spec(tmp_path, "a.csv")).rows("train")
 
 
 BROKEN = {

@@ -180,6 +180,8 @@ def test_a_loss_table_and_alphas_must_agree():
     message = mistakes_of(data)
     assert "0.9" in message
     assert "is 2" in message
+    data["phases"][0]["loss"]["distill.logits"] = "x" * 30_000
+    assert len(mistakes_of(data)) < 500
     data = with_distill()
     data["phases"][0]["loss"] = {"task": 1, "distill.hidden": 3}
     assert parse_recipe(data).phases[0].techniques.distill.terms == ["hidden"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_text_that_is_no_json_is_searched_too():
     """A file cut short, and an address with a query."""
     assert "hush" not in redacted('{"a": {"api_key": "hush\\"hush", "b": ["password=hush", "https://x/?token=hush&n=1"')
     assert redacted("https://host:80/a@b, git@host:x.git") == "https://host:80/a@b, git@host:x.git"
+
+
+@pytest.mark.parametrize(
+    "unit", ["x", "a.", "a is {", "token is {", "k=", "token='", '\\"', '"k":"', "http://", "a:", "AB"]
+)
+def test_a_long_text_takes_no_longer_than_it_is_long(unit):
+    """Many of any unit, in seconds; and a secret behind it is hidden, unless what holds it is already."""
+    before = time.perf_counter()
+    text = redacted(unit * 2 * 10**5 + "\napi_key=hush a.token is hush: b")
+    assert "hush" not in text
+    assert time.perf_counter() - before < 10
+
+
+def test_a_secret_is_hidden_whatever_stands_before_it():
+    """A name of any length, a string that is not closed, an assignment in another one."""
+    assert redacted("x." * 5000 + "token=hush") == "x." * 5000 + f"token={HIDDEN}"
+    assert redacted("y" * 5000 + "-api_key is hush:") == "y" * 5000 + f"-api_key is {HIDDEN}:"
+    assert redacted('comet.api_key is "hush...: write text\nnext') == f"comet.api_key is {HIDDEN}\nnext"
+    assert redacted("env=HF_TOKEN=hush") == f"env=HF_TOKEN={HIDDEN}"
 
 
 @pytest.mark.parametrize(

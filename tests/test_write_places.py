@@ -21,6 +21,7 @@ from ds_trainer.write_places import (
     environment_of,
     output_place_mistakes,
     placed_engine_file,
+    result_place_mistakes,
 )
 
 
@@ -191,6 +192,20 @@ def test_a_recipes_output_folder_is_its_own(tmp_path):
         assert output_place_mistakes(tmp_path / name, True) == []
     assert "holds something else" in output_place_mistakes(tmp_path / "thesis", True)[0]
     assert output_place_mistakes(tmp_path / "thesis", False) == []
+
+
+def test_results_are_not_worked_for_where_they_cannot_be_written(tmp_path, monkeypatch):
+    """Told before: a folder without permission, also of one that is to be made in it, and a file without."""
+    assert result_place_mistakes(tmp_path / "scores.json", tmp_path / "a/b") == []
+    (tmp_path / "old.json").write_text("")
+    closed = {tmp_path, tmp_path / "old.json"}  # not by permissions: the superuser needs none
+    monkeypatch.setattr("ds_trainer.write_places.os.access", lambda path, _: Path(path) not in closed)
+    for name in ("scores.json", "old.json"):
+        (mistake,) = result_place_mistakes(tmp_path / name, None)
+        assert "--output_file" in mistake
+        assert "cannot be written" in mistake
+    (mistake,) = result_place_mistakes(None, tmp_path / "a/b")
+    assert f"--predictions_dir: {tmp_path} cannot be written to" in mistake
 
 
 @pytest.fixture

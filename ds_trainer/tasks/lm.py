@@ -84,7 +84,7 @@ class LmTask(Task):
         A forward of four tokens tells whether it can, and for "clm" whether it is causal: ValueError where not.
         """
         model = load_with_head(folder, self.head)
-        check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        check_fits(model, self.tokenizer, self.spec.max_seq_length)
         model = take_head_positions(model)
         before, after = _before_the_last(model, self._ordinary())
         if self.spec.name == "clm":

@@ -35,6 +35,8 @@ from ds_trainer.loading import most_allocated, told
 from ds_trainer.model_folder import config_mistakes, folder_mistakes, has_safetensors, held_weights, text_mistakes
 from ds_trainer.trust import trust_in_force
 
+_NOT_OF_ANY_TEXT = ("big_bird", "bigbird_pegasus", "canine", "funnel", "longformer")
+"""Models that fail at a text of two tokens, or are set to another kind of attention by it for good."""
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -165,7 +167,32 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
         check_head_is_whole(source, model, info)
     else:
         distributed.info(f"{source}: a new head; the model is no {kind.name}")
+    _check_runs(source, model, kind)
     return model
+
+
+@torch.no_grad()
+def _check_runs(source: str | Path, model: Any, kind: HeadKind) -> None:
+    """Refuse a model whose weights fit its config, and which fails at any input all the same."""
+    if model.config.model_type in _NOT_OF_ANY_TEXT:
+        return
+    was_training = model.training
+    model.eval()
+    # an end of text, which encoder-decoders look for to pool it
+    end = getattr(model.config, "eos_token_id", None)
+    tokens = torch.tensor([[0, end if isinstance(end, int) and 0 <= end < _embedded(model) else 0]])
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    names = input_names(model.config, kind)
+    with torch.random.fork_rng(devices=[]):  # Reformer's attention draws numbers outside of training, too
+        told(
+            f"the model of {source} cannot be run",
+            lambda: model(**{name: value for name, value in given.items() if name in names}),
+        )
+    model.train(was_training)
+
+
+def _embedded(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def load_trained(source: str | Path) -> Any:
@@ -208,15 +235,17 @@ def _new_weights(info: dict[str, Any]) -> list[str]:
     return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
 
 
-def check_fits(model: Any, vocabulary: int, max_seq_length: int) -> None:
+def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
     """Refuse sequences longer than the model has positions for, and tokens it has no embedding for."""
     positions = _positions(model)
     if positions is not None and max_seq_length > positions:
         raise ValueError(f"max_seq_length is {max_seq_length}, and the model has {positions} positions: lower it")
-    embeddings = model.get_input_embeddings().num_embeddings
-    if vocabulary > embeddings:
+    embeddings = _embedded(model)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= embeddings:
         raise ValueError(
-            f"the tokenizer has {vocabulary} tokens and the model embeds {embeddings}: they do not belong together"
+            f"the tokenizer's largest token id is {largest} and the model embeds {embeddings} tokens, from 0: they do "
+            f"not belong together"
         )
 
 

@@ -90,7 +90,7 @@ class SquadTask(Task):
 
     def build_model(self, folder: str | Path) -> nn.Module:
         model: nn.Module = load_with_head(folder, ANSWERER)
-        check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        check_fits(model, self.tokenizer, self.spec.max_seq_length)
         return model
 
     def questions(self, split: str) -> list[Question]:

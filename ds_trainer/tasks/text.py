@@ -80,7 +80,7 @@ class TextTask(Task):
         A head of other classes is replaced by a new one, which is logged.
         """
         model = text_model.load_model(folder, self.label_names, self._pad_token_id)
-        check_fits(model, len(self.tokenizer), self.spec.max_seq_length)
+        check_fits(model, self.tokenizer, self.spec.max_seq_length)
         return model
 
     def check_trained(self, folder: str | Path) -> None:
