@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import logging
 import os
@@ -88,10 +89,30 @@ def start(timeout: int = TIMEOUT) -> None:
         keep_freed_memory()
     if not torch.distributed.is_initialized():
         _describe_lone_process()
+        _clear_stale_builds()
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
         deepspeed.init_distributed(verbose=False, timeout=seconds)
+
+
+def _clear_stale_builds() -> None:
+    """Remove the locks of a process that was killed while it compiled DeepSpeed's kernels: torch would wait for ever.
+
+    Every process of ours holds a shared lock on the folder of compiled kernels as long as it lives; where nobody does,
+    nobody compiles.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    with contextlib.suppress(OSError):
+        root.mkdir(parents=True, exist_ok=True)
+        held = os.open(root / ".ds_trainer.lock", os.O_RDWR | os.O_CREAT)  # until the process ends
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+                lock.unlink(missing_ok=True)
+        fcntl.flock(held, fcntl.LOCK_SH)
 
 
 def stop() -> None:

@@ -67,10 +67,14 @@ class ForkServer:
             text=True,
         )
         self.ports: list[int] = []
+        self.pids: list[int] = []
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
+        for pid in self.pids:  # of a test that failed
+            if _state(pid) not in ("", "Z"):
+                os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
         for port in self.ports:
@@ -90,11 +94,13 @@ class ForkServer:
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
         self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
-        return ForkedRanks(self, self._answer(), log, output)
+        self.pids = self._answer()
+        return ForkedRanks(self, self.pids, log, output)
 
     def codes(self) -> list[int]:
         self._ask("codes")
-        return self._answer()
+        codes, self.pids = self._answer(), []
+        return codes
 
     def _ask(self, request) -> None:
         self.process.stdin.write(json.dumps(request) + "\n")

@@ -253,3 +253,4 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[-2]), json.loads(sys.argv[-1]))
+    distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end

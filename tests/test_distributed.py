@@ -1,0 +1,18 @@
+"""What a rank does before it meets the others."""
+
+from __future__ import annotations
+
+from ds_trainer import distributed
+
+
+def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+    """torch waits for a lock for ever; whoever may compile holds another, which goes with the process."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    distributed._clear_stale_builds()
+    assert not lock.exists()
+    lock.touch()
+    distributed._clear_stale_builds()  # this process lives, and may be the one that compiles
+    assert lock.exists()
