@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,7 +100,8 @@ def test_the_restart_loop_goes_on_until_the_run_is_finished(words, whole, tmp_pa
         ["bash", "launch/restart.sh", "3", str(output), *deepspeed, "launch/train.py", *files], output
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "restart: attempt 1 of 3 ended with 247, the run is failed" in done.stdout
+    # whichever of the two dead ranks the launcher looks at first: the killed one, or the one that names it
+    assert re.search(r"restart: attempt 1 of 3 ended with (247|4), the run is failed", done.stdout), done.stdout[-4000:]
     assert f"{PHASE}: resumed from {output / f'checkpoint-{EVERY}'}" in done.stdout
     assert alike(output, whole)
 
