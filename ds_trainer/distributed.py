@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from ds_trainer import attempts
+
 if TYPE_CHECKING:
     import torch
 
@@ -93,7 +95,8 @@ def start(timeout: int = TIMEOUT) -> None:
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
-        deepspeed.init_distributed(verbose=False, timeout=seconds)
+        attempts.register()
+        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
 
 
 def _clear_stale_builds() -> None:

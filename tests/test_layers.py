@@ -71,6 +71,7 @@ LAYERS = [
     {"fields", "failures", "launcher", "rank_watch", "stopping", "trust", "messages", "whole_file"},
     {"schedules"},
     {"distributed"},
+    {"attempts"},
 ]
 # What checks a command, and all below it, is loaded before torch.
 BEFORE_TORCH = tuple(sorted(set().union(*LAYERS[LAYERS.index({"command"}) :])))
