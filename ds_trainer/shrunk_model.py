@@ -133,6 +133,8 @@ def out_features(linear: Any) -> int:
 class Constant(nn.Module):
     """What a linear layer gives that has no inputs left: its bias, for every token."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, features: int, bias: bool) -> None:
         super().__init__()
         self.features = features
