@@ -105,15 +105,15 @@ def _clear_stale_builds() -> None:
     Every process of ours holds a shared lock on the folder of compiled kernels as long as it lives; where nobody does,
     nobody compiles.
     """
-    from torch.utils.cpp_extension import get_default_build_root
+    from torch.utils.cpp_extension import _get_build_directory
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     with contextlib.suppress(OSError):
-        root.mkdir(parents=True, exist_ok=True)
-        held = os.open(root / ".ds_trainer.lock", os.O_RDWR | os.O_CREAT)  # until the process ends
+        # torch's own word for where it builds: one lock a folder, whether it is the default one or named by the user
+        own = Path(_get_build_directory("ds_trainer", verbose=False))
+        held = os.open(own / "users", os.O_RDWR | os.O_CREAT)  # until the process ends
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+            for lock in own.parent.glob("*/lock"):
                 lock.unlink(missing_ok=True)
         fcntl.flock(held, fcntl.LOCK_SH)
 

@@ -16,3 +16,16 @@ def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_no
     lock.touch()
     distributed._clear_stale_builds()  # this process lives, and may be the one that compiles
     assert lock.exists()
+
+
+def test_the_default_folder_is_the_same_where_a_variable_names_it(tmp_path, monkeypatch):
+    """A process that finds it by the variable leaves the locks of one that finds it by default."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    distributed._clear_stale_builds()
+    lock = next(tmp_path.glob("torch_extensions/*/ds_trainer")).with_name("deepspeed_shm_comm") / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent.parent))
+    distributed._clear_stale_builds()
+    assert lock.exists()
