@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from ds_trainer import distributed
 from ds_trainer.data import spread
+from ds_trainer.export_command import COMPACT_FILE
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.early_exit import with_exits
 from ds_trainer.techniques.exit_heads import has_exits
@@ -28,7 +29,7 @@ _EXAMPLES = 64
 _SECONDS = 60.0
 """Of measuring, for all models and batch sizes together."""
 _ROUNDS = 5
-_FOR_P95 = 20
+FOR_P95 = 20
 """Of fewer calls, the 95th percentile is the slowest one."""
 _SAME_DATA = ("name", "data_dir", "dataset")
 """Fields of a task's spec: where they are the same, so are the texts."""
@@ -43,8 +44,8 @@ class Subject:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Of the weights: all `.safetensors` of a model folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Of the weights: all `.safetensors` of a model folder, but for the compact form of the same weights."""
+    return sum(path.stat().st_size for path in _weight_files(folder))
 
 
 def compare(subjects: Mapping[str, Subject]) -> dict[str, dict[str, Any]]:
@@ -60,39 +61,44 @@ def compare(subjects: Mapping[str, Subject]) -> dict[str, dict[str, Any]]:
         name: {"size": {"bytes": bytes_on_disk(subject.folder)}} for name, subject in subjects.items()
     }
     alike = _of_the_last_task(subjects)
-    if not _fit([subject.folder for subject in alike.values()]):
+    if not fit([subject.folder for subject in alike.values()]):
         distributed.info("latency: the run's models together are too large to be measured side by side")
         return found
     ways = {name: _ways(subject) for name, subject in alike.items()}
     end = time.perf_counter() + _SECONDS
     for left, size in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
         runs = {
-            (name, way): [_forward(model, batch) for batch in batches]
+            (name, way): [_forward(model, batch) for batch in texts]
             for name, models in ways.items()
-            for batches in [_batches(alike[name].task, size)]
+            for texts in [batches(alike[name].task, size)]
             for way, model in models.items()
         }
         for (name, way), times in in_turns(runs, (end - time.perf_counter()) / left).items():
             if times:
-                found[name].setdefault(way, {})[f"batch_{size}"] = _summary(times)
+                found[name].setdefault(way, {})[f"batch_{size}"] = summary(times)
                 found[name]["measured_on"] = _conditions(alike[name].task)
     return found
 
 
-def in_turns(runs: Mapping[Any, Sequence[Callable[[], object]]], limit: float) -> dict[Any, list[float]]:
+def in_turns(
+    runs: Mapping[Any, Sequence[Callable[[], object]]],
+    limit: float,
+    device: torch.device | None = None,
+    calls: int = FOR_P95,
+) -> dict[Any, list[float]]:
     """Seconds of the calls of each run, all runs in turns, call by call: what disturbs the machine disturbs all alike.
 
-    After one call of each to warm up, five rounds or 20 calls, unless `limit`, in seconds, is over: it is looked at
-    before every call, and a run that did not come to its turn has no times.
+    After one call of each to warm up, five rounds or so many `calls`, unless `limit`, in seconds, is over: it is looked
+    at before every call, and a run that did not come to its turn has no times. `device`: this rank's unless told.
     """
-    device, end = distributed.device(), time.perf_counter() + limit
+    device, end = device or distributed.device(), time.perf_counter() + limit
     times: dict[Any, list[float]] = {key: [] for key in runs}
-    rounds = max([_ROUNDS, *(math.ceil(_FOR_P95 / len(calls)) for calls in runs.values() if calls)])
-    warm_up = [(None, calls[0]) for calls in runs.values() if calls]
+    rounds = max([_ROUNDS, *(math.ceil(calls / len(run)) for run in runs.values() if run)])
+    warm_up = [(None, run[0]) for run in runs.values() if run]
     turns = [
         (key, call)
-        for calls in zip_longest(*runs.values())
-        for key, call in zip(runs, calls, strict=True)
+        for one_of_each in zip_longest(*runs.values())
+        for key, call in zip(runs, one_of_each, strict=True)
         if call is not None
     ]
     for key, call in [*warm_up, *turns * rounds]:
@@ -102,6 +108,33 @@ def in_turns(runs: Mapping[Any, Sequence[Callable[[], object]]], limit: float) -
         if key is not None:
             times[key].append(taken)
     return times
+
+
+def fit(folders: Sequence[Path], device: torch.device | None = None) -> bool:
+    """Whether the weights of all, in fp32, take at most a quarter of the memory that is left, on host and device.
+
+    The device is this rank's unless told.
+    """
+    room, device = [_available_bytes()], device or distributed.device()
+    if device.type == "cuda":
+        room.append(torch.cuda.mem_get_info(device)[0])
+    return 4 * sum(map(_parameters, folders)) <= min(room) / 4
+
+
+def batches(task: Task, size: int) -> list[Batch]:
+    """Whole batches of the chosen examples; what is left over is no measure of this size."""
+    examples, chosen = task.examples(task.splits[0]), _chosen(task)
+    parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
+    return [task.collate(examples, part).to(distributed.device()) for part in parts]
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Of times in seconds: median, calls and, where they are not too few for it, the 95th percentile."""
+    ordered = sorted(times)
+    found = {"median_ms": 1e3 * statistics.median(ordered), "calls": len(ordered)}
+    if len(ordered) >= FOR_P95:
+        found["p95_ms"] = 1e3 * ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return found
 
 
 def _of_the_last_task(subjects: Mapping[str, Subject]) -> dict[str, Subject]:
@@ -114,21 +147,17 @@ def _of_the_last_task(subjects: Mapping[str, Subject]) -> dict[str, Subject]:
     return {name: subject for name, subject in subjects.items() if [data(subject)] == last}
 
 
-def _fit(folders: Sequence[Path]) -> bool:
-    """Whether the weights of all, in fp32, take at most a quarter of the memory that is left, on host and device."""
-    room = [_available_bytes()]
-    if distributed.device().type == "cuda":
-        room.append(torch.cuda.mem_get_info(distributed.device())[0])
-    return 4 * sum(map(_parameters, folders)) <= min(room) / 4
-
-
 def _parameters(folder: Path) -> int:
     """How many weights a folder holds; only the headers of its files are read, as their types differ in bytes."""
     count = 0
-    for path in folder.glob("*.safetensors"):
+    for path in _weight_files(folder):
         with safe_open(path, framework="pt") as tensors:
             count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return count
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.safetensors") if path.name != COMPACT_FILE]
 
 
 def _available_bytes() -> int:
@@ -158,13 +187,6 @@ def _chosen(task: Task) -> list[int]:
     return list(spread(len(task.examples(task.splits[0])), _EXAMPLES))
 
 
-def _batches(task: Task, size: int) -> list[Batch]:
-    """Whole batches of the chosen examples; what is left over is no measure of this size."""
-    examples, chosen = task.examples(task.splits[0]), _chosen(task)
-    parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
-    return [task.collate(examples, part).to(distributed.device()) for part in parts]
-
-
 def _forward(model: Any, batch: Batch) -> Callable[[], object]:
     def run() -> None:
         with torch.inference_mode():
@@ -182,11 +204,3 @@ def _conditions(task: Task) -> dict[str, Any]:
         "examples": len(chosen),
         "mean_tokens": float(task.examples(task.splits[0]).lengths[chosen].mean()),
     }
-
-
-def _summary(times: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    found = {"median_ms": 1e3 * statistics.median(ordered), "calls": len(ordered)}
-    if len(ordered) >= _FOR_P95:
-        found["p95_ms"] = 1e3 * ordered[math.ceil(0.95 * len(ordered)) - 1]
-    return found

@@ -49,32 +49,68 @@ def most_allocated(source: str, held: Held | None) -> Iterator[None]:
 
     That is how transformers builds what it loads. Its parameters and buffers are counted as they come.
     """
-    most_bytes = memory()
-    built = {"tensors": 0, "numbers": 0}
+    numbers, most_bytes = 0, memory()
 
-    def count(_: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is None or not tensor.is_meta:
-            return
-        built["tensors"] += 1
-        built["numbers"] += tensor.numel()
-        most = min(_MOST_TENSORS, 3 * held.tensors + _SLACK.tensors) if held else _MOST_TENSORS
-        if built["tensors"] > most:
+    def count(name: str, tensor: torch.Tensor) -> None:
+        nonlocal numbers
+        numbers += tensor.numel()
+        _check_numbers(source, held, most_bytes, numbers, f" up to {name}")
+
+    with _most_tensors(source, held), _each_built(count):
+        yield
+
+
+def check_cut(source: str, held: Held | None, build: Callable[[], nn.Module]) -> None:
+    """As `most_allocated`, of a model that is built whole and then cut: what counts is what is left of it.
+
+    Builds it once, without memory. Raises what `told` tells.
+    """
+    with _most_tensors(source, held), torch.device("meta"):
+        model = build()
+    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    _check_numbers(source, held, memory(), numbers, "")
+
+
+@contextlib.contextmanager
+def _most_tensors(source: str, held: Held | None) -> Iterator[None]:
+    most = min(_MOST_TENSORS, 3 * held.tensors + _SLACK.tensors) if held else _MOST_TENSORS
+    tensors = 0
+
+    def count(name: str, tensor: torch.Tensor) -> None:
+        nonlocal tensors
+        tensors += 1
+        if tensors > most:
             raise _TooLargeError(
                 f"the config of {source} asks for more than {most:,} tensors"
                 + (f", and its weights are {held.tensors:,}: they do not belong together" if held else ": lower it")
             )
-        if held and built["numbers"] > 3 * held.numbers + _SLACK.numbers:
-            raise _TooLargeError(
-                f"the config of {source} asks for {built['numbers']:,} numbers up to {name}, and its weights are "
-                f"{held.numbers:,}: they do not belong together"
-            )
-        if built["numbers"] * 4 > most_bytes:
-            raise _TooLargeError(
-                f"the config of {source} asks for more than {built['numbers'] * 4 >> 30:,} GiB in fp32, and this host "
-                f"has {most_bytes >> 30:,}: take a smaller model"
-            )
 
-    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    with _each_built(count):
+        yield
+
+
+def _check_numbers(source: str, held: Held | None, most_bytes: int, numbers: int, where: str) -> None:
+    if held and numbers > 3 * held.numbers + _SLACK.numbers:
+        raise _TooLargeError(
+            f"the config of {source} asks for {numbers:,} numbers{where}, and its weights are {held.numbers:,}: they "
+            f"do not belong together"
+        )
+    if numbers * 4 > most_bytes:
+        raise _TooLargeError(
+            f"the config of {source} asks for more than {numbers * 4 >> 30:,} GiB in fp32, and this host has "
+            f"{most_bytes >> 30:,}: take a smaller model"
+        )
+
+
+@contextlib.contextmanager
+def _each_built(count: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, call `count` with the name and values of what is registered on the "meta" device, buffers too."""
+
+    def of_meta(_: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and tensor.is_meta:
+            count(name, tensor)
+
+    hooks = [register_module_parameter_registration_hook(of_meta), register_module_buffer_registration_hook(of_meta)]
     try:
         yield
     finally:

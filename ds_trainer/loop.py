@@ -15,7 +15,7 @@ from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
-from ds_trainer.export import export
+from ds_trainer.export import as_it_is, cut_where_empty, export
 from ds_trainer.failures import NonFiniteLossError, StoppedError
 from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
@@ -23,6 +23,7 @@ from ds_trainer.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.recipe import Phase, Techniques
 from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
+from ds_trainer.shrink import check_known
 from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
@@ -63,6 +64,8 @@ class PhasePlan:
         torch.manual_seed(self.clock.seed)
         techniques = build_techniques(self.techniques, self.clock, self.task)
         model = self.task.build_model(self.source)
+        if self.phase.shrink:
+            check_known(model)
         for technique in techniques:
             model = technique.attach(model)
         return model, techniques
@@ -105,7 +108,8 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
     for technique in training.techniques:
         technique.stop()
-    results |= export(training.engine, plan.build, plan.task, training.step, plan.folder / "model")
+    change = cut_where_empty if plan.phase.shrink else as_it_is
+    results |= export(training.engine, plan.build, plan.task, training.step, plan.folder / "model", change)
     engine.stop_engine(training.engine)
     return results
 

@@ -153,6 +153,23 @@ def size_mistakes(config: Any, where: str) -> Iterator[str]:
             yield f"{where}: {path} is {shown}, which is that of no model: at most {_MOST_OF_A_COUNT:,}"
 
 
+def shrunk_mistakes(config: Mapping[str, Any], where: str) -> Iterator[str]:
+    """What is wrong with the sizes of layers that were cut, as far as their form tells; no more than one."""
+    sizes = config.get("shrunk")
+    if sizes is None:
+        return
+    lists = [sizes.get(name) for name in ("heads", "neurons")] if isinstance(sizes, dict) else [None]
+    if not all(_is_list_of_counts(values) for values in lists) or len({len(values or ()) for values in lists}) > 1:
+        yield (
+            f'{where}: shrunk must be {{"heads": [...], "neurons": [...]}}, whole numbers from 0, one of each a layer: '
+            f"take the config that was written with the model"
+        )
+
+
+def _is_list_of_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST_OF_A_COUNT for value in values)
+
+
 def _file_mistakes(folder: Path) -> Iterator[str]:
     """Entries of the folder that cannot be files of a model; a pipe would be waited for without an end."""
     try:
@@ -179,6 +196,7 @@ def _file_mistakes(folder: Path) -> Iterator[str]:
 def _config_mistakes(folder: Path, config: Mapping[str, Any], trust: Trust) -> Iterator[str]:
     where = f"the config of {folder}"
     yield from size_mistakes(config, where)
+    yield from shrunk_mistakes(config, where)
     for path, value in _leaves(config):
         if set(path.split(".")) & _KERNELS and "/" in str(value) and not trust.trust_remote_code:
             yield f"{where}: {path} is {str(value)[:60]!r}, code of its own: remove it, or give --trust_remote_code"

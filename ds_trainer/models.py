@@ -6,11 +6,12 @@ No model code is copied: what is done to a model is done to the modules that `tr
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.loading import most_allocated, told
 from ds_trainer.messages import quoted
 from ds_trainer.model_folder import size_mistakes
+from ds_trainer.shrunk_model import FIELD, layers_of, sizes_of, whole_class
 from ds_trainer.sources import content_hash
 
 AnyLinear: TypeAlias = nn.Linear | Conv1D
@@ -29,18 +31,13 @@ AnyLinear: TypeAlias = nn.Linear | Conv1D
 
 
 def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's layers by name, first to last: the longest `nn.ModuleList` of one class."""
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-    }
-    if not lists:
+    """The model's layers by name, first to last: the longest `nn.ModuleList` of one class. ValueError without one."""
+    layers = layers_of(model)
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no list of equal layers: it is not a transformer this library knows"
         )
-    name = max(lists, key=lambda key: len(lists[key]))
-    return {f"{name}.{index}": layer for index, layer in enumerate(lists[name])}
+    return layers
 
 
 def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, AnyLinear]:
@@ -48,19 +45,14 @@ def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> 
 
     Embeddings, pooler and heads are never among them. A pattern that matches none is a ValueError.
     """
-    found = {
-        f"{prefix}.{name}": module
-        for prefix, layer in encoder_layers(model).items()
-        for name, module in layer.named_modules()
-        if isinstance(module, AnyLinear)
-    }
+    found = _linears(model)
     if not found:
         raise ValueError(f"the layers of {type(model).__name__} hold no linear layer: there is nothing to mask")
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
                 f'modules: "{pattern}" matches no linear layer of the encoder. Those of the first layer are: '
-                + ", ".join(list(found)[: len(found) // len(encoder_layers(model))])
+                + ", ".join(_of_one_layer(model, found))
             )
     if patterns is None:
         return found
@@ -105,22 +97,37 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     """Remaining (non-zero) and total weights of each linear layer of the encoder, of the encoder, of the model.
 
     The encoder counts the matrices of its linear layers, as papers on pruning do; the model counts every parameter.
+    Of a model whose config has `shrunk`: also the `sizes` of its layers, and the totals `before` it was cut.
     """
-    layers = {name: _kept(linear.weight) for name, linear in encoder_linears(model).items()}
-    total: Counter[str] = Counter()
-    for counts in layers.values():
-        total.update(counts)
+    layers = {name: _kept(linear.weight) for name, linear in _linears(model).items()}
+    total: Counter[str] = Counter(kept=0, total=0)
+    for of_layer in layers.values():
+        total.update(of_layer)
     everything: Counter[str] = Counter()
     for parameter in model.parameters():
         everything.update(_kept(parameter))
-    return {"layers": layers, "encoder": dict(total), "model": dict(everything)}
+    counts: dict[str, Any] = {"layers": layers, "encoder": dict(total), "model": dict(everything)}
+    if getattr(getattr(model, "config", None), FIELD, None):
+        counts |= {"sizes": sizes_of(model), "before": whole_totals(model)}
+    return counts
+
+
+def whole_totals(model: Any) -> dict[str, int]:
+    """Weights of the encoder's linear layers and of the model, zeros too; of a shrunk model those before its cut."""
+    if getattr(model.config, FIELD, None):
+        config = copy.deepcopy(model.config)
+        delattr(config, FIELD)
+        with torch.device("meta"):
+            model = whole_class(model)(config)
+    encoder = sum(linear.weight.numel() for linear in _linears(model).values())
+    return {"encoder": encoder, "model": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path], None] = lambda _: None) -> None:
     """Write a `transformers` folder (safetensors): aside, then finished, then put in its place file by file.
 
-    Files of other names that are in the folder stay there. `finish`, given the folder aside, may add to it and check
-    it: if it raises, nothing changes.
+    A shrunk model brings the code that its `auto_map` names. Files of other names that are in the folder stay there.
+    `finish`, given the folder aside, may add to it and check it: if it raises, nothing changes.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -159,6 +166,8 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
             f"config: model_type {quoted(kind)} is unknown" + (f': did you mean "{near[0]}"?' if near else "")
         )
     mistakes = [*size_mistakes(config, "config")]
+    if FIELD in config:
+        mistakes.append(f"config: {FIELD} is written where a trained model is cut: a new one is whole, remove it")
     if mistakes:
         raise ValueError("\n".join(mistakes))
     fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}
@@ -209,6 +218,21 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, lowercase: bool) -> A
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **{f"{name}_token": token for name, token in special.items()},
     )
+
+
+def _linears(model: nn.Module) -> dict[str, AnyLinear]:
+    return {
+        f"{prefix}.{name}": module
+        for prefix, layer in encoder_layers(model).items()
+        for name, module in layer.named_modules()
+        if isinstance(module, AnyLinear)
+    }
+
+
+def _of_one_layer(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the first layer that has any."""
+    of_layers = ([name for name in names if name.startswith(f"{layer}.")] for layer in encoder_layers(model))
+    return next(filter(None, of_layers), [])
 
 
 def _kept(weight: Tensor) -> dict[str, int]:

@@ -121,6 +121,7 @@ class Phase(Strict):
     )
     greater_is_better: bool = Field(True, description="whether more of that metric is better")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
+    shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ds_trainer import distributed
 from ds_trainer.failures import NonFiniteLossError
-from ds_trainer.run_files import OF_ONE_EXIT
+from ds_trainer.run_files import OF_ONE_EXIT, encoder_weights
 from ds_trainer.tasks.task import Batch
 
 
@@ -257,10 +257,10 @@ def results_table(results: Mapping[str, Any]) -> str:
     """The phases side by side: metrics but those of single exit heads, encoder weights kept, seconds, examples/s."""
     rows = []
     for name, found in results.items():
-        kept = found["weights"]["encoder"]
+        kept, whole = encoder_weights(found) or (0, 0)
         metrics = {metric: value for metric, value in found["eval"].items() if not OF_ONE_EXIT.search(metric)}
         row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in metrics.items()}
-        row |= {"encoder weights": f"{kept['kept']:,} ({100 * kept['kept'] / kept['total']:.1f}%)"}
+        row |= {"encoder weights": f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"}
         row |= {"seconds": f"{found['train']['train_seconds']:.0f}"}
         rows.append(row | {"examples/s": f"{found['train']['examples_per_s']:.0f}"})
     columns = list(dict.fromkeys(column for row in rows for column in row))

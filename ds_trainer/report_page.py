@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ds_trainer import distributed, plots
 from ds_trainer.figure import INSTALL, Figure, Pixels, check_installed, encoded, write_whole
 from ds_trainer.redaction import redacted
-from ds_trainer.run_files import OF_ONE_EXIT, Run, read_object, read_run
+from ds_trainer.run_files import OF_ONE_EXIT, Run, encoder_weights, read_object, read_run
 from ds_trainer.run_folder import RunFolder
 
 _MOST_SPLITS = 20
@@ -189,8 +189,8 @@ def _calibration(exits: Mapping[str, Any]) -> str:
 
 
 def _is_pruned(found: Mapping[str, Any], records: plots.Records) -> bool:
-    kept = found.get("weights", {}).get("encoder", {})
-    return bool(kept) and (kept["kept"] < kept["total"] or any("prune/density" in record for record in records))
+    kept, whole = encoder_weights(found) or (0, 0)
+    return kept < whole or (whole > 0 and any("prune/density" in record for record in records))
 
 
 def _score_by_density(run: Run) -> Figure | None:
@@ -302,18 +302,18 @@ def _techniques(found: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
     if not spec:
         return {}
     used = [name for name, value in (spec.get("techniques") or {}).items() if value is not None]
-    used = (["smaller model"] if spec.get("student") else []) + used
-    kept = found.get("weights", {}).get("encoder", {})
-    dense = bool(kept) and kept["kept"] == kept["total"]
+    used = (["smaller model"] if spec.get("student") else []) + used + (["shrink"] if spec.get("shrink") else [])
+    kept, whole = encoder_weights(found) or (0, 0)
+    dense = 0 < kept == whole
     return {"techniques": ", ".join(used) or ("none (dense)" if dense else "none")}
 
 
 def _sizes(found: Mapping[str, Any]) -> Cells:
     cells = {}
     weights = found.get("weights", {})
-    if "encoder" in weights:
-        kept, total = weights["encoder"]["kept"], weights["encoder"]["total"]
-        cells["encoder weights kept"] = f"{kept:,} ({100 * kept / max(total, 1):.1f} %)"
+    counted = encoder_weights(found)
+    if counted:
+        cells["encoder weights kept"] = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f} %)"
     if "model" in weights:
         cells |= {"parameters": f"{weights['model']['total']:,}", "parameters not 0": f"{weights['model']['kept']:,}"}
     if "size" in found:

@@ -47,6 +47,9 @@ _MADE = "starting_models"
 
 _RESULTS = "all_results.json"
 
+_MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
+"""In lower case, as DeepSpeed reads them."""
+
 
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
@@ -147,11 +150,22 @@ def plan_phase(
         (numbers.adam_beta1, numbers.adam_beta2),
         numbers.adam_epsilon,
     )
+    if phase.techniques.keep_zeros:
+        _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
     techniques = _taught_by(phase.techniques, teacher)
     plan = PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
     if resumed:
         check_fits(*resumed, plan.identity())
     return plan
+
+
+def _check_is_elementwise(optimizer: str) -> None:
+    """Refuse optimizers that move a weight whose own gradient is zero."""
+    if optimizer.lower() in _MIXING_OPTIMIZERS:
+        raise ValueError(
+            f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight: zeros would not "
+            f"stay; use AdamW, Adam, Lamb, Lion, Adagrad or SGD"
+        )
 
 
 def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:

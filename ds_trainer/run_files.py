@@ -21,6 +21,15 @@ OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full
 """Scores that a table of phases leaves out: of single exit heads, and what says the same in another way."""
 
 
+def encoder_weights(found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many a phase has kept, and of how many before any was zeroed or cut out; None where it counted none."""
+    weights = found.get("weights", {})
+    if "encoder" not in weights:
+        return None
+    whole = weights["before"]["encoder"] if "before" in weights else weights["encoder"]["total"]
+    return weights["encoder"]["kept"], whole
+
+
 @dataclass(frozen=True)
 class Run:
     """The files of an output folder. `records`: of each phase what it has logged, one record a step, in order."""

@@ -3,14 +3,16 @@
 The config's `shrunk` says how many each layer keeps: {"heads": [...], "neurons": [...]}, heads counted in groups that
 share a key and a value. All else in the config is that of the model before the cut. Written by ds_trainer into the
 folders of such models: this file needs torch and transformers alone, and `auto_map` names classes of it as
-`Shrunk` + the class of transformers that it resizes.
+`Shrunk` + the class of transformers that it resizes. A folder that such a model is saved to gets a copy of the file.
 """
 
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +69,19 @@ _LAYOUTS = (
         _attention("self_attn", ("q_proj", "k_proj", "v_proj"), "self_attn.o_proj"),
         Block("feed_forward", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp"),
     ),
+    (  # OLMo 2, whose norms go over all heads at once
+        Block("feed_forward", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp"),
+    ),
 )
+_AUTO_CLASSES = {
+    "AutoModel": "MODEL_MAPPING",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+    "AutoModelForMultipleChoice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+}
 
 
 class ShrunkSizesError(ValueError):
@@ -88,13 +102,18 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
-    """The attention and the feed-forward block of a layer, emptied ones too; none where its family is unknown here."""
+    """The attention and the feed-forward block of a layer, emptied ones too; none where its family is unknown here.
+
+    A block is also unknown where its core has weights of its own that span several decisions, as a norm over all heads.
+    """
     modules = dict(layer.named_modules())
 
     def holds(block: Block) -> bool:
-        return block.outer in modules and (
-            set(block.inner) <= modules.keys() or isinstance(modules.get(block.core), Emptied)
-        )
+        if block.outer not in modules or block.core not in modules:
+            return False
+        if is_emptied(modules[block.core]):
+            return True
+        return set(block.inner) <= modules.keys() and not _spans_decisions(block, modules[block.core])
 
     return next((layout for layout in _LAYOUTS if all(map(holds, layout))), ())
 
@@ -102,24 +121,63 @@ def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
 def decisions_of(block: Block, layer: nn.Module, config: Any) -> int:
     """How many heads (groups that share a key and a value) or neurons a block has, as it is."""
     core, outer = layer.get_submodule(block.core), layer.get_submodule(block.outer)
-    if isinstance(core, Emptied):
+    if is_emptied(core):
         return 0
     if block.kind == "feed_forward":
         return in_features(outer)
-    shared = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    width = getattr(core, "head_dim", None) or core.attention_head_size
-    return in_features(outer) // (width * shared)
+    return in_features(outer) // (_head_width(core) * (config.num_attention_heads // whole_heads(config)))
 
 
-def resize(model: nn.Module, sizes: Mapping[str, Sequence[int]]) -> None:
-    """Give each layer linear layers of its own sizes, of undefined weights where the size is another."""
-    layers = layers_of(model)
-    for name in SIZES_OF.values():
-        if len(sizes.get(name, ())) != len(layers):
-            raise ShrunkSizesError(f"the config's {FIELD}.{name} must list {len(layers)} sizes, one a layer")
-    for index, layer in enumerate(layers.values()):
+def whole_heads(config: Any) -> int:
+    """The heads of a layer before any cut, counted in groups that share a key and a value."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def sizes_of(model: Any) -> dict[str, list[int]]:
+    """How many heads and neurons each layer has, as `shrunk` says it; all heads where a family's cannot be cut.
+
+    ShrunkSizesError where a layer is of a family that is unknown here.
+    """
+    sizes: dict[str, list[int]] = {name: [] for name in SIZES_OF.values()}
+    for layer in layers_of(model).values():
+        found = {block.kind: decisions_of(block, layer, model.config) for block in _known_blocks(model, layer)}
+        sizes["heads"].append(found.get("attention", whole_heads(model.config)))
+        sizes["neurons"].append(found["feed_forward"])
+    if not sizes["neurons"]:
+        raise ShrunkSizesError(f"{type(model).__name__} has no list of equal layers: it has no sizes to change")
+    return sizes
+
+
+def resize(model: Any, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Give each layer linear layers of its own sizes, of undefined weights where the size is another.
+
+    ShrunkSizesError, before anything is changed, where they are not at most those that the model has.
+    """
+    _check_sizes(sizes, sizes_of(model))
+    for index, layer in enumerate(layers_of(model).values()):
         for block in blocks_of(layer):
-            _resize_block(block, layer, model.config, int(sizes[SIZES_OF[block.kind]][index]), index)
+            _resize_block(block, layer, model.config, sizes[SIZES_OF[block.kind]][index], index)
+
+
+def auto_map(config: Any) -> dict[str, str]:
+    """The classes of this file that the auto classes of transformers make of such a config."""
+    found = {}
+    for auto_class, mapping in _AUTO_CLASSES.items():
+        base = getattr(transformers, mapping).get(type(config), None)
+        base = base[0] if isinstance(base, tuple) else base
+        if base is not None:
+            found[auto_class] = f"{Path(__file__).stem}.Shrunk{base.__name__}"
+    return found
+
+
+def whole_class(model: Any) -> Any:
+    """The class of transformers that a model is of, or was before it was cut."""
+    return getattr(model, "resizes", type(model))
+
+
+def is_emptied(core: Any) -> bool:
+    """Whether nothing is left of a block whose core this is; by its name, since each folder has a copy of its class."""
+    return any(base.__name__ == "Emptied" for base in type(core).__mro__)
 
 
 def in_features(linear: Any) -> int:
@@ -183,14 +241,32 @@ class EmptiedAttention(Emptied):
 
 @functools.cache
 def shrunk_class(base: type[Any]) -> type[Any]:
-    """The class of models like `base`, resized as their config says."""
+    """The class of models like `base`, resized as their config says.
+
+    It has the name of `base`, by which transformers chooses losses, checks pipelines and fills `architectures`.
+    """
 
     def initialise(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
         base.__init__(self, config, *arguments, **options)
-        resize(self, getattr(config, FIELD))
+        resize(self, getattr(config, FIELD, None))  # type: ignore[arg-type]
 
-    members = {"__init__": initialise, "__module__": __name__, "__doc__": base.__doc__}
-    return type(f"Shrunk{base.__name__}", (base,), members)
+    def save_pretrained(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        self.config.auto_map = auto_map(self.config)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(__file__, Path(save_directory) / Path(__file__).name)
+        base.save_pretrained(self, save_directory, *arguments, **options)
+
+    members = {
+        "__init__": initialise,
+        "__module__": __name__,
+        "__qualname__": f"Shrunk{base.__name__}",
+        "__doc__": base.__doc__,
+        "resizes": base,
+        "save_pretrained": save_pretrained,
+        # else transformers would copy the file once more, and write its own line of `auto_map`
+        "register_for_auto_class": classmethod(lambda cls, auto_class="AutoModel": None),
+    }
+    return type(base.__name__, (base,), members)
 
 
 def __getattr__(name: str) -> Any:
@@ -201,11 +277,44 @@ def __getattr__(name: str) -> Any:
     return shrunk_class(base)
 
 
+def _head_width(core: Any) -> int:
+    return int(getattr(core, "head_dim", None) or core.attention_head_size)
+
+
+def _spans_decisions(block: Block, core: nn.Module) -> bool:
+    """Whether weights of the core, beside its linear layers, are not those of a single head's width."""
+    linears = [f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer)]
+    own = [weight for name, weight in core.named_parameters() if not name.startswith(tuple(linears))]
+    return any(block.kind == "feed_forward" or weight.shape[-1] != _head_width(core) for weight in own)
+
+
+def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
+    blocks = blocks_of(layer)
+    if not blocks:
+        raise ShrunkSizesError(
+            f"the layers of {type(model).__name__} are of a family whose heads and neurons cannot be cut: known are "
+            f"BERT, RoBERTa, ELECTRA, DistilBERT, DeBERTa, ModernBERT, GPT-2, Llama and their kin, without experts"
+        )
+    return blocks
+
+
+def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
+    if not isinstance(sizes, Mapping):
+        raise ShrunkSizesError(f"the config's {FIELD} is a {type(sizes).__name__}: it must be an object of lists")
+    for name, most in whole.items():
+        found = sizes.get(name)
+        if not isinstance(found, list | tuple) or len(found) != len(most):
+            raise ShrunkSizesError(f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer")
+        for index, (size, limit) in enumerate(zip(found, most, strict=True)):
+            if type(size) is not int or not 0 <= size <= limit:
+                raise ShrunkSizesError(
+                    f"the config's {FIELD}.{name} is {str(size)[:40]!r} for layer {index}: allowed are 0 to {limit}"
+                )
+
+
 def _resize_block(block: Block, layer: nn.Module, config: Any, left: int, index: int) -> None:
     outer = layer.get_submodule(block.outer)
     whole = decisions_of(block, layer, config)
-    if not 0 <= left <= whole:
-        raise ShrunkSizesError(f"the config's {FIELD} keeps {left} of {whole} in the {block.kind} of layer {index}")
     if left == whole:
         return
     if left == 0:

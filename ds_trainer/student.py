@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_trainer import distributed
 from ds_trainer.models import create_folder, encoder_layers, save_folder
 from ds_trainer.recipe import StudentSpec
+from ds_trainer.shrunk_model import FIELD
 from ds_trainer.tasks.pretrained import HeadKind, from_pretrained, load_config, load_tokenizer
 
 _ANY = HeadKind("model", transformers.AutoModel, transformers.MODEL_MAPPING)
@@ -113,6 +114,11 @@ def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> Non
 def _crosses_to_distilbert(source: str | Path, config: Any, model_type: str | None) -> bool:
     if model_type in (None, config.model_type):
         return False
+    if getattr(config, FIELD, None):
+        raise ValueError(
+            f"{source} was shrunk, and a DistilBERT has layers of one size: leave student.model_type out, or start "
+            f"from the model before it was cut"
+        )
     if (config.model_type, model_type) != ("bert", "distilbert"):
         raise ValueError(
             f'student.model_type is "{model_type}", and {source} is a {config.model_type} model. Layers are copied '
@@ -157,7 +163,7 @@ def _same_family(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any
 
 
 def _with_layers(config: Any, layers: Sequence[int]) -> Any:
-    """The config of these layers alone; so are its lists with an entry a layer, `layer_types` and the like.
+    """The config of these layers alone; so are its lists with an entry a layer: `layer_types`, sizes and the like.
 
     What a layer takes from its own number (GPT-2's `scale_attn_by_inverse_layer_idx`) it takes from the new one.
     """
@@ -165,6 +171,8 @@ def _with_layers(config: Any, layers: Sequence[int]) -> Any:
     for name, value in fields.items():
         if "layer" in name and isinstance(value, list) and len(value) == config.num_hidden_layers:
             fields[name] = [value[index] for index in layers]
+    if fields.get(FIELD):
+        fields[FIELD] = {kind: [sizes[index] for index in layers] for kind, sizes in fields[FIELD].items()}
     fields[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     return type(config).from_dict(fields)
 

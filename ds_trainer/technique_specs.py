@@ -1,4 +1,4 @@
-"""What a recipe may say of the techniques: pruning and distillation.
+"""What a recipe may say of the techniques: distillation; pruning and exits have files of their own.
 
 Their loss weights have one home, the phase's loss table: `final_lambda` and the `alpha_*` of the original scripts are
 taken there by `recipe.py`.
@@ -9,77 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ds_trainer.exit_specs import ExitsSpec
-from ds_trainer.fields import Count, Positive, Rate, Strict, Units
-from ds_trainer.schedules import Shape
-
-
-class PruneSpec(Strict):
-    """Movement pruning (arXiv 2005.07683), magnitude pruning, hard-concrete L0 (arXiv 1712.01312)."""
-
-    pruning_method: Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"] = "topK"
-    modules: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="name patterns of linear layers; by default every linear layer of the encoder",
-    )
-    mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
-    mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
-    initial_threshold: float = Field(1.0, description="by method: 1 for topK and magnitude, else 0")
-    final_threshold: float = Field(
-        0.15, description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1)"
-    )
-    initial_warmup: Units = 1
-    final_warmup: Units = 2
-    schedule: Shape = "cubic"
-    regularization: Literal["l1", "l0"] | None = None
-    final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
-    global_topk: bool = Field(False, description="one threshold over all layers")
-    global_topk_frequency_compute: Positive = Field(1, description="optimizer steps between its refreshes")
-    mask_scores_learning_rate: Rate = 1e-2
-    train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
-
-    @field_validator("pruning_method", mode="before")
-    @classmethod
-    def _spelling(cls, value: Any) -> Any:
-        return "sigmoied_threshold" if value == "sigmoid_threshold" else value
-
-    @field_validator("regularization", mode="before")
-    @classmethod
-    def _null(cls, value: Any) -> Any:
-        return None if value == "null" else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _thresholds_by_method(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        method = data.get("pruning_method", "topK")
-        by_method = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}
-        initial, final = by_method.get(method if isinstance(method, str) else "topK", (0.0, 0.1))
-        return {"initial_threshold": initial, "final_threshold": final} | data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PruneSpec:
-        by_share = self.pruning_method in ("topK", "magnitude")
-        for name in ("initial_threshold", "final_threshold"):
-            share = getattr(self, name)
-            if by_share and not 0 < share <= 1:
-                raise ValueError(f"{name} is {share}: {self.pruning_method} takes the share to keep, in (0, 1]")
-        if self.global_topk and self.pruning_method not in ("topK", "magnitude"):
-            raise ValueError(f"global_topk goes with topK or magnitude, not with {self.pruning_method}")
-        if self.regularization and self.pruning_method == "magnitude":
-            raise ValueError("regularization needs learned scores, and magnitude has none: set it to null")
-        if self.final_lambda is not None and not self.regularization:
-            raise ValueError('final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"')
-        if self.regularization and self.final_threshold == 0:
-            raise ValueError("final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it")
-        if not self.train_weights and self.pruning_method == "magnitude":
-            raise ValueError("train_weights is false and magnitude has no scores: nothing would be trained")
-        return self
-
+from ds_trainer.fields import Count, Rate, Strict
+from ds_trainer.prune_specs import PruneSpec
 
 Term = Literal["logits", "mse", "cos", "hidden", "attention"]
 LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
@@ -141,6 +75,15 @@ class Techniques(Strict):
     exits: ExitsSpec | None = None
     prune: PruneSpec | None = None
     distill: DistillSpec | None = None
+    keep_zeros: Literal[True] | None = Field(
+        None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
+    )
+
+    @model_validator(mode="after")
+    def _one_home_of_zeros(self) -> Techniques:
+        if self.prune and self.keep_zeros:
+            raise ValueError("keep_zeros keeps the zeros that are there, and prune makes others: drop one of them")
+        return self
 
 
 class StudentSpec(Strict):

@@ -33,6 +33,7 @@ GLOBAL = [
     *("--set", "phases.prune.techniques.prune.global_topk_frequency_compute=7"),
 ]
 CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL}
+CASES |= {"hybrid-zero3-fp32": [*GLOBAL, "--set", 'phases.prune.techniques.prune.granularity="hybrid"']}
 
 
 class StopAfter:

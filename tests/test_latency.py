@@ -56,7 +56,7 @@ def test_each_way_to_run_a_model_is_measured(subject):
         assert entry["latency"].keys() == {"batch_1", "batch_32"}
         for times in entry["latency"].values():
             assert 0 < times["median_ms"] <= times["p95_ms"]
-            assert times["calls"] >= latency._FOR_P95
+            assert times["calls"] >= latency.FOR_P95
     (weights,) = other.folder.glob("*.safetensors")
     assert found["plain"]["size"] == {"bytes": weights.stat().st_size}
     assert found["early"]["size"]["bytes"] > found["plain"]["size"]["bytes"]
@@ -83,7 +83,7 @@ def test_leaving_halfway_takes_less_time(subject):
     calls = []
     for layer in ways["latency"].bert.encoder.layer:
         layer.register_forward_hook(lambda *_: calls.append(1))
-    (batch, *_) = latency._batches(subject.task, 1)
+    (batch, *_) = latency.batches(subject.task, 1)
     for way, layers in (("latency", 4), ("early_exit_latency", 2)):
         calls.clear()
         latency._forward(ways[way], batch)()
@@ -92,7 +92,7 @@ def test_leaving_halfway_takes_less_time(subject):
 
 def test_a_part_of_a_batch_is_no_batch(subject):
     """61 examples have one batch of 32, and 31 would have none: there is no batch_32 then."""
-    assert [len(batch.ids) for batch in latency._batches(subject.task, 32)] == [32]
+    assert [len(batch.ids) for batch in latency.batches(subject.task, 32)] == [32]
     spec = subject.task.spec.model_copy(update={"max_eval_samples": 31})
     few = build_task(spec, subject.folder, subject.task.cache_dir)
     assert compare({"a": Subject(subject.folder, few)})["a"]["latency"].keys() == {"batch_1"}
@@ -137,8 +137,8 @@ def test_all_sizes_together_keep_the_limit(subject, monkeypatch):
 
 def test_of_few_calls_there_is_no_95th_percentile():
     """Below 20 it would be the slowest; of 20 it is the last but one."""
-    assert latency._summary([0.001 * n for n in range(1, 20)]).keys() == {"median_ms", "calls"}
-    assert latency._summary([0.001 * n for n in range(1, 21)])["p95_ms"] == pytest.approx(19)
+    assert latency.summary([0.001 * n for n in range(1, 20)]).keys() == {"median_ms", "calls"}
+    assert latency.summary([0.001 * n for n in range(1, 21)])["p95_ms"] == pytest.approx(19)
 
 
 def test_a_folder_that_is_not_there_is_left_out(subject):
@@ -173,7 +173,7 @@ def test_a_gpu_s_memory_counts_too(subject, monkeypatch):
     """What is free there, beside the host's."""
     monkeypatch.setattr(latency.distributed, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(latency.torch.cuda, "mem_get_info", lambda _: (10, 10**12))
-    assert not latency._fit([subject.folder])
+    assert not latency.fit([subject.folder])
 
 
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):

@@ -9,14 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.masked import (
-    HardMask,
-    KeepAbove,
-    KeepShare,
-    MaskedLinear,
-    OpenGates,
-    SoftMask,
-)
+from ds_trainer.techniques.masked import MaskedLinear
+from ds_trainer.techniques.masks import HardMask, KeepAbove, KeepShare, OpenGates, SoftMask
 from ds_trainer.techniques.selection import Cut
 
 

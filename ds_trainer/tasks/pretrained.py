@@ -7,6 +7,8 @@ come from anywhere: what is told of it is one ValueError, and what it asks for b
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import json
 import os
@@ -31,8 +33,9 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer import distributed
-from ds_trainer.loading import most_allocated, told
+from ds_trainer.loading import check_cut, most_allocated, told
 from ds_trainer.model_folder import config_mistakes, folder_mistakes, has_safetensors, held_weights, text_mistakes
+from ds_trainer.shrunk_model import FIELD, shrunk_class
 from ds_trainer.trust import trust_in_force
 
 _NOT_OF_ANY_TEXT = ("big_bird", "bigbird_pegasus", "canine", "funnel", "longformer")
@@ -138,10 +141,14 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: 
     _tell(folder_mistakes(folder, trust) if is_folder else [])
     held = held_weights(folder) if is_folder else None
     safetensors = has_safetensors(folder) if is_folder else not trust.allow_pickle
-    with most_allocated(str(source), held):
+    what, shrunk = f"the weights of {source} cannot be loaded", _shrunk_class(config, kind)
+    if shrunk is not None:
+        told(what, lambda: check_cut(str(source), held, lambda: shrunk(copy.deepcopy(config))))
+    # which is built whole at first: not by its numbers then
+    with contextlib.nullcontext() if shrunk else most_allocated(str(source), held):
         return told(
-            f"the weights of {source} cannot be loaded",
-            lambda: kind.auto_class.from_pretrained(
+            what,
+            lambda: (shrunk or kind.auto_class).from_pretrained(
                 str(source),
                 config=config,
                 dtype=torch.float32,
@@ -152,6 +159,14 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: 
                 ignore_mismatched_sizes=not keep_head,
             ),
         )
+
+
+def _shrunk_class(config: Any, kind: HeadKind) -> Any:
+    """Ours, for a config with sizes of layers that were cut, of a family of transformers; never that of the folder."""
+    if getattr(config, FIELD, None) is None or not type(config).__module__.startswith("transformers."):
+        return None
+    base = kind.mapping[type(config)]
+    return shrunk_class(base[0] if isinstance(base, tuple) else base)
 
 
 def load_with_head(source: str | Path, kind: HeadKind) -> Any:
@@ -207,13 +222,19 @@ def load_trained(source: str | Path) -> Any:
 
 
 def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
-    """Only what sits on top of the encoder (pooler, head) may be new."""
+    """Only what sits on top of the encoder (pooler, head) may be new; a cut one leaves nothing over."""
     prefix = f"{model.base_model_prefix}."
     new = [name for name in _new_weights(info) if name.startswith(prefix) and "pooler" not in name]
     if new:
         raise ValueError(
             f"the weights of {source} do not fit its config.json: {len(new)} of the encoder are missing or of "
             f"another shape, {new[0]} the first"
+        )
+    over = sorted(name for name in info["unexpected_keys"] if name.startswith(prefix) and "pooler" not in name)
+    if over and getattr(model.config, FIELD, None):
+        raise ValueError(
+            f"the weights of {source} do not fit its config.json: {len(over)} of the encoder have no place in it, "
+            f"{over[0]} the first"
         )
 
 

@@ -6,10 +6,11 @@ from ds_trainer.recipe import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill import Distill
 from ds_trainer.techniques.exits import Exits
+from ds_trainer.techniques.keep_zeros import KeepZeros
 from ds_trainer.techniques.prune import Prune
 from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
-TECHNIQUES = {"exits": Exits, "prune": Prune, "distill": Distill}
+TECHNIQUES = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
 """In the order in which they are attached: an exit head is made like the model's own, which is run for it."""
 
 __all__ = ["TECHNIQUES", "Clock", "Forward", "Predict", "Technique", "build_techniques"]

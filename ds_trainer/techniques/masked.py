@@ -1,152 +1,34 @@
 """A linear layer whose weights are masked: exactly, by a cut through its scores, or softly, by hard-concrete gates.
 
-The mask is never stored in training: it is a comparison, made again where it is needed, so that a layer masked by its
-scores costs these and, while it computes, one more buffer of the size of its weight. Evaluation keeps the masked
-weight. The gradient of the scores is straight-through, dL/dscores = dL/dW' * W (arXiv 2005.07683, eq. 5). The penalty
-on the scores is computed in the layer's own forward and its gradient in the layer's own backward: there ZeRO-3 has
-the scores at hand.
+The mask of a weight of scores is never stored in training: it is a comparison, made again where it is needed, so that
+a layer masked by its scores costs these and, while it computes, one more buffer of the size of its weight. Decisions
+on more than a weight are few: their gates are found once a step and kept, as those of 2:4 are, at a byte a weight.
+Evaluation keeps the masked weight. The penalty on the scores is computed in the layer's own forward and its gradient
+in the layer's own backward: there ZeRO-3 has the scores at hand.
 
 Which share is kept, and when, is not decided here.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.losses import (
-    L0_KEPT_ABOVE,
-    hard_concrete,
-    hard_concrete_slope,
-    score_penalty,
-    score_penalty_slope,
-)
+from ds_trainer.losses import score_penalty, score_penalty_slope
 from ds_trainer.models import AnyLinear
-from ds_trainer.techniques.selection import Cut, cut_at, just_below, recount, select_largest
-
-_zero_where_at_most = torch.ops.aten.threshold_backward
-"""(values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several."""
-
-
-class Mask(Protocol):
-    """How a weight is masked by its scores, and how gradients come back. All tensors have the weight's shape."""
-
-    @property
-    def kept(self) -> int:
-        """How many weights it keeps."""
-
-    def times(self, values: Tensor, scores: Tensor) -> Tensor:
-        """values * mask."""
-
-    def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-        """dL/dscores, from dL/d(masked weight)."""
-
-
-@dataclass(frozen=True)
-class HardMask:
-    """0 or 1, by a cut through the scores."""
-
-    cut: Cut
-
-    @property
-    def kept(self) -> int:
-        return self.cut.kept
-
-    def times(self, values: Tensor, scores: Tensor) -> Tensor:
-        kept = _zero_where_at_most(values, scores, self.cut.threshold)
-        end = self.cut.ties_end
-        if end:
-            below = just_below(self.cut.threshold, scores.dtype)
-            kept.view(-1)[:end] = _zero_where_at_most(values.reshape(-1)[:end], scores.view(-1)[:end], below)
-        return kept
-
-    def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-        return gradient * weight
-
-
-@dataclass(frozen=True)
-class SoftMask:
-    """Hard-concrete gates in [0, 1] (arXiv 1712.01312): noise drawn from `seed`, or none where it is None.
-
-    The noise is drawn again in the backward from the same seed instead of being kept. All ranks draw the same, so
-    that a run does not depend on their number.
-    """
-
-    seed: int | None
-    kept: int
-
-    def times(self, values: Tensor, scores: Tensor) -> Tensor:
-        return values * hard_concrete(scores.float(), self._noise(scores)).to(values.dtype)
-
-    def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
-        slope = hard_concrete_slope(scores.float(), self._noise(scores))
-        return gradient * weight * slope.to(weight.dtype)
-
-    def _noise(self, scores: Tensor) -> Tensor | None:
-        if self.seed is None:
-            return None
-        generator = torch.Generator(scores.device).manual_seed(self.seed)
-        eps = torch.finfo(torch.float32).eps
-        return torch.empty(scores.shape, device=scores.device).uniform_(eps, 1 - eps, generator=generator)
-
-
-class MaskRule(Protocol):
-    """How the mask of one optimizer step follows from the scores."""
-
-    def __call__(self, scores: Tensor) -> Mask: ...
-
-
-@dataclass(frozen=True)
-class KeepShare:
-    """Keep the largest `share` of a matrix (topK, magnitude), ties included."""
-
-    share: float
-
-    def __call__(self, scores: Tensor) -> Mask:
-        size = scores.numel()
-        return HardMask(select_largest(lambda: [scores], [size], round(self.share * size))[0])
-
-
-@dataclass(frozen=True)
-class KeepAbove:
-    """Keep scores, or their sigmoid, above a threshold, and never fewer than 0.5% of the matrix."""
-
-    threshold: float
-    of_sigmoid: bool
-
-    def __call__(self, scores: Tensor) -> Mask:
-        threshold = _logit(self.threshold) if self.of_sigmoid else self.threshold
-        return HardMask(cut_at(scores, threshold, at_least=math.ceil(0.005 * scores.numel())))
-
-
-@dataclass(frozen=True)
-class KeepCut:
-    """Keep a cut that was found over all layers together (global top-k), maybe some steps ago."""
-
-    cut: Cut
-
-    def __call__(self, scores: Tensor) -> Mask:
-        return HardMask(recount(self.cut, scores))
-
-
-@dataclass(frozen=True)
-class OpenGates:
-    """Hard-concrete gates, with the seed of the layer's next noise."""
-
-    seed: int
-
-    def __call__(self, scores: Tensor) -> Mask:
-        return SoftMask(self.seed, int((scores > L0_KEPT_ABOVE).count_nonzero()))
+from ds_trainer.techniques.grains import Grain
+from ds_trainer.techniques.masks import DecisionMask, HardMask, Mask, MaskRule
 
 
 class MaskedLinear(nn.Linear):
-    """`linear` with its own parameters, and `mask_scores` of the weight's shape unless scored by magnitude.
+    """`linear` with its own parameters, and `mask_scores` unless scored by magnitude.
+
+    These have the weight's shape, or with a grain that of its decisions: what a decision is worth by magnitude is the
+    root mean square of its weights, unless `worth` says so of a block of several matrices.
 
     That of a `Conv1D` keeps its weight as (in, out): what masks is elementwise, so only the products turn it.
 
@@ -155,13 +37,20 @@ class MaskedLinear(nn.Linear):
     """
 
     mask_scores: nn.Parameter | None
+    picoseconds: Tensor
 
-    def __init__(self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None) -> None:
+    def __init__(
+        self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
         self.out_features, self.in_features = _as_linear(linear.weight, self.plain).shape
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
+        self.grain = grain
+        self.sizes = None if grain is None else grain.sizes()
+        """How many weights each decision is about, in this matrix and others."""
+        self.worth: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
         self.penalty: Tensor | None = None
@@ -174,16 +63,29 @@ class MaskedLinear(nn.Linear):
         """Say how the next forward finds its mask."""
         self.rule, self.mask, self.draws, self.evaluation_weight = rule, None, 0, None
 
+    @property
+    def covered(self) -> int:
+        """How many weights its mask is about."""
+        return self.weight_size if self.sizes is None else int(self.sizes.sum())
+
     def scores(self) -> Tensor:
-        """What the cut goes through: the learned scores, or the magnitude of the weights."""
-        return self.weight.detach().abs() if self.mask_scores is None else self.mask_scores.detach()
+        """What the cut goes through: the learned scores, or the magnitude of the weights or decisions."""
+        if self.mask_scores is not None:
+            return self.mask_scores.detach()
+        if self.grain is None or self.sizes is None:
+            return self.weight.detach().abs()
+        if self.worth is not None:
+            return self.worth
+        squares = self.grain.sums(self.weight.detach().float().square())
+        return (squares / self.sizes.to(squares.device)).sqrt()
 
     def find_mask(self) -> Mask:
         """The mask of this step; scores and weight must be at hand."""
         if self.mask is None:
             assert self.rule is not None, "plan() comes before the first forward"
-            self.mask = self.rule(self.scores())
-        return self._drawn(self.mask)
+            self.mask = self._on_weights(self.rule(self.scores()))
+        self.draws += self.training
+        return self.mask.drawn(self.draws if self.training else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled():
@@ -217,12 +119,13 @@ class MaskedLinear(nn.Linear):
         linear.bias = self.bias
         return linear
 
-    def _drawn(self, mask: Mask) -> Mask:
-        """Soft masks draw new noise at every training forward, and none at evaluation."""
-        if not isinstance(mask, SoftMask):
+    def _on_weights(self, mask: Mask) -> Mask:
+        """A mask of the scores' shape as one of the weight."""
+        if self.grain is None or self.sizes is None:
             return mask
-        self.draws += self.training
-        return SoftMask(mask.seed + self.draws if self.training and mask.seed is not None else None, mask.kept)
+        scores = self.scores()
+        gates = mask.drawn(None).times(torch.ones_like(scores), scores)
+        return DecisionMask(mask, self.grain, self.sizes, gates > 0)
 
 
 class _MaskedLinear(torch.autograd.Function):
@@ -248,7 +151,7 @@ class _MaskedLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, scores)
         ctx.mask, ctx.kind, ctx.plain, ctx.dtype = mask, kind, plain, dtype
         with torch.autocast(device, enabled=False):
-            masked = mask.times(weight, _scores_of(weight, scores)).to(dtype)
+            masked = mask.times(weight, _scores_of(weight, scores, mask)).to(dtype)
             out = F.linear(hidden.to(dtype), _as_linear(masked, plain), None if bias is None else bias.to(dtype))
             penalty = score_penalty(scores, kind) if kind and scores is not None else out.new_zeros(())
         return out, penalty
@@ -257,7 +160,7 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, penalty_gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, needs_scores = ctx.needs_input_grad[:4]
-        by = _scores_of(weight, scores)
+        by = _scores_of(weight, scores, ctx.mask)
         gradient = gradient.to(ctx.dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         hidden_gradient = weight_gradient = scores_gradient = None
@@ -289,11 +192,8 @@ def _weight_gradient(gradient: Tensor, hidden: Tensor, plain: type[nn.Module]) -
     return hidden.t().matmul(gradient) if plain is Conv1D else gradient.t().matmul(hidden)
 
 
-def _scores_of(weight: Tensor, scores: Tensor | None) -> Tensor:
-    return weight.abs() if scores is None else scores
-
-
-def _logit(share: float) -> float:
-    if 0 < share < 1:
-        return math.log(share / (1 - share))
-    return -math.inf if share <= 0 else math.inf
+def _scores_of(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:
+    """What the mask compares; gates that were found by magnitude compare nothing any more."""
+    if scores is not None:
+        return scores
+    return weight.abs() if isinstance(mask, HardMask) else weight

@@ -2,25 +2,33 @@
 
 Movement pruning (arXiv 2005.07683): topK, threshold, sigmoied_threshold (SMvP); static model pruning, where only the
 scores are trained (arXiv 2210.06210); magnitude pruning (arXiv 1710.01878); hard-concrete L0 (arXiv 1712.01312).
-Leaves zeros: what is cut out of the matrices is the export's concern.
+Scores are of weights, or of what is kept or dropped as one, as in block pruning (arXiv 2109.04838): rows, columns,
+blocks, heads, neurons. Leaves zeros: what is cut out of the matrices is the export's concern.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models import AnyLinear, encoder_linears, gathered, swap
+from ds_trainer import distributed
+from ds_trainer.models import swap
 from ds_trainer.recipe import GroupRule, PruneSpec
 from ds_trainer.schedules import Schedule, steps_of
+from ds_trainer.shrunk_model import in_features
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.masked import HardMask, KeepAbove, KeepCut, KeepShare, MaskedLinear, MaskRule, OpenGates
-from ds_trainer.techniques.selection import Cut, select_largest
+from ds_trainer.techniques.costs import Costs, counted, flops_costs, layer_seconds, seconds_costs, weight_costs
+from ds_trainer.techniques.decisions import Site, sites_of
+from ds_trainer.techniques.masked import MaskedLinear
+from ds_trainer.techniques.masks import DecisionMask, HardMask, KeepCut, KeepGates
+from ds_trainer.techniques.plans import plan_decisions_together, plan_each, plan_weights_together
+from ds_trainer.techniques.selection import Cut
 from ds_trainer.techniques.technique import Clock, Forward, Technique
 
 
@@ -33,15 +41,26 @@ class Prune(Technique):
         self.last_step = clock.total
         self.schedule = threshold_schedule(spec, clock)
         self.term_names = ("prune.penalty",) if spec.regularization else ()
+        self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
+        self.flops: Costs | None = None
+        self.costs: Costs | None = None
+        """Of what a choice over all layers counts, unless that is seconds."""
         self.threshold = self.schedule(0)
 
     def attach(self, model: nn.Module) -> nn.Module:
-        linears = encoder_linears(model, self.spec.modules)
-        self.layers = {
-            name: MaskedLinear(linear, self._initial_scores(linear, index), self.spec.regularization)
-            for index, (name, linear) in enumerate(linears.items())
-        }
+        self.sites = sites_of(model, self.spec)
+        if all(site.block for site in self.sites.values()):
+            self.flops = flops_costs(model, self.sites, self.spec.cost_tokens)
+        if self.spec.target_flops is not None and self.flops is not None:
+            self.flops.check(self.spec.target_flops, "target_flops")
+            self.costs = self.flops
+        elif self.spec.global_topk and all(site.grain for site in self.sites.values()):
+            self.costs = weight_costs(self.sites)
+        base: Any = getattr(model, "base_model", model)
+        self.model_class, self.config = type(base), getattr(base, "config", None)
+        self.counted = counted(model) if self.spec.target_latency is not None else Counter[str]()
+        self.layers = {name: self._masked(site, index) for index, (name, site) in enumerate(self.sites.items())}
         swap(model, self.layers)
         return model
 
@@ -52,24 +71,51 @@ class Prune(Technique):
         scores = GroupRule(params="*.mask_scores", learning_rate=rate, weight_decay=0.0)
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
+    def start(self, device: torch.device) -> None:
+        """Measure what is counted in seconds, on one rank for all."""
+        if self.spec.target_latency is None:
+            return
+        found = distributed.on_main(lambda: layer_seconds(self.model_class, self.config, self.spec.cost_tokens, device))
+        costs = seconds_costs(found, self.counted, self.sites)
+        costs.check(self.spec.target_latency, "target_latency")
+        each = [float(cost.flatten()[0]) for cost in costs.each.values()]
+        self._write_seconds([[_picoseconds(cost), 0] for cost in each])
+        next(iter(self.layers.values())).picoseconds[1] = _picoseconds(costs.fixed)
+
     def on_step(self, step: int) -> None:
         self.threshold = self.schedule(step)
-        if self.spec.global_topk:
-            self._plan_globally(step)
+        together = self.spec.global_topk or self.spec.target is not None
+        if together and not self._due(step):
             return
-        for index, layer in enumerate(self.layers.values()):
-            layer.plan(self._rule(step, index))
+        for name, site in self.sites.items():
+            if site.inner and self.layers[name].mask_scores is None:
+                self.layers[name].worth = site.magnitudes(self.layers[name].weight)
+        if not together:
+            plan_each(self.layers, self.sites, self.spec, self.threshold, (self.seed, step))
+        elif all(site.grain is None for site in self.sites.values()):
+            plan_weights_together(self.layers, self.threshold)
+        else:
+            plan_decisions_together(self.layers, self.sites, self.spec, self._costs(), self.threshold)
 
     def state(self) -> dict[str, Any]:
-        """The cuts of a global top-k, found some steps ago: those of today's scores would be others."""
-        masks = [layer.mask for layer in self.layers.values()] if self.spec.global_topk else []
-        return {"cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)]}
+        """What was chosen over all layers, as the scores of today would choose otherwise, and what was measured."""
+        layers = list(self.layers.values())
+        masks = [layer.mask for layer in layers] if self.spec.global_topk else []
+        return {
+            "cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)],
+            "gates": [_written(layer.rule.gates) for layer in layers if isinstance(layer.rule, KeepGates)],
+            "picoseconds": [layer.picoseconds.tolist() for layer in layers if self.spec.target_latency is not None],
+        }
 
     def resume(self, state: Mapping[str, Any]) -> None:
         for layer, kept in zip(self.layers.values(), state["cuts"], strict=bool(state["cuts"])):
             cut = Cut(**kept)
             layer.plan(KeepCut(cut))
             layer.mask = HardMask(cut)  # with what it kept when it was found, not what it would keep today
+        chosen = state.get("gates", ())
+        for (name, layer), gates in zip(self.layers.items(), chosen, strict=bool(chosen)):
+            layer.plan(KeepGates(_read(gates).view(self.sites[name].shape)))
+        self._write_seconds(state.get("picoseconds", ()))
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -81,51 +127,77 @@ class Prune(Technique):
 
     def readings(self) -> dict[str, float]:
         readings = {"prune/threshold": self.threshold}
-        kept = {name: layer.mask.kept for name, layer in self.layers.items() if layer.mask is not None}
-        if kept:
-            sizes = {name: self.layers[name].weight_size for name in kept}
-            readings["prune/density"] = sum(kept.values()) / sum(sizes.values())
-            readings |= {f"prune/density/{name}": count / sizes[name] for name, count in kept.items()}
+        masks = {name: layer.mask for name, layer in self.layers.items() if layer.mask is not None}
+        if not masks:
+            return readings
+        kept = {name: mask.kept for name, mask in masks.items()}
+        sizes = {name: self.layers[name].covered for name in kept}
+        readings["prune/density"] = sum(kept.values()) / sum(sizes.values())
+        for name, count in kept.items():
+            readings |= dict.fromkeys(
+                [f"prune/density/{matrix}" for matrix in (*self.sites[name].inner, name)], count / sizes[name]
+            )
+        decided = {name: mask for name, mask in masks.items() if isinstance(mask, DecisionMask)}
+        for name, mask in decided.items():
+            if self.sites[name].block:
+                readings[f"prune/kept/{self.sites[name].block_name}"] = mask.decisions
+        if self.flops and len(decided) == len(self.layers):
+            readings["prune/flops"] = self.flops.share({name: mask.open for name, mask in decided.items()})
         return readings
 
     def fold(self, model: nn.Module) -> nn.Module:
         swap(model, {name: layer.folded() for name, layer in self.layers.items()})
+        for name, layer in self.layers.items():
+            if isinstance(layer.mask, DecisionMask):
+                self.sites[name].clear(model, ~layer.mask.open)
         return model
 
-    def _rule(self, step: int, index: int) -> MaskRule:
-        method = self.spec.pruning_method
-        if method in ("topK", "magnitude"):
-            return KeepShare(self.threshold)
-        if method == "l0":
-            return OpenGates(hash((self.seed, step, index)) & (2**62 - 1))
-        return KeepAbove(self.threshold, of_sigmoid=method == "sigmoied_threshold")
-
-    def _plan_globally(self, step: int) -> None:
-        """One cut over all layers' scores, found anew every so many steps and held in between."""
-        layers = list(self.layers.values())
+    def _due(self, step: int) -> bool:
+        """Whether what is chosen over all layers is chosen anew: every so many steps, and at the end."""
         due = step % self.spec.global_topk_frequency_compute == 0 or step == self.last_step
-        if not due and all(layer.rule is not None for layer in layers):
-            return
-        sizes = [layer.weight_size for layer in layers]
+        return due or any(layer.rule is None for layer in self.layers.values())
 
-        def chunks() -> Iterator[Tensor]:
-            for layer in layers:
-                with gathered(layer.weight if layer.mask_scores is None else layer.mask_scores):
-                    yield layer.scores()
+    def _costs(self) -> Costs:
+        """Of what a choice over all layers counts: weights, operations or seconds."""
+        if self.spec.target_latency is None:
+            assert self.costs is not None
+            return self.costs
+        return Costs(
+            {
+                name: torch.full(site.shape, float(self.layers[name].picoseconds[0]), dtype=torch.float64)
+                for name, site in self.sites.items()
+            },
+            float(sum(layer.picoseconds[1] for layer in self.layers.values())),
+        )
 
-        cuts = select_largest(chunks, sizes, round(self.threshold * sum(sizes)))
-        for layer, cut in zip(layers, cuts, strict=True):
-            layer.plan(KeepCut(cut))
+    def _write_seconds(self, picoseconds: Sequence[Sequence[int]]) -> None:
+        for layer, values in zip(self.layers.values(), picoseconds, strict=bool(picoseconds)):
+            layer.picoseconds.copy_(torch.tensor(values))
 
-    def _initial_scores(self, linear: AnyLinear, index: int) -> Tensor | None:
+    def _masked(self, site: Site, index: int) -> MaskedLinear:
+        scores = self._initial_scores(site, index)
+        layer = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
+        if site.grain is not None:
+            layer.sizes = site.sizes()
+        if self.spec.target_latency is not None:
+            # of a decision, and fixed beside them: a buffer, so that what is exported is chosen by the same costs, and
+            # of integers, which no precision of training rounds
+            layer.register_buffer("picoseconds", torch.zeros(2, dtype=torch.int64))
+        return layer
+
+    def _initial_scores(self, site: Site, index: int) -> Tensor | None:
         if self.spec.pruning_method == "magnitude":
             return None
-        scores = torch.full_like(linear.weight.detach(), self.spec.mask_scale)
+        weight = site.linear.weight.detach()
+        scores = weight.new_full(site.shape, self.spec.mask_scale)
         generator = torch.Generator(scores.device).manual_seed(self.seed + index)
         if self.spec.mask_init == "uniform":
             scores.uniform_(-self.spec.mask_scale, self.spec.mask_scale, generator=generator)
+        elif self.spec.mask_init == "kaiming" and site.grain is not None:
+            bound = in_features(site.linear) ** -0.5  # as wide as that of the weights
+            scores.uniform_(-bound, bound, generator=generator)
         elif self.spec.mask_init == "kaiming":
-            out_first = scores if isinstance(linear, nn.Linear) else scores.t()  # a view that has the fan-in last
+            out_first = scores if isinstance(site.linear, nn.Linear) else scores.t()  # a view that has the fan-in last
             nn.init.kaiming_uniform_(out_first, a=math.sqrt(5), generator=generator)
         return scores
 
@@ -142,3 +214,15 @@ def threshold_schedule(spec: PruneSpec, clock: Clock) -> Schedule:
             f"{start} + {tail} steps, more than the phase's {clock.total}: write fractions, or lower warmup_steps"
         )
     return Schedule(spec.initial_threshold, spec.final_threshold, start, clock.total - tail, spec.schedule)
+
+
+def _picoseconds(seconds: float) -> int:
+    return round(1e12 * seconds)
+
+
+def _written(gates: Tensor) -> str:
+    return "".join(map(str, gates.flatten().int().tolist()))
+
+
+def _read(gates: str) -> Tensor:
+    return torch.tensor([gate == "1" for gate in gates])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Chunks = Callable[[], Iterable[Tensor]]
@@ -62,6 +63,14 @@ def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
     if kept >= at_least:
         return Cut(threshold, 0, kept)
     return select_largest(lambda: [values], [values.numel()], at_least)[0]
+
+
+def ranks(values: Tensor) -> Tensor:
+    """The place of each value, 0 for the largest and of equal ones for the first: int64, in the values' shape."""
+    order = values.flatten().argsort(descending=True, stable=True)
+    found = torch.empty_like(order)
+    found[order] = torch.arange(len(order), device=order.device)
+    return found.view(values.shape)
 
 
 def recount(cut: Cut, values: Tensor) -> Cut:
@@ -124,3 +133,32 @@ def _cuts(chunks: Chunks, value: float, below: float, greater: list[int], ties: 
             at = (chunk.detach().flatten() == value).nonzero().flatten()
             cuts[index] = replace(cuts[index], ties_end=int(at[partial[index] - 1]) + 1)
     return cuts
+
+
+def largest_within(
+    values: Sequence[Tensor], costs: Sequence[Tensor], least: Sequence[int], multiple: Sequence[int], budget: float
+) -> list[Tensor]:
+    """Take the largest of all chunks' values until what they cost is as near to `budget` as can be: bools, on the CPU.
+
+    Costs have the values' shapes. Of each chunk its `least` largest are taken before all others, and only so many at
+    a time as its `multiple` says, by their mean, and at the end what is left.
+    """
+    chunks = [value.detach().double().cpu() for value in values]
+    bundles, bundled = [], []
+    for chunk, cost, first, width in zip(chunks, costs, least, multiple, strict=True):
+        order = chunk.flatten().argsort(descending=True, stable=True)
+        missing = -len(order) % width
+        sums, spent, counts = (
+            F.pad(each, (0, missing)).view(-1, width).sum(1)
+            for each in (chunk.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
+        )
+        means = sums / counts
+        means[: math.ceil(first / width)] = math.inf
+        bundles.append(means)
+        bundled.append(spent)
+    joined, spent = torch.cat(bundles), torch.cat(bundled)
+    order = joined.argsort(descending=True, stable=True)
+    taken = torch.empty(len(order), dtype=torch.bool)
+    taken[order] = spent[order].cumsum(0) - spent[order] / 2 <= budget
+    kept = [int(part.sum()) * width for part, width in zip(taken.split([*map(len, bundles)]), multiple, strict=True)]
+    return [ranks(chunk) < count for chunk, count in zip(chunks, kept, strict=True)]

@@ -1,0 +1,374 @@
+"""Measure model folders side by side: sizes, FLOPs, scores, and times, taken in turns call by call.
+
+The first folder is the base of all ratios. Measured in one process, on one device at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import inspect
+import itertools
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import MODEL_MAPPING, AutoModel
+
+import ds_trainer
+from ds_trainer import distributed
+from ds_trainer.benchmark_backends import Run, compiled, compiling, eager, onnx, placed
+from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
+from ds_trainer.benchmark_page import show, write
+from ds_trainer.evaluate import evaluate
+from ds_trainer.export_command import COMPACT_FILE
+from ds_trainer.flops import encoder_flops
+from ds_trainer.latency import batches, bytes_on_disk, fit, in_turns, summary
+from ds_trainer.loading import told
+from ds_trainer.models import count_weights
+from ds_trainer.onnx_file import predictor, session, write_onnx
+from ds_trainer.tasks import build_task
+from ds_trainer.tasks.pretrained import HeadKind, _positions, load_config, load_trained, load_with_head
+from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.techniques import Predict
+from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
+from ds_trainer.techniques.exit_heads import has_exits
+
+CALLS = 200
+"""Of each folder at a setting, where the time allows."""
+_TRACED = 8
+"""Tokens of the batch that an .onnx file is made with; it is for any."""
+_HEADLESS = HeadKind("model without a head", AutoModel, MODEL_MAPPING)
+Inputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What times are taken at."""
+
+    backend: str
+    device: str
+    dtype: str
+    threads: int
+    length: int | str
+    batch_size: int
+
+    def __str__(self) -> str:
+        tokens = "the task's texts" if self.length == OF_THE_TASK else f"{self.length} tokens"
+        return f"{self.backend}, {self.device}, {self.dtype}, threads {self.threads}, {tokens}, batch {self.batch_size}"
+
+
+@dataclass
+class Subject:
+    """A folder, its model on the CPU in fp32, the task that reads texts as it needs them, and how it exits early."""
+
+    folder: Path
+    model: Any
+    task: Task | None = None
+    early: EarlyExitModel | None = None
+    onnx_file: Path | None = None
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def inputs(self, length: int | str, size: int) -> list[dict[str, Tensor]]:
+        """The batches to time it on: whole ones of the task's texts, or one of random tokens."""
+        if length != OF_THE_TASK:
+            return [random_inputs(self.model, int(length), size)]
+        assert self.task is not None, "the command has checked it"
+        return [batch.inputs for batch in batches(self.task, size)]
+
+
+def benchmark(job: BenchmarkJob) -> None:
+    """Measure what a job asks for: tables on standard output, and the files of its output folder."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    distributed.keep_freed_memory()  # as training, evaluation and serving of this library do
+    found = measure(job)
+    show(found)
+    if job.output:
+        write(found, job.output)
+
+
+def measure(job: BenchmarkJob) -> dict[str, Any]:
+    """What `benchmark.json` holds: `conditions`, `folders` by label, `measurements`, one for each setting, `notes`.
+
+    ValueError where a folder cannot be loaded, cannot be run at a length, has no trained head for the task, or where
+    the models do not fit into memory together. What a backend cannot do is a note in the place of its times.
+    """
+    devices = _devices(job)
+    with tempfile.TemporaryDirectory() as aside:
+        subjects = _load(job, devices)
+        _check_lengths(job, subjects)
+        notes: list[str] = []
+        if "onnxruntime" in job.backends:
+            notes += _export(subjects, job, Path(aside))
+        if job.task:
+            _score(subjects, job.eval_batch_size)
+        measurements = [_measured(subjects, setting, job.seconds) for setting in settings(job, devices)]
+        return {
+            "base": next(iter(subjects)),
+            "conditions": _conditions(job, devices),
+            "folders": {label: _described(subject, job.lengths) for label, subject in subjects.items()},
+            "measurements": measurements,
+            "notes": notes,
+        }
+
+
+def settings(job: BenchmarkJob, devices: Sequence[str]) -> list[Setting]:
+    """Every combination that there is: onnxruntime on the CPU in fp32, a GPU with the first number of threads."""
+    every = itertools.product(job.backends, devices, job.dtypes, job.threads, job.lengths, job.batch_sizes)
+    return [
+        setting
+        for setting in itertools.starmap(Setting, every)
+        if not (setting.backend == "onnxruntime" and (setting.device, setting.dtype) != ("cpu", "fp32"))
+        and not (setting.device == "cuda" and setting.threads != job.threads[0])
+    ]
+
+
+def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
+    """A batch of random ordinary tokens, (size, length), none padded; the same numbers for every call."""
+    config, vocabulary = model.config, model.get_input_embeddings().num_embeddings
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+    special = {getattr(config, name, None) for name in names}
+    ordinary = torch.tensor([token for token in range(vocabulary) if token not in special])
+    chosen = torch.randint(len(ordinary), (size, length), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ordinary[chosen], "attention_mask": torch.ones(size, length, dtype=torch.int64)}
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < vocabulary:  # encoder-decoders look for it, to pool it
+        inputs["input_ids"][:, -1] = end
+    if getattr(config, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in taken}
+
+
+def ratios(times: Mapping[str, dict[str, float]], flops: Mapping[str, float], base: str) -> None:
+    """Add to the times of each folder its `speed_up` to the base, and that over the ratio of their FLOPs."""
+    for label, found in times.items():
+        if base not in times:
+            continue
+        found["speed_up"] = times[base]["median_ms"] / found["median_ms"]
+        if flops.get(label) and flops.get(base):
+            found["speed_up_per_flop_ratio"] = found["speed_up"] * flops[label] / flops[base]
+
+
+def _devices(job: BenchmarkJob) -> list[str]:
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    missing = [device for device in job.devices or () if device not in there]
+    if missing:
+        raise ValueError(f"--devices {missing[0]}: torch finds no such device here: give {' '.join(there)}")
+    return list(job.devices or there)
+
+
+def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Subject]:
+    folders = list(job.folders.values())
+    if not all(fit(folders, torch.device(device)) for device in devices):
+        raise ValueError(
+            f"the {len(folders)} models together, which are measured in turns, would take more than a quarter of the "
+            f"free memory in fp32: give fewer folders, or close what else holds memory"
+        )
+    return {label: _subject(folder, job) for label, folder in job.folders.items()}
+
+
+def _subject(folder: Path, job: BenchmarkJob) -> Subject:
+    if job.task is None:
+        headless = _HEADLESS.trained_in(load_config(folder, _HEADLESS))
+        return Subject(folder, (load_with_head(folder, _HEADLESS) if headless else load_trained(folder)).eval())
+    task = build_task(job.task, folder, job.cache_dir)
+    task.check_trained(folder)
+    model: Any = task.build_model(folder).eval()
+    early = with_exits(copy.deepcopy(model), folder).eval() if has_exits(folder) else None
+    return Subject(folder, model, task, early)
+
+
+def _check_lengths(job: BenchmarkJob, subjects: Mapping[str, Subject]) -> None:
+    """Refuse lengths that a model has no positions for, or cannot be run at, and batches that a task cannot fill."""
+    for label, subject in subjects.items():
+        positions = _positions(subject.model)
+        for length in job.lengths:
+            if length == OF_THE_TASK:
+                largest = max(job.batch_sizes)
+                if not subject.inputs(length, largest):
+                    raise ValueError(f"--batch_sizes {largest}: the task has fewer texts to measure on: lower it")
+            elif positions is not None and int(length) > positions:
+                raise ValueError(f"--lengths {length}: {label} has {positions} positions: give {positions} at most")
+            else:
+                inputs = random_inputs(subject.model, int(length), 1)
+                told(f"{label} cannot be run on {length} tokens", partial(eager(subject.model), inputs))
+
+
+def _export(subjects: Mapping[str, Subject], job: BenchmarkJob, aside: Path) -> Iterator[str]:
+    """Write the .onnx file of each folder; gives a line for each that has none."""
+    for number, (label, subject) in enumerate(subjects.items()):
+        path = aside / str(number) / "model.onnx"
+        path.parent.mkdir()
+        try:
+            write_onnx(subject.model, random_inputs(subject.model, _TRACED, 2), path)
+            subject.onnx_file = path
+        except Exception as error:  # noqa: BLE001 - whatever an exporter trips over, other backends are measured
+            yield f"{label}: no ONNX file: {_first_line(error)}"
+        if subject.task and subject.task.own_inputs:
+            yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
+
+
+def _score(subjects: Mapping[str, Subject], batch_size: int) -> None:
+    """Score each folder on the task: by torch, where it exits early so too, and by onnxruntime where it has a file."""
+    for label, subject in subjects.items():
+        assert subject.task is not None, "there is one for each or for none"
+        distributed.info(f"{label}: scoring")
+        device = distributed.device()
+        ways: dict[str, Predict] = {"torch": partial(_by_model, placed(subject.model, device, torch.float32))}
+        if subject.early:
+            ways["torch, early exit"] = partial(_by_model, placed(subject.early, device, torch.float32))
+        if subject.onnx_file:
+            opened = session(subject.onnx_file, torch.get_num_threads())
+            ways["onnxruntime"] = partial(_by_file, predictor(opened))
+        for way, predict in ways.items():
+            subject.scores[way] = evaluate(predict, subject.task, batch_size).scores
+
+
+def _by_model(model: Any, batch: Batch) -> Any:
+    return model(**batch.inputs)
+
+
+def _by_file(predict: Predict, batch: Batch) -> Any:
+    """On the CPU; the outputs go where the batch is."""
+    found = predict(batch.to(torch.device("cpu")))
+    return SimpleNamespace(**{name: value.to(batch.labels.device) for name, value in vars(found).items()})
+
+
+def _measured(subjects: Mapping[str, Subject], setting: Setting, limit: float) -> dict[str, Any]:
+    """The times of all folders at a setting, and notes on those that have none."""
+    distributed.info(str(setting))
+    device = torch.device(setting.device)
+    texts = {label: subject.inputs(setting.length, setting.batch_size) for label, subject in subjects.items()}
+    with _threads(setting.threads), compiling() if setting.backend == "compile" else contextlib.nullcontext():
+        ready, notes = _ready(subjects, setting, texts)
+        with_times = in_turns(ready, limit, device, CALLS)
+    times = {
+        label: summary(found) | {"examples_per_s": setting.batch_size * len(found) / sum(found)}
+        for label, found in with_times.items()
+        if found
+    }
+    notes |= {label: "not reached: raise --seconds" for label, found in with_times.items() if not found}
+    lengths = {label: [batch["input_ids"].shape[1] for batch in found] for label, found in texts.items()}
+    flops = {label: _mean_flops(subjects[label].model, found) for label, found in lengths.items()}
+    ratios(times, flops, next(iter(subjects)))
+    tokens = next(iter(lengths.values()))
+    return asdict(setting) | {"mean_tokens": sum(tokens) / len(tokens), "folders": times, "notes": notes}
+
+
+def _ready(
+    subjects: Mapping[str, Subject], setting: Setting, texts: Mapping[str, Sequence[Inputs]]
+) -> tuple[dict[str, list[partial[Any]]], dict[str, str]]:
+    """The calls of each folder, each made once; and why folders have none."""
+    ready, notes = {}, {}
+    device = torch.device(setting.device)
+    for label, subject in subjects.items():
+        inputs = [{name: value.to(device) for name, value in batch.items()} for batch in texts[label]]
+        for name, make in _ways(label, subject, setting).items():
+            calls, failure = _calls(make, inputs)
+            if failure:
+                notes[name] = failure
+            else:
+                ready[name] = calls
+    return ready, notes
+
+
+def _calls(make: Callable[[], Run], inputs: Sequence[Inputs]) -> tuple[list[partial[Any]], str | None]:
+    """A run of each batch, already made once; or why there is none."""
+    try:
+        run = make()
+        calls = [partial(run, batch) for batch in inputs]
+        for call in calls:
+            call()
+    except Exception as error:  # noqa: BLE001 - compilers and runtimes raise what they like; the rest is measured
+        return [], _first_line(error)
+    return calls, None
+
+
+def _ways(label: str, subject: Subject, setting: Setting) -> dict[str, Callable[[], Run]]:
+    """How a folder is run at a setting, by the row's label: each makes its `Run`."""
+    place = torch.device(setting.device), getattr(torch, DTYPES[setting.dtype])
+    of_the_task = setting.length == OF_THE_TASK
+    if setting.backend == "onnxruntime":
+        return {label: partial(onnx, subject.onnx_file, setting.threads)} if subject.onnx_file else {}
+    if setting.backend == "compile":
+        return {label: lambda: compiled(placed(subject.model, *place), not of_the_task)}
+    ways: dict[str, Callable[[], Run]] = {label: lambda: eager(placed(subject.model, *place))}
+    if subject.early and of_the_task:  # random tokens leave anywhere
+        ways[f"{label}, early exit"] = lambda: eager(placed(subject.early, *place))
+    return ways
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _mean_flops(model: Any, lengths: Sequence[int]) -> float:
+    return sum(encoder_flops(model, length) for length in lengths) / len(lengths)
+
+
+def _described(subject: Subject, lengths: Sequence[int | str]) -> dict[str, Any]:
+    """What a folder is, without a clock."""
+    weights = count_weights(subject.model)
+    files = {"safetensors": bytes_on_disk(subject.folder)}
+    compact = subject.folder / COMPACT_FILE
+    if compact.is_file():
+        files["compact"] = compact.stat().st_size
+    if subject.onnx_file:
+        files["onnx"] = sum(path.stat().st_size for path in subject.onnx_file.parent.iterdir())
+    flops = {}
+    for length in lengths:
+        tokens = [batch["input_ids"].shape[1] for batch in subject.inputs(length, 1)]
+        flops[str(length)] = _mean_flops(subject.model, tokens)
+    return {
+        "folder": str(subject.folder),
+        "parameters": weights["model"],
+        "encoder": weights["encoder"],
+        "flops_per_example": flops,
+        "bytes": files,
+        "scores": subject.scores,
+    }
+
+
+def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
+    versions = {"ds_trainer": ds_trainer.__version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    if "onnxruntime" in job.backends:
+        versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    found = {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "versions": versions, "seconds": job.seconds}
+    if "cuda" in devices:
+        found["gpu"] = torch.cuda.get_device_name()
+    if job.task:
+        found["task"] = job.task.model_dump(mode="json")
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _first_line(error: Exception) -> str:
+    said = next(iter(str(error).strip().splitlines()), "")[:200]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,59 @@
+"""What runs the models of a benchmark: torch as it is, torch.compile, onnxruntime."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ds_trainer.onnx_file import outputs, session
+
+Run: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
+"""A forward of a batch, its inputs by name and on the device; gives its outputs."""
+
+_MOST_COMPILED = 1000
+
+
+def placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model, which is on the CPU and in fp32; where it is to be elsewhere or in another type, a copy that is."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return model
+    return copy.deepcopy(model).to(device, dtype)
+
+
+def eager(model: Any) -> Run:
+    def run(inputs: Mapping[str, Tensor]) -> Any:
+        with torch.inference_mode():
+            return model(**inputs)
+
+    return run
+
+
+def compiled(model: Any, of_one_shape: bool) -> Run:
+    """By torch.compile, which compiles at the first calls, inside of `compiling`: for inputs of their shape, or any."""
+    return eager(torch.compile(model, dynamic=False if of_one_shape else None))
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile anew, since code is for a number of threads, and as often as asked.
+
+    By default models of one class together are compiled eight times, and then run uncompiled without a word.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED, accumulated_recompile_limit=_MOST_COMPILED):
+        yield
+    torch._dynamo.reset()
+
+
+def onnx(path: Path, threads: int) -> Run:
+    """By onnxruntime on the CPU, from a file that `write_onnx` has written; outputs are numpy arrays."""
+    return partial(outputs, session(path, threads))

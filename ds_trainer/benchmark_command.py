@@ -1,0 +1,193 @@
+"""The command that measures model folders: its flags, and every check that needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ds_trainer import distributed
+from ds_trainer.command import _add_common_flags, _asked_task, _Mistakes, _Parser, _trust
+from ds_trainer.messages import cut, listed
+from ds_trainer.model_folder import folder_mistakes
+from ds_trainer.recipe import TaskSpec
+from ds_trainer.run_folder import check_output_folder
+from ds_trainer.task_files import check_data_files
+from ds_trainer.trust import Trust, trusting
+
+OF_THE_TASK = "task"
+"""In the place of a length: the task's texts, as long as they are."""
+BACKENDS = ("torch", "compile", "onnxruntime")
+DEVICES = ("cpu", "cuda")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""How the flag says them, and torch."""
+_FOR_ONNX = ("onnx", "onnxruntime")
+_MOST = 2**20
+_SCORED_AT = 64
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BenchmarkJob:
+    """A checked command: model folders by label, the base of all ratios first, and what to measure them at."""
+
+    folders: dict[str, Path]
+    backends: tuple[str, ...]
+    devices: tuple[str, ...] | None
+    """None: those that are there."""
+    dtypes: tuple[str, ...]
+    threads: tuple[int, ...]
+    lengths: tuple[int | str, ...]
+    """In tokens; or `OF_THE_TASK`."""
+    batch_sizes: tuple[int, ...]
+    seconds: float
+    """For the calls of all folders at one setting."""
+    task: TaskSpec | None
+    eval_batch_size: int
+    cache_dir: str | None
+    output: Path | None
+    trust: Trust
+
+
+def benchmark_command(arguments: Sequence[str]) -> None:
+    """`launch/benchmark.py`: what model folders cost, side by side, and their scores on a task."""
+    job = read_benchmark_job(arguments)
+    from ds_trainer.benchmark import benchmark
+
+    with trusting(job.trust):
+        benchmark(job)
+
+
+def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
+    """Parse and check a benchmark command; a ValueError tells every mistake of it, one a line."""
+    flags = _parser().parse_args(list(arguments))
+    trust, mistakes = _trust(flags), _Mistakes()
+    mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
+    mistakes += _name_mistakes(flags) + _place_mistakes(flags)
+    task, cache_dir = None, flags.cache_dir
+    if any((flags.recipe, flags.task_name, flags.data_dir, flags.set)):
+        of_first = argparse.Namespace(**vars(flags), model=str(flags.folders[0]), batch_size=flags.eval_batch_size)
+        task, cache_dir = _asked_task(of_first, mistakes)
+        mistakes += check_data_files(task, splits=("validation",)) if task else []
+    elif OF_THE_TASK in flags.lengths:
+        mistakes.append(f"--lengths {OF_THE_TASK}: there is no task: give --task_name, or --recipe with a task")
+    mistakes.tell()
+    names = flags.names or labels(flags.folders)
+    return BenchmarkJob(
+        folders=dict(zip(names, flags.folders, strict=True)),
+        backends=BACKENDS if "all" in flags.backends else _distinct(flags.backends),
+        devices=_distinct(flags.devices) if flags.devices else None,
+        dtypes=_distinct(flags.dtypes),
+        threads=_distinct(flags.threads),
+        lengths=_distinct(flags.lengths) or (OF_THE_TASK if task else 128,),
+        batch_sizes=_distinct(flags.batch_sizes),
+        seconds=flags.seconds,
+        task=task,
+        eval_batch_size=flags.eval_batch_size,
+        cache_dir=cache_dir,
+        output=flags.output_dir,
+        trust=trust,
+    )
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """As few of the last parts of each path as tell all apart; of a folder that comes again, its number too."""
+    paths = [folder.absolute() for folder in folders]
+    most = max(len(path.parts) for path in paths)
+    for count in range(1, most + 1):
+        found = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(found)) == len(set(paths)):
+            break
+    return [
+        name if (times := found[: place + 1].count(name)) == 1 else f"{name} ({times})"
+        for place, name in enumerate(found)
+    ]
+
+
+def _distinct(values: Sequence[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _name_mistakes(flags: argparse.Namespace) -> list[str]:
+    names, folders = flags.names, flags.folders
+    if names is None:
+        return []
+    if len(names) != len(folders):
+        return [f"--names has {len(names)} values, and there are {len(folders)} folders: give one for each"]
+    twice = [name for name in _distinct(names) if names.count(name) > 1]
+    return [f"--names: {listed(twice)} comes twice: give each folder its own"] if twice else []
+
+
+def _place_mistakes(flags: argparse.Namespace) -> list[str]:
+    """What this process, its host or its installation is not fit for."""
+    mistakes = []
+    cores = len(os.sched_getaffinity(0))
+    if max(flags.threads) > cores:
+        mistakes.append(f"--threads {max(flags.threads)}: this process may use {cores} cores: give {cores} at most")
+    if distributed.world_size() > 1:
+        mistakes.append("a benchmark is measured by one process: start it with python, not with deepspeed")
+    missing = [name for name in _FOR_ONNX if importlib.util.find_spec(name) is None]
+    if missing and {"onnxruntime", "all"} & {*flags.backends}:
+        mistakes.append(
+            f"""--backends onnxruntime: {", ".join(missing)} cannot be imported: pip install -e ".[onnx]" from the """
+            f"project's folder, or leave this backend out"
+        )
+    if flags.output_dir:
+        mistakes += [f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output_dir, overwrite=True)]
+    return mistakes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="benchmark.py", description="Measure model folders side by side.", allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the first is the base of all ratios")
+    cores = len(os.sched_getaffinity(0))
+    several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
+    parser.add_argument("--batch_sizes", type=_count, default=[1, 32], **several)
+    parser.add_argument(
+        "--lengths",
+        type=_length,
+        default=[],
+        help=f'tokens; "{OF_THE_TASK}": the texts of the task, as long as they are ({OF_THE_TASK} if there is one, '
+        f"else 128)",
+        **several,
+    )
+    parser.add_argument("--threads", type=_count, default=[cores], help="of the CPU (all cores)", **several)
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, help="by default those that are there")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="onnxruntime runs fp32 alone")
+    parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "all"), default=["torch"])
+    parser.add_argument(
+        "--seconds", type=_seconds, default=20.0, metavar="X", help="of calls at a setting, all folders together (20)"
+    )
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
+    parser.add_argument("--output_dir", type=Path, help="write benchmark.json, benchmark.md and the figure there")
+    parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
+    parser.add_argument(
+        "--eval_batch_size", type=_count, default=_SCORED_AT, metavar="N", help=f"for the scores ({_SCORED_AT})"
+    )
+    _add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
+    return parser
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= _MOST:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{cut(repr(text), 60)} is no whole number from 1 to {_MOST}")
+
+
+def _length(text: str) -> int | str:
+    return text if text == OF_THE_TASK else _count(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and value > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"{cut(repr(text), 60)} is no number of seconds above 0")

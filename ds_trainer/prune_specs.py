@@ -1,0 +1,199 @@
+"""What a recipe may say of pruning: by which scores, in which grains, how much, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from ds_trainer.fields import Count, Positive, Rate, Strict, Units
+from ds_trainer.messages import listed, shown
+from ds_trainer.schedules import Shape
+
+Granularity = Literal["weight", "block", "row", "column", "head", "neuron", "2:4"]
+KINDS = ("attention", "feed_forward")
+"""Of the blocks of a layer: keys of a mapping of granularities that are no name patterns."""
+WHOLE_BLOCKS = {"head": "attention", "neuron": "feed_forward"}
+"""Granularities of a whole block of a layer, and which."""
+BY_SHARE = ("topK", "magnitude")
+_NAMES = {"hybrid": {"attention": "head", "feed_forward": "neuron"}, "head": {"attention": "head"}}
+_NAMES |= {"neuron": {"feed_forward": "neuron"}}
+COUNTED = ("row", "column", "neuron")
+"""Granularities whose number kept `multiple_of` rounds."""
+
+
+def _known(value: Any) -> Any:
+    """One message for what is no granularity, in the place of one for each member of the union."""
+    known = get_args(Granularity)
+    found = list(value.values()) if isinstance(value, dict) else [value]
+    allowed = known if isinstance(value, dict) else (*known, "hybrid")
+    wrong = [one for one in found if one not in allowed]
+    if wrong or not found:
+        what = listed(wrong) if wrong else "no granularity"
+        raise ValueError(
+            f"{what}: known are {', '.join(known)}; or hybrid; or an object from attention, feed_forward or name "
+            "patterns of linear layers to one of these"
+        )
+    return value
+
+
+AnyGranularity = Annotated[
+    Granularity | Literal["hybrid"] | dict[str, Granularity],
+    BeforeValidator(_known),
+]
+
+
+class PruneSpec(Strict):
+    """Movement pruning (arXiv 2005.07683), magnitude pruning, hard-concrete L0 (arXiv 1712.01312).
+
+    A score is of a weight, or of a larger part of the matrices that is kept or dropped as one (arXiv 2109.04838).
+    """
+
+    pruning_method: Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"] = "topK"
+    granularity: AnyGranularity = Field(
+        "weight",
+        description='what one score decides on; "hybrid" is {"attention": "head", "feed_forward": "neuron"}; in an '
+        "object the first key that matches a linear layer decides, and what matches none is not pruned",
+    )
+    block_shape: Annotated[list[Positive], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [32, 32],
+        description="of the granularity block: rows (outputs) and columns (inputs); the last at an edge may be smaller",
+    )
+    modules: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="name patterns of linear layers; by default every linear layer of the encoder; with head and "
+        "neuron they name all of a block or none",
+    )
+    mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
+    mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
+    initial_threshold: float = Field(1.0, description="by method: 1 for topK and magnitude, else 0")
+    final_threshold: float = Field(
+        0.15, description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1)"
+    )
+    target_flops: float | None = Field(
+        None, gt=0, le=1, description="share of the encoder's FLOPs to keep, in the place of final_threshold"
+    )
+    target_latency: float | None = Field(
+        None, gt=0, le=1, description="share of the encoder's measured seconds to keep, in its place"
+    )
+    cost_tokens: Positive = Field(128, description="length of the example whose FLOPs or seconds are counted")
+    uniform: bool = Field(False, description="the same number kept in every layer, of each kind of matrix or block")
+    min_heads: Count = Field(0, description="kept in every attention block; groups where heads share a key and value")
+    multiple_of: Literal[1, 8, 16, 64] = Field(1, description="round the number of neurons, rows or columns kept")
+    initial_warmup: Units = 1
+    final_warmup: Units = 2
+    schedule: Shape = "cubic"
+    regularization: Literal["l1", "l0"] | None = None
+    final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
+    global_topk: bool = Field(False, description="one threshold over all layers")
+    global_topk_frequency_compute: Positive = Field(1, description="optimizer steps between its refreshes")
+    mask_scores_learning_rate: Rate = 1e-2
+    train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The granularity by key: kinds of blocks, or name patterns."""
+        if isinstance(self.granularity, dict):
+            return dict(self.granularity)
+        return dict(_NAMES.get(self.granularity, {"*": self.granularity}))
+
+    @property
+    def target(self) -> float | None:
+        """The share of the encoder's cost to keep, where one is asked for."""
+        return self.target_latency if self.target_flops is None else self.target_flops
+
+    @field_validator("pruning_method", mode="before")
+    @classmethod
+    def _spelling(cls, value: Any) -> Any:
+        return "sigmoied_threshold" if value == "sigmoid_threshold" else value
+
+    @field_validator("regularization", mode="before")
+    @classmethod
+    def _null(cls, value: Any) -> Any:
+        return None if value == "null" else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thresholds_by_method(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        method = data.get("pruning_method", "topK")
+        by_method = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}
+        initial, final = by_method.get(method if isinstance(method, str) else "topK", (0.0, 0.1))
+        granularity = data.get("granularity")
+        if "2:4" in (list(granularity.values()) if isinstance(granularity, dict) else [granularity]):
+            final = 0.5
+        targets = [data[name] for name in ("target_flops", "target_latency") if data.get(name) is not None]
+        if len(targets) == 1:
+            final = targets[0]
+        return {"initial_threshold": initial, "final_threshold": final} | data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PruneSpec:
+        mistakes = [*self._method_mistakes(), *self._granularity_mistakes(), *self._count_mistakes()]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def _method_mistakes(self) -> Iterator[str]:
+        for name in ("initial_threshold", "final_threshold"):
+            share = getattr(self, name)
+            if self.pruning_method in BY_SHARE and not 0 < share <= 1:
+                yield f"{name} is {share}: {self.pruning_method} takes the share to keep, in (0, 1]"
+        if self.global_topk and self.pruning_method not in BY_SHARE:
+            yield f"global_topk goes with topK or magnitude, not with {self.pruning_method}"
+        if self.regularization and self.pruning_method == "magnitude":
+            yield "regularization needs learned scores, and magnitude has none: set it to null"
+        if self.final_lambda is not None and not self.regularization:
+            yield 'final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"'
+        if self.regularization and self.final_threshold == 0:
+            yield "final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it"
+        if not self.train_weights and self.pruning_method == "magnitude":
+            yield "train_weights is false and magnitude has no scores: nothing would be trained"
+
+    def _granularity_mistakes(self) -> Iterator[str]:
+        for key, granularity in self.choices.items():
+            own = WHOLE_BLOCKS.get(granularity)
+            if own and key != own:
+                yield f'granularity: {granularity} goes with the key "{own}" alone, not with {shown(key)}: change one'
+        asked = set(self.choices.values())
+        if self.global_topk and "2:4" in asked:
+            yield "global_topk chooses among all weights, and 2:4 keeps two of every four: drop one of them"
+        if self.global_topk and "weight" in asked and len(asked) > 1:
+            yield f"global_topk compares like with like, and weight is mixed with {', '.join(asked - {'weight'})}"
+        if "2:4" not in asked:
+            return
+        if self.pruning_method not in BY_SHARE:
+            yield f"granularity 2:4 goes with topK or magnitude, not with {self.pruning_method}"
+        if self.final_threshold != 0.5:
+            yield f"final_threshold is {self.final_threshold}, and 2:4 keeps half: leave it out or write 0.5"
+
+    def _count_mistakes(self) -> Iterator[str]:
+        asked = set(self.choices.values())
+        targets = [name for name in ("target_flops", "target_latency") if getattr(self, name) is not None]
+        if len(targets) == 2:
+            yield "target_flops and target_latency are both set: keep one"
+        for name in targets[:1]:
+            if self.pruning_method not in BY_SHARE:
+                yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
+            if asked - WHOLE_BLOCKS.keys():
+                yield f"{name} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
+            if not math.isclose(self.final_threshold, self.target or 0):
+                yield f"{name} takes the place of final_threshold, which is {self.final_threshold}: leave that out"
+        if self.uniform and (self.global_topk or targets):
+            rival = "global_topk" if self.global_topk else targets[0]
+            yield f"uniform keeps the same number in every layer, and {rival} chooses among all layers: keep one"
+        if self.uniform and self.pruning_method not in BY_SHARE and "weight" in asked:
+            yield f"uniform with {self.pruning_method} goes with larger grains than weight: set granularity, or topK"
+        if self.min_heads and "head" not in asked:
+            yield f"min_heads is {self.min_heads}, and no granularity is head: set it to 0, or granularity to hybrid"
+        if self.multiple_of > 1 and not asked & set(COUNTED):
+            yield f"multiple_of rounds neurons, rows and columns, not {shown(self.granularity)}: change one of the two"
+        for name, value in (("uniform", self.uniform), ("min_heads", self.min_heads)):
+            if value and self.pruning_method == "l0":
+                yield f"{name} would close gates that l0 opens, and open others: choose another pruning_method"
+        if self.multiple_of > 1 and self.pruning_method == "l0":
+            yield "multiple_of would close gates that l0 opens, and open others: choose another pruning_method"

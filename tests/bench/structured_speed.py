@@ -1,0 +1,174 @@
+"""What is gained where heads and neurons are cut out, and what it costs to learn which.
+
+`python tests/bench/structured_speed.py [--hidden 768 --layers 6]`: a BERT of random weights, the shape of BERT-base
+with half its layers, with all, 50% and 25% of its heads and neurons, at 128 tokens, 2 threads, fp32: the measured
+speed-up of the encoder over the ratio of its FLOPs, in torch and in onnxruntime, all in turns; onnxruntime's time over
+torch's; and an optimizer step of 16 x 128 tokens with a score for each head and neuron over one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from figures import Figure, ratio, report
+from torch import nn
+
+from ds_trainer import distributed, engine
+from ds_trainer.flops import encoder_flops
+from ds_trainer.onnx_file import outputs, session, write_onnx
+from ds_trainer.optim import Hyperparameters, parameter_groups
+from ds_trainer.recipe import PruneSpec
+from ds_trainer.shrunk_model import shrunk_class
+from ds_trainer.techniques import Clock
+from ds_trainer.techniques.prune import Prune
+
+TOKENS, THREADS = 128, 2
+KEPT = (1.0, 0.5, 0.25)
+BARS = {1: 0.75, 32: 0.85}
+ROUNDS = {1: 60, 32: 12}
+ROWS = 16
+BASE = Hyperparameters(5e-5)
+
+
+class Encoder(nn.Module):
+    """The layers of a model alone: (rows, tokens, hidden) to the same."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.layers = model.encoder
+        self.config = model.config
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers(hidden).last_hidden_state
+
+
+def config_of(flags: argparse.Namespace) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        hidden_size=flags.hidden,
+        num_hidden_layers=flags.layers,
+        num_attention_heads=12,
+        intermediate_size=4 * flags.hidden,
+    )
+
+
+def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
+    """The encoder that keeps this share of its heads and neurons, and its FLOPs for one example."""
+    from transformers import BertModel
+
+    torch.manual_seed(0)
+    config = config_of(flags)
+    if kept == 1:
+        model = BertModel(config, add_pooling_layer=False)
+    else:
+        heads, neurons = (round(kept * n) for n in (config.num_attention_heads, config.intermediate_size))
+        config.shrunk = {"heads": [heads] * flags.layers, "neurons": [neurons] * flags.layers}
+        model = shrunk_class(BertModel)(config, add_pooling_layer=False)
+    return Encoder(model).eval(), encoder_flops(model, TOKENS)
+
+
+def in_turns(calls: dict[Any, Callable[[], object]], rounds: int) -> dict[Any, list[float]]:
+    """Seconds of each call, round by round, after two rounds to warm up."""
+    times: dict[Any, list[float]] = {key: [] for key in calls}
+    for index in range(rounds + 2):
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if index >= 2:
+                times[key].append(time.perf_counter() - started)
+    return times
+
+
+def speed(flags: argparse.Namespace, folder: Path) -> list[Figure]:
+    encoders = {kept: encoder(flags, kept) for kept in KEPT}
+    example = torch.randn(2, TOKENS, flags.hidden)
+    sessions = {}
+    for kept, (model, _) in encoders.items():
+        write_onnx(model, {"hidden": example}, folder / f"{kept}.onnx")
+        sessions[kept] = session(folder / f"{kept}.onnx", THREADS)
+    figures = []
+    for batch, bar in BARS.items():
+        hidden = torch.randn(batch, TOKENS, flags.hidden)
+        calls: dict[Any, Callable[[], object]] = {}
+        for kept, (model, _) in encoders.items():
+            calls["torch", kept] = partial(model, hidden)
+            calls["onnxruntime", kept] = partial(outputs, sessions[kept], {"hidden": hidden})
+        with torch.inference_mode():
+            times = in_turns(calls, ROUNDS[batch])
+        for kept in KEPT:
+            torch_s, onnx_s = (times[backend, kept] for backend in ("torch", "onnxruntime"))
+            relative = statistics.median(a / b for a, b in zip(onnx_s, torch_s, strict=True))
+            print(f"batch {batch}, {kept:.0%} kept: torch {1e3 * statistics.median(torch_s):.1f} ms, ", end="")
+            print(f"onnxruntime {1e3 * statistics.median(onnx_s):.1f} ms")
+            figures.append(Figure(f"structured_speed/onnxruntime_over_torch/batch_{batch}/{kept}", relative, 1.0))
+            if kept < 1:
+                fewer = encoders[1.0][1] / encoders[kept][1]
+                for backend in ("torch", "onnxruntime"):
+                    pairs = zip(times[backend, 1.0], times[backend, kept], strict=True)
+                    value = statistics.median(whole / cut for whole, cut in pairs)
+                    print(f"  {backend}: {value:.2f} times as fast, of {fewer:.2f} times fewer FLOPs")
+                    name = f"structured_speed/{backend}/batch_{batch}/{kept}"
+                    figures.append(Figure(name, value / fewer, bar if backend == "torch" else 0.0, at_least=True))
+    return figures
+
+
+class Training:
+    """A classifier under the engine, and how it takes a step."""
+
+    def __init__(self, flags: argparse.Namespace, scored: bool) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(config_of(flags))
+        spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
+        self.techniques = [Prune(spec, Clock(1000, 0, seed=1), task=None)] if scored else []
+        for technique in self.techniques:
+            model = technique.attach(model)
+        rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]
+        settings = {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1.0, "steps_per_print": 10**9}
+        groups = parameter_groups(model, [], rules, BASE)
+        self.engine = engine.start_engine(model, groups, settings, BASE, lambda _: 1.0)
+        self.ids = torch.randint(1000, 30000, (ROWS, TOKENS))
+        self.labels = torch.randint(0, 2, (ROWS,))
+        self.steps = 0
+
+    def step(self) -> None:
+        for technique in self.techniques:
+            technique.on_step(self.steps)
+        self.engine.backward(F.cross_entropy(self.engine(input_ids=self.ids).logits, self.labels))
+        self.engine.step()
+        self.steps += 1
+
+
+def training(flags: argparse.Namespace) -> Figure:
+    scored, plain = Training(flags, True), Training(flags, False)
+    value, seconds, other = ratio(scored.step, plain.step, 16)
+    print(f"a step with scores for heads and neurons {seconds:.3f} s, without {other:.3f} s")
+    return Figure("structured_speed/training_step", value, 1.03)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=6)
+    flags = parser.parse_args()
+    distributed.start()
+    torch.set_num_threads(THREADS)
+    distributed.keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = speed(flags, Path(folder))
+    report(*figures, training(flags))
+
+
+if __name__ == "__main__":
+    main()

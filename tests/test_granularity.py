@@ -1,0 +1,418 @@
+"""Pruning by heads, neurons and other grains, on the library's own models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_prune import make_prune
+from torch import Tensor, nn
+
+from ds_trainer.flops import encoder_flops
+from ds_trainer.models import count_weights
+from ds_trainer.shrunk_model import blocks_of, decisions_of, layers_of, resize
+from ds_trainer.techniques.costs import LayerSeconds
+from ds_trainer.techniques.masked import MaskedLinear
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+FAMILIES = {
+    "bert": SMALL,
+    "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64},
+    "modernbert": SMALL | SPECIAL,
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 32, "vocab_size": 64},
+    "llama": GROUPED,
+    "qwen3": GROUPED,
+    "deberta-v2": SMALL | {"max_position_embeddings": 40},
+}
+DECODERS = ("gpt2", "llama", "qwen3")
+NEURONS_ALONE = {"attention": "block", "feed_forward": "neuron"}
+
+
+def make_model(family: str = "bert") -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    model = (AutoModelForCausalLM if family in DECODERS else AutoModelForSequenceClassification).from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+def run(model: nn.Module) -> Tensor:
+    ids = torch.arange(18).view(2, 9) % 50 + 5
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def pruned(family: str = "bert", **spec):
+    """The technique at its last step on a model, with that model."""
+    prune = make_prune(**({"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "kaiming"} | spec))
+    model = prune.attach(make_model(family)).eval()
+    prune.start(torch.device("cpu"))
+    prune.on_step(10)
+    return prune, model
+
+
+def kept_of(prune, kind: str) -> list[int]:
+    return [int(value) for name, value in prune.readings().items() if name.startswith("prune/kept/") and kind in name]
+
+
+@pytest.mark.parametrize("method", ["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_decisions_are_masked_and_folded(family, method):
+    """The folded model is plain, computes the masked one's logits, and has zeros in all matrices of what fell."""
+    thresholds = {"threshold": 0.0, "sigmoied_threshold": 0.5, "l0": 1.0}
+    granularity = NEURONS_ALONE if family == "deberta-v2" else "hybrid"
+    spread = {"mask_init": "uniform", "mask_scale": 5.0}
+    prune, model = pruned(
+        family,
+        pruning_method=method,
+        granularity=granularity,
+        block_shape=[5, 7],
+        **({"final_threshold": thresholds[method]} if method in thresholds else {}),
+        **spread,
+    )
+    with torch.no_grad():
+        expected = run(model)
+    kept = {name: layer.mask.open.clone() for name, layer in prune.layers.items()}
+    density = prune.readings()["prune/density"]
+    folded = prune.fold(model)
+    assert not any(isinstance(module, MaskedLinear) for module in folded.modules())
+    torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+    counts = count_weights(folded)["encoder"]
+    assert counts["kept"] / counts["total"] == pytest.approx(density, abs=1e-9)
+    fallen = 0
+    for name, site in prune.sites.items():
+        for member in site.inner:
+            linear = folded.get_submodule(member)
+            weight = linear.weight.t() if type(linear).__name__ == "Conv1D" else linear.weight
+            rows = weight.reshape(site.block[1].parts, len(kept[name]), -1)
+            assert torch.equal((rows != 0).any(2).all(0), kept[name])
+            fallen += int((~kept[name]).sum())
+            if linear.bias is not None:
+                biases = linear.bias.view(site.block[1].parts, len(kept[name]), -1)
+                assert torch.equal((biases != 0).any(2).all(0), kept[name])
+    assert fallen > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_whole_decisions_learn_from_what_enters_the_outer_matrix(family):
+    """Their gradient is that of gates on its input, in plain autograd; what fell gets none in any inner matrix."""
+    granularity = {"feed_forward": "neuron"} if family == "deberta-v2" else "hybrid"
+    prune, model = pruned(family, granularity=granularity)
+    run(model).square().sum().backward()
+
+    plain = make_model(family)
+    gates = {}
+    for name, layer in prune.layers.items():
+        gates[name] = layer.mask.open.float().requires_grad_()
+        width = layer.in_features // len(gates[name])
+        outer = plain.get_submodule(name)
+        outer.register_forward_pre_hook(
+            lambda _, inputs, gate=gates[name], width=width: (inputs[0] * gate.repeat_interleave(width),)
+        )
+    run(plain).square().sum().backward()
+    for name, layer in prune.layers.items():
+        torch.testing.assert_close(layer.mask_scores.grad, gates[name].grad, atol=1e-4, rtol=1e-4)
+        for member, linear in prune.sites[name].inner.items():
+            torch.testing.assert_close(linear.weight.grad, plain.get_submodule(member).weight.grad)
+            weight = linear.weight.grad.t() if type(linear).__name__ == "Conv1D" else linear.weight.grad
+            rows = weight.reshape(prune.sites[name].block[1].parts, len(gates[name]), -1)
+            assert float(rows[:, ~layer.mask.open].abs().sum()) == 0
+
+
+def test_heads_that_share_a_key_and_value_fall_together():
+    """Of a Llama with 4 heads in 2 groups, half is one group in every layer: 2 heads, their key and their value."""
+    prune, model = pruned("llama", granularity="head")
+    assert [layer.mask_scores.shape for layer in prune.layers.values()] == [(2,)] * 3
+    run(model)
+    assert kept_of(prune, "attention") == [1, 1, 1]
+    attention = layers_of(prune.fold(model))["model.layers.0"].self_attn
+    assert [int((linear.weight != 0).any(1).sum()) for linear in (attention.q_proj, attention.k_proj)] == [16, 8]
+
+
+def test_scores_by_magnitude_are_of_all_matrices():
+    """A head whose queries alone are large is kept: the root mean square is over query, key, value and output."""
+    prune = make_prune(granularity="head", pruning_method="magnitude", final_threshold=0.25)
+    model = make_model()
+    query = layers_of(model)["bert.encoder.layer.1"].attention.self.query
+    with torch.no_grad():
+        query.weight[8:16] = 3.0
+    weights = torch.cat(
+        [
+            query.weight.view(4, -1),
+            *(
+                part.weight.view(4, -1)
+                for part in (
+                    layers_of(model)["bert.encoder.layer.1"].attention.self.key,
+                    layers_of(model)["bert.encoder.layer.1"].attention.self.value,
+                )
+            ),
+            layers_of(model)["bert.encoder.layer.1"].attention.output.dense.weight.t().reshape(4, -1),
+        ],
+        1,
+    )
+    model = prune.attach(model)
+    prune.on_step(10)
+    run(model)
+    layer = prune.layers["bert.encoder.layer.1.attention.output.dense"]
+    torch.testing.assert_close(layer.scores(), weights.square().mean(1).sqrt())
+    assert layer.mask.open.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("granularity", ["row", "column", "block", "2:4"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_parts_of_a_matrix(family, granularity):
+    """Rows are outputs and columns inputs, in a Conv1D too; the share kept is exact, and 2:4 keeps 2 of every 4."""
+    prune, model = pruned(family, granularity=granularity, block_shape=[8, 16])
+    with torch.no_grad():
+        expected = run(model)
+    folded = prune.fold(model)
+    torch.testing.assert_close(run(folded), expected)
+    for name in prune.layers:
+        linear = folded.get_submodule(name)
+        weight = (linear.weight.t() if family == "gpt2" else linear.weight) != 0
+        parts = {
+            "row": weight.any(1),
+            "column": weight.any(0),
+            "block": weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 8)).any(3).any(1),
+            "2:4": weight,
+        }[granularity]
+        assert int(parts.sum()) == parts.numel() // 2
+        assert int(weight.sum()) == weight.numel() // 2
+        if granularity == "2:4":
+            assert bool((weight.unflatten(1, (-1, 4)).sum(2) == 2).all())
+
+
+def test_two_of_four_comes_by_way_of_three():
+    """With the share the kept of every four goes from 4 to 2: the share times four, rounded up."""
+    prune = make_prune(granularity="2:4", schedule="linear")
+    model = prune.attach(make_model())
+    kept = []
+    for step in (0, 4, 10):
+        prune.on_step(step)
+        run(model)
+        kept.append(prune.readings()["prune/density"])
+    assert kept == [1.0, 1.0, 0.5]
+    prune.on_step(6)
+    run(model)
+    assert prune.readings()["prune/density"] == 0.75
+
+
+def test_the_first_key_that_matches_decides():
+    """Attention by blocks, one layer's feed-forward by rows, the others by neurons; nothing else is masked."""
+    prune, _ = pruned(
+        granularity={"attention": "block", "*.layer.0.*": "row", "*.output.dense": "column"}, block_shape=[16, 16]
+    )
+    found = {name.removeprefix("bert.encoder.layer."): site.granularity for name, site in prune.sites.items()}
+    assert found["0.attention.output.dense"] == found["2.attention.self.key"] == "block"
+    assert found["0.intermediate.dense"] == found["0.output.dense"] == "row"
+    assert found["1.output.dense"] == "column"
+    assert "1.intermediate.dense" not in found
+    mixed, model = pruned(granularity={"attention": "block", "feed_forward": "neuron"}, block_shape=[16, 16])
+    run(model)
+    assert len(mixed.layers) == 3 * 5
+    assert kept_of(mixed, "feed_forward") == [24] * 3
+
+
+def test_modules_name_whole_blocks():
+    """With heads and neurons, modules restrict to blocks of which they name all matrices; a part is refused."""
+    prune, _ = pruned(modules=["*.layer.1.*", "*.layer.0.attention.*"])
+    assert list(prune.layers) == [
+        "bert.encoder.layer.0.attention.output.dense",
+        "bert.encoder.layer.1.attention.output.dense",
+        "bert.encoder.layer.1.output.dense",
+    ]
+    with pytest.raises(ValueError, match=r"takes bert\.encoder\.layer\.0\.attention\.self\.key, .* out"):
+        pruned(modules=["*.query"])
+    with pytest.raises(ValueError, match="head is of all matrices"):
+        pruned(granularity={"*.query": "block", "attention": "head"})
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "told"),
+    [
+        ("deberta-v2", {"granularity": "hybrid"}, "head cannot be cut out of Deberta.*block, row, column or weight"),
+        ("bert", {"granularity": {"*.quary": "row"}}, r'"\*\.quary" matches no linear layer'),
+        ("bert", {"min_heads": 5}, "min_heads is 5, and bert.encoder.layer.0.attention has 4"),
+        ("bert", {"granularity": "head", "target_flops": 0.1}, "target_flops is 0.1, and what no decision removes"),
+        ("bert", {"uniform": True, "modules": ["*.layer.0.*"]}, "uniform: attention is pruned in 1 of 3 layers"),
+    ],
+)
+def test_what_cannot_be_done_on_a_model_is_told(family, spec, told):
+    """With what was found and what can be chosen."""
+    if "target_flops" in spec:
+        spec = spec | {"final_threshold": spec["target_flops"]}
+    with pytest.raises(ValueError, match=told):
+        pruned(family, **spec)
+
+
+def test_an_unknown_family_is_told_what_it_can_use():
+    """Heads need known blocks; rows do not, and 2:4 needs inputs that are a multiple of four."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(6, 6)
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(), Layer()])
+    for granularity, told in (
+        ("head", "needs a model whose blocks are known.*row, column, block or weight"),
+        ({"attention": "row"}, 'not known what is "attention": write name patterns'),
+        ("2:4", "layers.0.mix has 6 inputs, which are no multiple of 4"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_prune(granularity=granularity).attach(model)
+    assert len(make_prune(granularity="row").attach(model).layers[0].mix.mask_scores) == 6
+
+
+def test_numbers_that_hardware_likes():
+    """At least min_heads in every block, and neurons in multiples, whatever the scores say."""
+    prune, model = pruned(min_heads=3, multiple_of=16)
+    run(model)
+    assert kept_of(prune, "attention") == [3] * 3
+    assert kept_of(prune, "feed_forward") == [32] * 3  # of 24, as near to 16 as to 32
+    for threshold in (99.0, 0.0):
+        prune, model = pruned(pruning_method="threshold", final_threshold=threshold, min_heads=1, multiple_of=8)
+        run(model)
+        assert min(kept_of(prune, "attention")) >= 1
+        assert all(count % 8 == 0 for count in kept_of(prune, "feed_forward"))
+
+
+@pytest.mark.parametrize("method", ["topK", "threshold"])
+def test_uniform_keeps_the_same_in_every_layer(method):
+    """With thresholds it is the mean over the layers, rounded; the heads and neurons of each are its own."""
+    thresholds = {"threshold": 0.0, "topK": 0.5}
+    spec = {"pruning_method": method, "final_threshold": thresholds[method], "mask_init": "uniform", "mask_scale": 1.0}
+    alone, _ = pruned(**spec)
+    passing = [int((layer.mask_scores > 0).sum()) for name, layer in alone.layers.items() if "attention" not in name]
+    prune, model = pruned(uniform=True, **spec)
+    run(model)
+    (neurons,) = set(kept_of(prune, "feed_forward"))
+    (heads,) = set(kept_of(prune, "attention"))
+    assert neurons == (24 if method == "topK" else round(sum(passing) / 3))
+    assert 0 < heads < 4
+    assert len({tuple(layer.mask.open.tolist()) for layer in prune.layers.values()}) > 2
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+def test_a_share_of_the_flops_is_kept(family, multiple):
+    """Within one decision: the readings', and those of a model of these sizes; layers differ."""
+    spec = {"mask_init": "uniform", "mask_scale": 1.0, "target_flops": 0.4, "final_threshold": 0.4, "cost_tokens": 16}
+    prune, model = pruned(family, multiple_of=multiple, **spec)
+    run(model)
+    whole = make_model(family)
+    total = encoder_flops(whole, 16)
+    largest = max(float(cost.max()) * (multiple if cost.numel() > 4 else 1) for cost in prune.flops.each.values())
+    assert abs(prune.readings()["prune/flops"] - 0.4) <= largest / total
+    sizes = {"heads": kept_of(prune, "attention"), "neurons": kept_of(prune, "feed_forward")}
+    assert multiple > 1 or len(set(sizes["neurons"])) > 1
+    assert all(count % multiple == 0 for count in sizes["neurons"])
+    resize(whole, sizes)
+    assert encoder_flops(whole, 16) / total == pytest.approx(prune.readings()["prune/flops"])
+
+
+def test_a_global_choice_over_mixed_grains_counts_weights():
+    """Blocks and neurons by score, the largest first, until the kept weights are the share."""
+    prune, model = pruned(
+        granularity=NEURONS_ALONE, block_shape=[16, 16], global_topk=True, mask_init="uniform", mask_scale=1.0
+    )
+    run(model)
+    assert prune.readings()["prune/density"] == pytest.approx(0.5, abs=256 / (3 * (4 * 32**2 + 2 * 32 * 48)))
+    scores = torch.cat([layer.scores().flatten() for layer in prune.layers.values()])
+    kept = torch.cat([layer.mask.open.flatten() for layer in prune.layers.values()])
+    assert scores[kept].min() > scores[~kept].max()
+    alone, model = pruned(granularity="neuron", global_topk=True, final_threshold=0.25)
+    run(model)
+    assert sum(kept_of(alone, "feed_forward")) == 36
+
+
+def test_a_choice_over_all_layers_is_held_and_resumed():
+    """Between refreshes the decisions stay, whatever the scores become, also in a run that goes on from its state."""
+    spec = {"global_topk": True, "global_topk_frequency_compute": 4, "mask_init": "uniform", "mask_scale": 1.0}
+    prune = make_prune(granularity="hybrid", final_threshold=0.5, **spec)
+    model = prune.attach(make_model())
+    prune.on_step(8)
+    run(model)
+    held = [layer.mask.open.clone() for layer in prune.layers.values()]
+    other = make_prune(granularity="hybrid", final_threshold=0.5, **spec)
+    copy = other.attach(make_model())
+    other.resume(prune.state())
+    with torch.no_grad():
+        for layer in (*prune.layers.values(), *other.layers.values()):
+            layer.mask_scores.mul_(-1)
+    for each, its in ((prune, model), (other, copy)):
+        each.on_step(9)
+        run(its)
+        assert all(torch.equal(a.mask.open, b) for a, b in zip(each.layers.values(), held, strict=True))
+    prune.on_step(10)
+    run(model)
+    assert not all(torch.equal(a.mask.open, b) for a, b in zip(prune.layers.values(), held, strict=True))
+
+
+def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):
+    """Costs go with the state and with the weights: a resumed run and the exported model choose by the same."""
+    taken = [LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"attention": 4, "feed_forward": 48})]
+    monkeypatch.setattr("ds_trainer.techniques.prune.layer_seconds", lambda *_: taken.pop())
+    spec = {"target_latency": 0.5, "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 1.0}
+    prune, model = pruned(**spec)
+    run(model)
+    kept = sum(kept_of(prune, "attention")) * 1e-3 + sum(kept_of(prune, "feed_forward")) * 1e-4
+    fixed = 10e-3 - 4e-3 - 4.8e-3
+    assert (kept / 3 + fixed) / 10e-3 == pytest.approx(0.5, abs=1e-3 / 30e-3)
+    for carry in ("state", "weights"):
+        other = make_prune(granularity="hybrid", **spec)
+        copy = other.attach(make_model())
+        if carry == "state":
+            other.resume(prune.state())
+        else:
+            copy.load_state_dict(model.state_dict())
+        other.on_step(10)
+        run(copy)
+        assert kept_of(other, "prune") == kept_of(prune, "prune")
+    assert not any("picoseconds" in name for name in prune.fold(model).state_dict())
+
+
+def test_what_is_already_shrunk_is_pruned_further():
+    """Emptied blocks have no decisions, and the others those that they have left."""
+    model = make_model()
+    model.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}
+    resize(model, model.config.shrunk)
+    prune = make_prune(granularity="hybrid", final_threshold=0.5, mask_init="kaiming")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    model = prune.attach(model)
+    prune.on_step(10)
+    run(model)
+    assert kept_of(prune, "prune") == [2, 24, 12, 1]
+    assert torch.isfinite(run(prune.fold(model))).all()
+
+
+def test_static_pruning_trains_scores_of_decisions_alone():
+    """With train_weights false all but the scores is frozen, and these learn."""
+    prune, model = pruned(train_weights=False)
+    assert [rule.params for rule in prune.parameter_rules(model)] == ["*.mask_scores", "*"]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("mask_scores"))
+    run(model).square().sum().backward()
+    assert all(float(layer.mask_scores.grad.abs().sum()) > 0 for layer in prune.layers.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_measured_whole_and_by_its_decisions(family):
+    """Seconds of a layer with as many decisions as the config says, more than none each."""
+    from ds_trainer.techniques.costs import layer_seconds
+
+    model = make_model(family)
+    found = layer_seconds(type(model.base_model), model.config, 16, torch.device("cpu"))
+    layer = next(iter(layers_of(model).values()))
+    assert found.count == {block.kind: decisions_of(block, layer, model.config) for block in blocks_of(layer)}
+    assert all(math.isfinite(cost) and cost > 0 for cost in (found.layer, *found.decision.values()))
