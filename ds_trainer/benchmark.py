@@ -31,14 +31,14 @@ from ds_trainer.benchmark_backends import Run, compiled, compiling, eager, onnx,
 from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import show, write
 from ds_trainer.evaluate import evaluate
-from ds_trainer.export_command import COMPACT_FILE
 from ds_trainer.flops import encoder_flops
 from ds_trainer.latency import batches, bytes_on_disk, fit, in_turns, summary
 from ds_trainer.loading import told
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import count_weights
 from ds_trainer.onnx_file import predictor, session, write_onnx
 from ds_trainer.tasks import build_task
-from ds_trainer.tasks.pretrained import HeadKind, _positions, load_config, load_trained, load_with_head
+from ds_trainer.tasks.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques import Predict
 from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
@@ -193,7 +193,7 @@ def _subject(folder: Path, job: BenchmarkJob) -> Subject:
 def _check_lengths(job: BenchmarkJob, subjects: Mapping[str, Subject]) -> None:
     """Refuse lengths that a model has no positions for, or cannot be run at, and batches that a task cannot fill."""
     for label, subject in subjects.items():
-        positions = _positions(subject.model)
+        positions = positions_of(subject.model)
         for length in job.lengths:
             if length == OF_THE_TASK:
                 largest = max(job.batch_sizes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_trainer import distributed
-from ds_trainer.command import _add_common_flags, _asked_task, _Mistakes, _Parser, _trust
+from ds_trainer.command import Mistakes, Parser, add_common_flags, asked_task, asked_trust
 from ds_trainer.messages import cut, listed
 from ds_trainer.model_folder import folder_mistakes
 from ds_trainer.recipe import TaskSpec
@@ -66,13 +66,13 @@ def benchmark_command(arguments: Sequence[str]) -> None:
 def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
     """Parse and check a benchmark command; a ValueError tells every mistake of it, one a line."""
     flags = _parser().parse_args(list(arguments))
-    trust, mistakes = _trust(flags), _Mistakes()
+    trust, mistakes = asked_trust(flags), Mistakes()
     mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
     mistakes += _name_mistakes(flags) + _place_mistakes(flags)
     task, cache_dir = None, flags.cache_dir
     if any((flags.recipe, flags.task_name, flags.data_dir, flags.set)):
         of_first = argparse.Namespace(**vars(flags), model=str(flags.folders[0]), batch_size=flags.eval_batch_size)
-        task, cache_dir = _asked_task(of_first, mistakes)
+        task, cache_dir = asked_task(of_first, mistakes)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     elif OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {OF_THE_TASK}: there is no task: give --task_name, or --recipe with a task")
@@ -143,7 +143,7 @@ def _place_mistakes(flags: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="benchmark.py", description="Measure model folders side by side.", allow_abbrev=False)
+    parser = Parser(prog="benchmark.py", description="Measure model folders side by side.", allow_abbrev=False)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the first is the base of all ratios")
     cores = len(os.sched_getaffinity(0))
     several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--eval_batch_size", type=_count, default=_SCORED_AT, metavar="N", help=f"for the scores ({_SCORED_AT})"
     )
-    _add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
+    add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
     return parser
 
 

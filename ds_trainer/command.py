@@ -180,7 +180,7 @@ def calibrate_command(arguments: Sequence[str]) -> None:
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
     """Parse and check a training command; a ValueError tells every mistake of it, one a line."""
     flags = _train_parser().parse_args(list(arguments))
-    mistakes = _Mistakes()
+    mistakes = Mistakes()
     recipe_data = mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}
     engine_config = mistakes.of(lambda: read_engine_file(flags.deepspeed_config)) or {}
     mistakes.tell()
@@ -192,7 +192,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     phases = recipe.phases if recipe else []
     for said in [said_by(phase) for phase in phases] or [Said()]:
         mistakes += check_engine_file(engine_config, said, distributed.world_size(), name=flags.deepspeed_config)
-    mistakes += _source_mistakes(recipe, _trust(flags)) if recipe else []
+    mistakes += _source_mistakes(recipe, asked_trust(flags)) if recipe else []
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if flags.timeout < 1:
         mistakes.append(f"--timeout is {flags.timeout}: give the seconds that a rank waits for another, 1 or more")
@@ -215,14 +215,14 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     for line in told:
         distributed.info(line)
     asked = (flags.overwrite_output_dir, resume, checkpoint, flags.dry_run, flags.timeout)
-    return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked, _trust(flags), flags.debug_port)
+    return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked, asked_trust(flags), flags.debug_port)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     """Parse and check an evaluation command; a ValueError tells every mistake of it, one a line."""
     flags = _evaluate_parser().parse_args(list(arguments))
-    mistakes = _Mistakes()
-    task, cache_dir = _asked_task(flags, mistakes)
+    mistakes = Mistakes()
+    task, cache_dir = asked_task(flags, mistakes)
     mistakes += check_data_files(task, splits=("validation",)) if task else []
     saved = mistakes.of(lambda: saved_exits(flags.model))
     policy = mistakes.of(partial(asked_policy, flags, saved, task)) if task else None
@@ -230,14 +230,14 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     mistakes.tell()
     assert task is not None
     written = (flags.output_file, flags.predictions_dir)
-    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, *written, policy, _trust(flags))
+    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, *written, policy, asked_trust(flags))
 
 
 def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     """Parse and check a calibration command; a ValueError tells every mistake of it, one a line."""
     flags = _calibrate_parser().parse_args(list(arguments))
-    mistakes = _Mistakes()
-    task, cache_dir = _asked_task(flags, mistakes)
+    mistakes = Mistakes()
+    task, cache_dir = asked_task(flags, mistakes)
     mistakes += check_data_files(task, splits=("train",)) if task else []
     mistakes.tell()
     assert task is not None
@@ -247,10 +247,10 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     mistakes.tell()
     assert saved is not None
     spec = asked_calibration(flags, saved)
-    return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec, _trust(flags))
+    return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec, asked_trust(flags))
 
 
-def _asked_task(flags: argparse.Namespace, mistakes: _Mistakes) -> tuple[TaskSpec | None, str | None]:
+def asked_task(flags: argparse.Namespace, mistakes: Mistakes) -> tuple[TaskSpec | None, str | None]:
     """The task that the flags say, or the last one of their recipe, and its cache folder; checks the model, too."""
     data = (mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}) if flags.recipe else {}
     recipe = mistakes.of(lambda: parse_recipe(data)) if data else None
@@ -262,7 +262,7 @@ def _asked_task(flags: argparse.Namespace, mistakes: _Mistakes) -> tuple[TaskSpe
     for setting in flags.set:
         mistakes.of(partial(_apply_task_setting, task_data, setting))
     task = mistakes.of(lambda: parse_task(task_data))
-    mistakes += model_mistakes(flags.model, _trust(flags))
+    mistakes += model_mistakes(flags.model, asked_trust(flags))
     if flags.batch_size < 1:
         mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
     if "name" not in task_data:
@@ -284,18 +284,18 @@ def said_by(phase: Phase) -> Said:
     return Said(**{field.name: getattr(phase, field.name) for field in fields(Said)})
 
 
-def _trust(flags: argparse.Namespace) -> Trust:
+def asked_trust(flags: argparse.Namespace) -> Trust:
     return Trust(flags.allow_pickle, flags.trust_remote_code)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises what argparse would print on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}\n{self.format_usage().strip()}")
 
 
-class _Mistakes(list[str]):
+class Mistakes(list[str]):
     """The mistakes of a command, gathered until they are told together."""
 
     def of(self, call: Callable[[], T]) -> T | None:
@@ -312,7 +312,7 @@ class _Mistakes(list[str]):
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="train.py", description="Train a recipe on DeepSpeed.", allow_abbrev=False)
+    parser = Parser(prog="train.py", description="Train a recipe on DeepSpeed.", allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, help="the engine file, DeepSpeed's own JSON")
     parser.add_argument("--recipe", required=True, help="model, task, phases and techniques, as JSON")
     parser.add_argument("--model_name_or_path", help="model folder or hub name the first phase starts from")
@@ -339,13 +339,13 @@ def _train_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="print what would be done, train nothing")
     parser.add_argument("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
-    _add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
+    add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
 
 
 def _evaluate_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="evaluate.py", description="Score a model folder on a task.", allow_abbrev=False)
-    _add_task_flags(parser)
+    parser = Parser(prog="evaluate.py", description="Score a model folder on a task.", allow_abbrev=False)
+    add_task_flags(parser)
     parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
     parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
     add_policy_flags(parser)
@@ -354,20 +354,20 @@ def _evaluate_parser() -> argparse.ArgumentParser:
 
 def _calibrate_parser() -> argparse.ArgumentParser:
     description = "Pick a model folder's exit thresholds on the held-out part of the training set."
-    parser = _Parser(prog="calibrate.py", description=description, allow_abbrev=False)
-    _add_task_flags(parser)
+    parser = Parser(prog="calibrate.py", description=description, allow_abbrev=False)
+    add_task_flags(parser)
     add_aim_flags(parser)
     return parser
 
 
-def _add_task_flags(parser: argparse.ArgumentParser) -> None:
+def add_task_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or hub name")
     parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
     parser.add_argument("--batch_size", type=int, default=64, help="examples per rank and forward")
-    _add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
+    add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
 
 
-def _add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
+def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     parser.add_argument("--task_name", help="a GLUE task, docstrings, text, squad, mlm or clm")
     parser.add_argument("--data_dir", help="folder of the task's files")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)

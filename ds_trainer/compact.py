@@ -15,12 +15,13 @@ fp16 is read as exactly what `tensor.half()` holds (a negative zero as zero); in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,10 +32,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_trainer.export_command import COMPACT_FILE
 from ds_trainer.messages import quoted
-from ds_trainer.model_folder import tensor_shapes
-from ds_trainer.tasks.pretrained import load_trained
+from ds_trainer.model_folder import COMPACT_FILE, tensor_shapes
 from ds_trainer.whole_file import memory
 
 _FORMAT, _VERSION = "ds_trainer.compact", "1"
@@ -131,24 +130,17 @@ def unpack_compact(folder: Path, target: Path) -> None:
     save_file(read_compact(folder / COMPACT_FILE), target / "model.safetensors", {"format": "pt"})
 
 
-def load_compact(folder: str | Path) -> Any:
-    """The model of a compact folder with the head that it was trained with, in fp32, on the CPU.
-
-    ValueError where the file is broken, or does not fit the folder's config.json.
-    """
+@contextlib.contextmanager
+def unpacked(folder: Path) -> Iterator[Path]:
+    """The ordinary folder of a compact one, while it is used; a ValueError on the way names the compact one."""
     with tempfile.TemporaryDirectory() as aside:
-        unpacked = Path(aside) / Path(folder).absolute().name
-        unpacked.mkdir()
-        unpack_compact(Path(folder), unpacked)
-        return load_unpacked(unpacked, folder)
-
-
-def load_unpacked(unpacked: Path, folder: str | Path) -> Any:
-    """The model of the ordinary folder that a compact one was unpacked to; ValueError names the compact one."""
-    try:
-        return load_trained(unpacked)
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(unpacked), str(folder))) from error
+        target = Path(aside) / folder.absolute().name
+        target.mkdir()
+        unpack_compact(folder, target)
+        try:
+            yield target
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(target), str(folder))) from error
 
 
 def _state_of(model_or_state: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_trainer import distributed
-from ds_trainer.command import _add_task_flags, _asked_task, _Mistakes, _Parser, _trust
-from ds_trainer.model_folder import config_mistakes, folder_mistakes
+from ds_trainer.command import Mistakes, Parser, add_task_flags, asked_task, asked_trust
+from ds_trainer.model_folder import COMPACT_FILE, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import check_output_folder
 from ds_trainer.task_files import check_data_files
 from ds_trainer.trust import Trust, trusting
 
-COMPACT_FILE = "model.compact.safetensors"
 ONNX_FILE, INT8_FILE = "model.onnx", "model.int8.onnx"
 VALUES = ("fp16", "int8")
 _FOR_ONNX = ("onnx", "onnxruntime")
-_WHOLE = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,11 @@ def export_command(arguments: Sequence[str]) -> None:
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
     """Parse and check an export command; a ValueError tells every mistake of it, one a line."""
     flags = _parser().parse_args(list(arguments))
-    mistakes = _Mistakes([*_model_mistakes(flags), *_flag_mistakes(flags)])
+    mistakes = Mistakes([*_model_mistakes(flags), *_flag_mistakes(flags)])
     mistakes.tell()
     task, cache_dir = None, flags.cache_dir
     if _names_task(flags):
-        task, cache_dir = _asked_task(flags, mistakes)
+        task, cache_dir = asked_task(flags, mistakes)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _place_mistakes(flags)
     mistakes.tell()
@@ -81,14 +79,8 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         task=task,
         batch_size=flags.batch_size,
         cache_dir=cache_dir,
-        trust=_trust(flags),
+        trust=asked_trust(flags),
     )
-
-
-def is_compact(folder: str | Path) -> bool:
-    """Whether a folder's weights are in a compact file alone."""
-    there = [os.path.isfile(Path(folder) / name) for name in (COMPACT_FILE, *_WHOLE)]
-    return there[0] and not any(there[1:])
 
 
 def _names_task(flags: argparse.Namespace) -> bool:
@@ -100,13 +92,11 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     if not os.path.isdir(folder):
         yield f"the model folder {folder} does not exist: what is exported is one on this machine"
     elif flags.unpack:
-        yield from config_mistakes(folder, _trust(flags))
+        yield from config_mistakes(folder, asked_trust(flags))
         if not os.path.isfile(folder / COMPACT_FILE):
             yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
-    elif is_compact(folder):
-        yield f"{folder} is a compact folder: give --unpack and --output_dir first, and then the folder written there"
     else:
-        yield from folder_mistakes(folder, _trust(flags))
+        yield from folder_mistakes(folder, asked_trust(flags))
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
@@ -155,8 +145,8 @@ def _folder_mistakes(output: Path, overwrite: bool) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
-    _add_task_flags(parser)
+    parser = Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
+    add_task_flags(parser)
     parser.add_argument("--output_dir", type=Path, help="where to write; by default .onnx files go to the model folder")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model, or the .onnx files, that are there"

@@ -21,11 +21,12 @@ import torch
 import transformers
 
 from ds_trainer import distributed
-from ds_trainer.compact import load_compact, load_unpacked, unpack_compact, write_compact_folder
+from ds_trainer.compact import unpack_compact, write_compact_folder
 from ds_trainer.evaluate import evaluate
 from ds_trainer.exit_specs import EXITS_FILE
-from ds_trainer.export_command import COMPACT_FILE, INT8_FILE, ONNX_FILE, ExportJob
+from ds_trainer.export_command import INT8_FILE, ONNX_FILE, ExportJob
 from ds_trainer.loading import told
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import count_weights, save_folder
 from ds_trainer.onnx_file import (
     Inputs,
@@ -40,7 +41,7 @@ from ds_trainer.onnx_file import (
 )
 from ds_trainer.shrink import shrink
 from ds_trainer.tasks import Task, build_task
-from ds_trainer.tasks.pretrained import _positions, load_tokenizer, load_trained, pad_token_id
+from ds_trainer.tasks.pretrained import load_tokenizer, load_trained, pad_token_id, positions_of
 from ds_trainer.techniques.exit_heads import HEADS_FILE, has_exits
 
 REPORT = "export.json"
@@ -97,7 +98,7 @@ def _put_in_place(made: Path, job: ExportJob) -> None:
 
 def _unpacked(job: ExportJob, made: Path) -> dict[str, Any]:
     unpack_compact(job.model, made)
-    return {"unpacked": count_weights(load_unpacked(made, job.model))["model"]}
+    return {"unpacked": count_weights(load_trained(made))["model"]}
 
 
 def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
@@ -119,10 +120,7 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.compact:
         report["compact"] = _compact(folder, model, batches, made, job.compact)
         if task:
-            unpacked = aside / "unpacked"
-            unpacked.mkdir()
-            unpack_compact(made, unpacked)
-            scores["compact"] = _score_of_folder(job, task, unpacked)
+            scores["compact"] = _score_of_folder(job, task, made)
     if job.onnx:
         report |= _onnx(job, model, batches, made)
         for name in ("onnx", "int8") if task else ():
@@ -148,7 +146,7 @@ def _shrunk(job: ExportJob, model: Any, tokenizer: Any, batches: list[Inputs], f
 
 def _compact(folder: Path, model: Any, batches: list[Inputs], made: Path, values: str) -> dict[str, Any]:
     report = write_compact_folder(folder, model, made, values)
-    packed = load_compact(made).eval()
+    packed = load_trained(made).eval()
     packed.config.pad_token_id = model.config.pad_token_id
     return {"file": COMPACT_FILE, **report, **compare(model, by_torch(packed), batches)}
 
@@ -173,7 +171,7 @@ def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict
 def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
     """Batches of the built-in sentences as the model takes them: padded, alone, several, and long."""
     pad_token_id(tokenizer)  # a tokenizer without one is given one
-    longest = min(_MOST_TOKENS, _positions(model) or _MOST_TOKENS)
+    longest = min(_MOST_TOKENS, positions_of(model) or _MOST_TOKENS)
     taken = {"input_ids", "attention_mask"}
     if getattr(model.config, "type_vocab_size", 0) > 1:
         taken.add("token_type_ids")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from ds_trainer import distributed
 from ds_trainer.data import spread
-from ds_trainer.export_command import COMPACT_FILE
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.early_exit import with_exits
 from ds_trainer.techniques.exit_heads import has_exits

@@ -54,6 +54,8 @@ _BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
+COMPACT_FILE = "model.compact.safetensors"
+"""The weights of a compact folder, which `compact.py` reads."""
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KERNELS = {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
@@ -117,6 +119,11 @@ def held_weights(folder: Path) -> Held:
         return Held(size, size)
     shapes = [shape for path in files for shape in tensor_shapes(path).values()]
     return Held(len(shapes), sum(map(math.prod, shapes)))
+
+
+def is_compact(folder: Path) -> bool:
+    """Whether a folder's weights are in a compact file alone."""
+    return (folder / COMPACT_FILE).is_file() and not has_safetensors(folder)
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -217,6 +224,9 @@ def _check_weights(folder: Path, trust: Trust) -> None:
         )
     if any(re.match(r"shard-\d{5}-model-", path.name) for path in folder.glob("shard-*")):
         raise ValueError(f"the model folder {folder} holds a distributed checkpoint: save it as {_SAFE}")
+    if is_compact(folder):
+        tensor_shapes(folder / COMPACT_FILE)
+        return
     if not has_safetensors(folder) and not trust.allow_pickle:
         raise ValueError(
             f"the model folder {folder} has no .safetensors weights of a known name ({_found_instead(folder)})"

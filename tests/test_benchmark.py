@@ -20,8 +20,8 @@ from ds_trainer.benchmark import measure, random_inputs, ratios, settings
 from ds_trainer.benchmark_backends import compiled, compiling
 from ds_trainer.benchmark_command import benchmark_command, labels, read_benchmark_job
 from ds_trainer.command import run_command
-from ds_trainer.export_command import COMPACT_FILE
 from ds_trainer.flops import encoder_flops
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import save_folder
 from ds_trainer.shrink import shrink
 from ds_trainer.shrunk_model import layers_of

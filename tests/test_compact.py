@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from ds_trainer import compact
-from ds_trainer.compact import load_compact, read_compact, unpack_compact, write_compact, write_compact_folder
-from ds_trainer.export_command import COMPACT_FILE
+from ds_trainer.compact import read_compact, unpack_compact, write_compact, write_compact_folder
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import save_folder
 from ds_trainer.tasks.pretrained import load_trained
 
@@ -131,7 +131,7 @@ def test_a_folder_loads_again(folder, tmp_path, values):
     unpacked.mkdir()
     report = write_compact_folder(folder, model, target, values)
     assert not (target / "model.safetensors").exists()
-    loaded = load_compact(target)
+    loaded = load_trained(target)
     bound = report["max_error"] * 1.0001
     for name, weight in model.state_dict().items():
         assert float((loaded.state_dict()[name] - weight).abs().max()) <= bound
@@ -148,7 +148,7 @@ def test_a_shrunk_folder_loads_again(tmp_path):
     model = load_trained(source).eval()
     (tmp_path / "compact").mkdir()
     write_compact_folder(source, model, tmp_path / "compact", "fp16")
-    loaded = load_compact(tmp_path / "compact").eval()
+    loaded = load_trained(tmp_path / "compact").eval()
     asked = exported_models.inputs(2, 6)
     assert torch.allclose(loaded(**asked).start_logits, model(**asked).start_logits, atol=0.05)
 
@@ -283,5 +283,5 @@ def test_weights_of_another_model_name_the_compact_folder(folder, tmp_path):
     config |= {"hidden_size": 64, "n_embd": 64}
     (target / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError) as caught:
-        load_compact(target)
+        load_trained(target)
     assert str(target) in str(caught.value)

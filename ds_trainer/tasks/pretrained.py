@@ -33,8 +33,16 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer import distributed
+from ds_trainer.compact import unpacked
 from ds_trainer.loading import check_cut, most_allocated, told
-from ds_trainer.model_folder import config_mistakes, folder_mistakes, has_safetensors, held_weights, text_mistakes
+from ds_trainer.model_folder import (
+    config_mistakes,
+    folder_mistakes,
+    has_safetensors,
+    held_weights,
+    is_compact,
+    text_mistakes,
+)
 from ds_trainer.shrunk_model import FIELD, shrunk_class
 from ds_trainer.trust import trust_in_force
 
@@ -134,8 +142,15 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: 
     """The model in fp32, and what loading found missing or mismatched; with `keep_head` a mismatch is an error.
 
     A config that asks for more than its weights can fill, or than this host can hold, is a ValueError before any of it
-    is allocated.
+    is allocated. Weights may be in a compact file.
     """
+    if not is_compact(Path(source)):
+        return _from_whole(source, config, kind, keep_head)
+    with unpacked(Path(source)) as whole:
+        return _from_whole(whole, config, kind, keep_head)
+
+
+def _from_whole(source: str | Path, config: Any, kind: HeadKind, keep_head: bool) -> tuple[Any, dict[str, Any]]:
     folder, trust = Path(source), trust_in_force()
     is_folder = folder.is_dir()
     _tell(folder_mistakes(folder, trust) if is_folder else [])
@@ -258,7 +273,7 @@ def _new_weights(info: dict[str, Any]) -> list[str]:
 
 def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
     """Refuse sequences longer than the model has positions for, and tokens it has no embedding for."""
-    positions = _positions(model)
+    positions = positions_of(model)
     if positions is not None and max_seq_length > positions:
         raise ValueError(f"max_seq_length is {max_seq_length}, and the model has {positions} positions: lower it")
     embeddings = _embedded(model)
@@ -298,7 +313,7 @@ def _check_exists(source: str | Path) -> None:
         raise ValueError(f"the model folder {name} does not exist")
 
 
-def _positions(model: Any) -> int | None:
+def positions_of(model: Any) -> int | None:
     """How long a sequence may be; None where the model only knows relative positions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:

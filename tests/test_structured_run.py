@@ -1,0 +1,75 @@
+"""Heads and neurons pruned with a teacher, cut out, trained on; zeros kept: one run of two ranks under ZeRO-3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launching import run_python
+from safetensors.torch import load_file
+from test_run import read, train
+
+import ds_trainer
+from ds_trainer.models import encoder_linears
+from ds_trainer.shrunk_model import FIELD
+
+TEACH = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
+SOON = {"initial_warmup": 0, "final_warmup": 0.3}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_recipe, tmp_path_factory) -> Path:
+    common = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 4}
+    hybrid = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01, **SOON}
+    magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
+    phases = [
+        {"name": "dense", "max_steps": 12},
+        {"name": "cut", "max_steps": 12, "shrink": True, "techniques": {"prune": hybrid, **TEACH}},
+        {"name": "filled", "max_steps": 8, "techniques": TEACH},
+        {"name": "sparse", "start_from": "@dense", "max_steps": 8, "techniques": {"prune": magnitude}},
+        {"name": "kept", "max_steps": 8, "techniques": {"keep_zeros": True}},
+    ]
+    folder = tmp_path_factory.mktemp("structured")
+    recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "report": False, "tensorboard": False}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    train(2, folder / "recipe.json", folder / "out", engine="ds_configs/zero3.json")
+    return folder / "out"
+
+
+def test_what_is_cut_is_smaller_and_is_trained_on(run):
+    """Half of the heads and neurons are gone from the folder, and the next phase starts from and leaves such a one."""
+    results = read(run / "all_results.json")
+    dense = results["dense"]["weights"]["encoder"]["total"]
+    for phase in ("cut", "filled"):
+        weights = results[phase]["weights"]
+        assert weights["before"]["encoder"] == dense
+        assert weights["encoder"] == {"kept": dense // 2, "total": dense // 2}
+        assert read(run / phase / "model" / "config.json")[FIELD] == {"heads": [1, 1], "neurons": [32, 32]}
+    before, after = (load_file(run / phase / "model" / "model.safetensors") for phase in ("cut", "filled"))
+    assert all(after[name].shape == before[name].shape for name in before)
+    assert any(not torch.equal(after[name], before[name]) for name in before if "layer" in name)
+
+
+def test_zeros_are_kept_under_zero_3(run):
+    """Those of the phase before, no others, while the other weights of every matrix have moved."""
+    zeros, kept = (
+        encoder_linears(ds_trainer.load_model(folder)) for folder in (run / "sparse" / "model", run / "model")
+    )
+    for name, linear in kept.items():
+        assert torch.equal(linear.weight == 0, zeros[name].weight == 0)
+        assert not torch.equal(linear.weight, zeros[name].weight)
+    counts = [found["weights"]["encoder"]["kept"] for found in read(run / "all_results.json").values()]
+    assert counts[-1] == counts[-2] < counts[0] / 4
+
+
+def test_its_folders_are_measured_side_by_side(run, tmp_path):
+    """By the command, with the score on the run's task."""
+    folders = [str(run / phase / "model") for phase in ("dense", "filled")]
+    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
+    done = run_python("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = read(tmp_path / "benchmark.json")
+    assert "filled" in done.stdout
+    assert json.dumps(found).count("accuracy") >= 1
