@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import platform
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,14 +30,14 @@ import ds_trainer
 from ds_trainer import distributed
 from ds_trainer.benchmark_backends import Run, compiled, compiling, eager, onnx, placed
 from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
-from ds_trainer.benchmark_page import show, write
+from ds_trainer.benchmark_page import show, write, write_numbers
 from ds_trainer.evaluate import evaluate
 from ds_trainer.flops import encoder_flops
-from ds_trainer.latency import batches, bytes_on_disk, fit, in_turns, summary
+from ds_trainer.latency import batches, bytes_by_form, fit, in_turns, summary
 from ds_trainer.loading import told
-from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import count_weights
-from ds_trainer.onnx_file import predictor, session, write_onnx
+from ds_trainer.onnx_file import check_onnx, predictor, session, write_onnx
+from ds_trainer.shrunk_model import blocks_of, layers_of
 from ds_trainer.tasks import build_task
 from ds_trainer.tasks.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
 from ds_trainer.tasks.task import Batch, Task
@@ -48,6 +49,8 @@ CALLS = 200
 """Of each folder at a setting, where the time allows."""
 _TRACED = 8
 """Tokens of the batch that an .onnx file is made with; it is for any."""
+_CHECKED = 21
+"""Tokens of the batch that it is checked with, where the model has so many positions."""
 _HEADLESS = HeadKind("model without a head", AutoModel, MODEL_MAPPING)
 Inputs = Mapping[str, Tensor]
 
@@ -92,35 +95,47 @@ def benchmark(job: BenchmarkJob) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     distributed.keep_freed_memory()  # as training, evaluation and serving of this library do
-    found = measure(job)
+    found = measure(job, partial(write_numbers, folder=job.output) if job.output else lambda _: None)
     show(found)
     if job.output:
         write(found, job.output)
 
 
-def measure(job: BenchmarkJob) -> dict[str, Any]:
-    """What `benchmark.json` holds: `conditions`, `folders` by label, `measurements`, one for each setting, `notes`.
+def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
+    """What `benchmark.json` holds: `base`, `conditions`, `folders` by label, `measurements` by setting, `notes`.
 
-    ValueError where a folder cannot be loaded, cannot be run at a length, has no trained head for the task, or where
-    the models do not fit into memory together. What a backend cannot do is a note in the place of its times.
+    It is given to `keep` after each setting. ValueError where a folder cannot be loaded, cannot be run at a length, has
+    no trained head for the task, where the models do not fit into memory together, and where there is no setting. What
+    a backend cannot do is a note in the place of its times.
     """
     devices = _devices(job)
+    chosen = settings(job, devices)
+    if not chosen:
+        raise ValueError(
+            "there is nothing to measure: onnxruntime runs here on the CPU in fp32: give --dtypes fp32 and --devices "
+            "cpu, or another backend"
+        )
     with tempfile.TemporaryDirectory() as aside:
         subjects = _load(job, devices)
         _check_lengths(job, subjects)
-        notes: list[str] = []
+        notes = [*_left_out(job, devices)]
         if "onnxruntime" in job.backends:
-            notes += _export(subjects, job, Path(aside))
+            notes += _export(subjects, Path(aside))
         if job.task:
             _score(subjects, job.eval_batch_size)
-        measurements = [_measured(subjects, setting, job.seconds) for setting in settings(job, devices)]
-        return {
-            "base": next(iter(subjects)),
-            "conditions": _conditions(job, devices),
-            "folders": {label: _described(subject, job.lengths) for label, subject in subjects.items()},
-            "measurements": measurements,
-            "notes": notes,
-        }
+        folders = {label: _described(subject, job.lengths) for label, subject in subjects.items()}
+        notes += [
+            f"{label}: FLOPs of a {type(subject.model).__name__} are not counted: its layers are not of a known family"
+            for label, subject in subjects.items()
+            if not _is_counted(subject.model)
+        ]
+        measurements: list[dict[str, Any]] = []
+        found: dict[str, Any] = {"base": next(iter(subjects)), "conditions": _conditions(job, devices)}
+        found |= {"folders": folders, "measurements": measurements, "notes": notes}
+        for setting in chosen:
+            measurements.append(_measured(subjects, setting, job.seconds))
+            keep(found)
+        return found
 
 
 def settings(job: BenchmarkJob, devices: Sequence[str]) -> list[Setting]:
@@ -134,31 +149,67 @@ def settings(job: BenchmarkJob, devices: Sequence[str]) -> list[Setting]:
     ]
 
 
+def _left_out(job: BenchmarkJob, devices: Sequence[str]) -> Iterator[str]:
+    """Of the combinations that were asked for, those that `settings` has not."""
+    if "onnxruntime" in job.backends:
+        types, others = (
+            [value for value in values if value not in ("fp32", "cpu")] for values in (job.dtypes, devices)
+        )
+        if types or others:
+            yield f"onnxruntime, {', '.join([*types, *others])}: not measured: it runs here on the CPU in fp32"
+    if "cuda" in devices and job.threads[1:]:
+        yield f"cuda: measured with threads {job.threads[0]} alone, which are the host's"
+
+
 def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
-    """A batch of random ordinary tokens, (size, length), none padded; the same numbers for every call."""
+    """A batch of random ordinary tokens, (size, length), none padded; the same numbers for every call.
+
+    ValueError where all of the model's tokens are special ones.
+    """
     config, vocabulary = model.config, model.get_input_embeddings().num_embeddings
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
-    special = {getattr(config, name, None) for name in names}
+    special = {token for name in names for token in _tokens(getattr(config, name, None))}
     ordinary = torch.tensor([token for token in range(vocabulary) if token not in special])
+    if not len(ordinary):
+        raise ValueError(f"a model of {vocabulary} tokens, all of them special ones, cannot be run on random ones")
     chosen = torch.randint(len(ordinary), (size, length), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ordinary[chosen], "attention_mask": torch.ones(size, length, dtype=torch.int64)}
-    end = getattr(config, "eos_token_id", None)
-    if isinstance(end, int) and 0 <= end < vocabulary:  # encoder-decoders look for it, to pool it
-        inputs["input_ids"][:, -1] = end
+    ends = [token for token in _tokens(getattr(config, "eos_token_id", None)) if 0 <= token < vocabulary]
+    if ends:  # encoder-decoders look for it, to pool it
+        inputs["input_ids"][:, -1] = ends[0]
     if getattr(config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     taken = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in taken}
 
 
-def ratios(times: Mapping[str, dict[str, float]], flops: Mapping[str, float], base: str) -> None:
-    """Add to the times of each folder its `speed_up` to the base, and that over the ratio of their FLOPs."""
+def ratios(
+    times: Mapping[str, dict[str, float]],
+    taken: Mapping[str, Sequence[float]],
+    flops: Mapping[str, float | None],
+    base: str,
+) -> None:
+    """Add to the times of each folder its `speed_up` to the base, and that over the ratio of their FLOPs.
+
+    A speed-up is the median of the ratios of calls of one turn, which what disturbs the machine leaves as they are;
+    where the folders have not as many calls, the ratio of the medians.
+    """
     for label, found in times.items():
         if base not in times:
             continue
-        found["speed_up"] = times[base]["median_ms"] / found["median_ms"]
-        if flops.get(label) and flops.get(base):
-            found["speed_up_per_flop_ratio"] = found["speed_up"] * flops[label] / flops[base]
+        if abs(len(taken[base]) - len(taken[label])) <= 1:  # the last turn may not have come to all
+            pairs = zip(taken[base], taken[label], strict=False)
+            found["speed_up"] = statistics.median(first / second for first, second in pairs)
+        else:
+            found["speed_up"] = times[base]["median_ms"] / found["median_ms"]
+        own, of_base = flops.get(label), flops.get(base)
+        if own and of_base:
+            found["speed_up_per_flop_ratio"] = found["speed_up"] * own / of_base
+
+
+def _tokens(value: Any) -> list[int]:
+    """Of a field of a config: a token, several or none."""
+    return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
 
 
 def _devices(job: BenchmarkJob) -> list[str]:
@@ -182,10 +233,13 @@ def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Subject]:
 def _subject(folder: Path, job: BenchmarkJob) -> Subject:
     if job.task is None:
         headless = _HEADLESS.trained_in(load_config(folder, _HEADLESS))
-        return Subject(folder, (load_with_head(folder, _HEADLESS) if headless else load_trained(folder)).eval())
+        model: Any = (load_with_head(folder, _HEADLESS) if headless else load_trained(folder)).eval()
+        if model.config.pad_token_id is None:  # decoders without one classify one text at a time
+            model.config.pad_token_id = 0
+        return Subject(folder, model)
     task = build_task(job.task, folder, job.cache_dir)
     task.check_trained(folder)
-    model: Any = task.build_model(folder).eval()
+    model = task.build_model(folder).eval()
     early = with_exits(copy.deepcopy(model), folder).eval() if has_exits(folder) else None
     return Subject(folder, model, task, early)
 
@@ -206,18 +260,31 @@ def _check_lengths(job: BenchmarkJob, subjects: Mapping[str, Subject]) -> None:
                 told(f"{label} cannot be run on {length} tokens", partial(eager(subject.model), inputs))
 
 
-def _export(subjects: Mapping[str, Subject], job: BenchmarkJob, aside: Path) -> Iterator[str]:
+def _export(subjects: Mapping[str, Subject], aside: Path) -> Iterator[str]:
     """Write the .onnx file of each folder; gives a line for each that has none."""
     for number, (label, subject) in enumerate(subjects.items()):
         path = aside / str(number) / "model.onnx"
         path.parent.mkdir()
         try:
             write_onnx(subject.model, random_inputs(subject.model, _TRACED, 2), path)
+            check_onnx(subject.model, path, [_padded(subject.model)])
             subject.onnx_file = path
         except Exception as error:  # noqa: BLE001 - whatever an exporter trips over, other backends are measured
             yield f"{label}: no ONNX file: {_first_line(error)}"
         if subject.task and subject.task.own_inputs:
             yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
+
+
+def _padded(model: Any) -> dict[str, Tensor]:
+    """A batch of another length than an .onnx file is made with, whose second text is shorter than the first."""
+    length = min(_CHECKED, positions_of(model) or _CHECKED)
+    inputs, left = random_inputs(model, length, 2), length // 2
+    ids = inputs["input_ids"]
+    ids[1, left - 1] = ids[1, -1]
+    ids[1, left:] = model.config.pad_token_id or 0
+    if "attention_mask" in inputs:
+        inputs["attention_mask"][1, left:] = 0
+    return inputs
 
 
 def _score(subjects: Mapping[str, Subject], batch_size: int) -> None:
@@ -262,7 +329,7 @@ def _measured(subjects: Mapping[str, Subject], setting: Setting, limit: float) -
     notes |= {label: "not reached: raise --seconds" for label, found in with_times.items() if not found}
     lengths = {label: [batch["input_ids"].shape[1] for batch in found] for label, found in texts.items()}
     flops = {label: _mean_flops(subjects[label].model, found) for label, found in lengths.items()}
-    ratios(times, flops, next(iter(subjects)))
+    ratios(times, with_times, flops, next(iter(subjects)))
     tokens = next(iter(lengths.values()))
     return asdict(setting) | {"mean_tokens": sum(tokens) / len(tokens), "folders": times, "notes": notes}
 
@@ -320,17 +387,25 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _mean_flops(model: Any, lengths: Sequence[int]) -> float:
-    return sum(encoder_flops(model, length) for length in lengths) / len(lengths)
+def _mean_flops(model: Any, lengths: Sequence[int]) -> float | None:
+    """None where they are not counted."""
+    return sum(encoder_flops(model, length) for length in lengths) / len(lengths) if _is_counted(model) else None
+
+
+def _is_counted(model: Any) -> bool:
+    """Whether all that costs in the model's layers is known: attention by its block, or DeBERTa's."""
+    layers = layers_of(model).values()
+    return bool(layers) and all(
+        any(block.kind == "attention" for block in blocks_of(layer))
+        or (bool(blocks_of(layer)) and any(hasattr(module, "pos_att_type") for module in layer.modules()))
+        for layer in layers
+    )
 
 
 def _described(subject: Subject, lengths: Sequence[int | str]) -> dict[str, Any]:
     """What a folder is, without a clock."""
     weights = count_weights(subject.model)
-    files = {"safetensors": bytes_on_disk(subject.folder)}
-    compact = subject.folder / COMPACT_FILE
-    if compact.is_file():
-        files["compact"] = compact.stat().st_size
+    files = bytes_by_form(subject.folder)
     if subject.onnx_file:
         files["onnx"] = sum(path.stat().st_size for path in subject.onnx_file.parent.iterdir())
     flops = {}

@@ -50,8 +50,10 @@ def compiling() -> Iterator[None]:
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED, accumulated_recompile_limit=_MOST_COMPILED):
-        yield
-    torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
 
 
 def onnx(path: Path, threads: int) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_common_flags, asked_task, asked_trust
+from ds_trainer.export_command import onnx_mistakes, output_path
 from ds_trainer.messages import cut, listed
 from ds_trainer.model_folder import folder_mistakes
 from ds_trainer.recipe import TaskSpec
@@ -26,7 +26,6 @@ BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """How the flag says them, and torch."""
-_FOR_ONNX = ("onnx", "onnxruntime")
 _MOST = 2**20
 _SCORED_AT = 64
 T = TypeVar("T")
@@ -131,12 +130,8 @@ def _place_mistakes(flags: argparse.Namespace) -> list[str]:
         mistakes.append(f"--threads {max(flags.threads)}: this process may use {cores} cores: give {cores} at most")
     if distributed.world_size() > 1:
         mistakes.append("a benchmark is measured by one process: start it with python, not with deepspeed")
-    missing = [name for name in _FOR_ONNX if importlib.util.find_spec(name) is None]
-    if missing and {"onnxruntime", "all"} & {*flags.backends}:
-        mistakes.append(
-            f"""--backends onnxruntime: {", ".join(missing)} cannot be imported: pip install -e ".[onnx]" from the """
-            f"project's folder, or leave this backend out"
-        )
+    if {"onnxruntime", "all"} & {*flags.backends}:
+        mistakes += onnx_mistakes("--backends onnxruntime")
     if flags.output_dir:
         mistakes += [f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output_dir, overwrite=True)]
     return mistakes
@@ -164,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=_seconds, default=20.0, metavar="X", help="of calls at a setting, all folders together (20)"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
-    parser.add_argument("--output_dir", type=Path, help="write benchmark.json, benchmark.md and the figure there")
+    parser.add_argument(
+        "--output_dir", type=output_path, help="write benchmark.json, benchmark.md and the figure there"
+    )
     parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
     parser.add_argument(
         "--eval_batch_size", type=_count, default=_SCORED_AT, metavar="N", help=f"for the scores ({_SCORED_AT})"

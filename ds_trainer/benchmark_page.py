@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_trainer import distributed
-from ds_trainer.figure import Figure, check_installed, write_whole
+from ds_trainer.figure import check_installed, write_whole
 from ds_trainer.latency import FOR_P95
 from ds_trainer.size_plots import Point, size_speed_score
 
@@ -22,6 +22,8 @@ _COLUMNS = {
     "speed_up": "speed-up",
     "speed_up_per_flop_ratio": "/ FLOPs",
 }
+_FORMS = ("compact", "safetensors", "pickle")
+"""Of weights on disk; the first that a folder has is shown."""
 _MIB = 2**20
 Rows: TypeAlias = Sequence[Mapping[str, str]]
 """Of a table: cells by their columns; a row need not have all."""
@@ -32,25 +34,31 @@ def show(found: Mapping[str, Any]) -> None:
     print("\n".join(["", aligned(sizes(found)), "", aligned(times(found)), "", *remarks(found)]), flush=True)
 
 
+def write_numbers(found: Mapping[str, Any], folder: Path) -> None:
+    """Write `benchmark.json`, whole or not at all. Raises ValueError where the folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
+    write_whole(folder / "benchmark.json", (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode())
+
+
 def write(found: Mapping[str, Any], folder: Path) -> None:
     """Write the files of an output folder, each whole or not at all; a figure that cannot be drawn is a warning.
 
     Raises ValueError where the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
-    figure = _figure(found)
-    image = [f"![sizes, speed-ups and scores]({FIGURE}.png)", ""] if figure else []
+    write_numbers(found, folder)
+    _write_page(found, folder, [])
+    if _draw(found, folder):
+        _write_page(found, folder, [f"![sizes, speed-ups and scores]({FIGURE}.png)", ""])
+    distributed.info(f"benchmark: {folder / 'benchmark.md'}")
+
+
+def _write_page(found: Mapping[str, Any], folder: Path, image: Sequence[str]) -> None:
     page = ["# Benchmark", "", markdown(sizes(found)), "", markdown(times(found)), "", *image]
     page += [f"- {_escaped(line)}" for line in remarks(found)]
-    write_whole(folder / "benchmark.json", (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode())
     write_whole(folder / "benchmark.md", ("\n".join(page) + "\n").encode(errors="replace"))
-    if figure:
-        for kind in (".png", ".svg"):
-            figure.save(folder / f"{FIGURE}{kind}")
-    distributed.info(f"benchmark: {folder / 'benchmark.md'}")
 
 
 def sizes(found: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -65,7 +73,7 @@ def sizes(found: Mapping[str, Any]) -> list[dict[str, str]]:
         row["encoder not 0"] = f"{encoder['kept']:,} ({_percent(encoder['kept'], whole)})"
         for length, flops in folder["flops_per_example"].items():
             what = "GFLOPs, task" if length == "task" else f"GFLOPs at {length}"
-            row[what] = f"{flops / 1e9:.3g}"
+            row[what] = "–" if flops is None else f"{flops / 1e9:.3g}"
         for kind, size in folder["bytes"].items():
             row[f"{kind}, MiB"] = f"{size / _MIB:,.1f}"
         for way, scores in folder["scores"].items():
@@ -86,13 +94,16 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
     where = f"{conditions['cpu']}, {conditions['cores']} cores"
     where += f"; {conditions['gpu']}" if "gpu" in conditions else ""
     lines = [
-        f"Speed-ups are to {found['base']}, of medians; the folders took turns, call by call. "
+        f"Speed-ups are to {found['base']}: the folders took turns, call by call; the median of a turn's "
+        f"ratios. "
         f"/ FLOPs: over the ratio of the encoders' FLOPs, 1 where all that is saved is gained. p95: of {FOR_P95} "
         f"calls or more.",
         f"On {where}. {versions}.",
     ]
     if any(measured["length"] == "task" for measured in found["measurements"]):
         lines.append("Tokens with ~: what the task's texts have on average, padded to the longest of each batch.")
+    if any(measured["backend"] == "onnxruntime" for measured in found["measurements"]):
+        lines.append("The threads of onnxruntime sleep between calls: spinning they would slow down what has its turn.")
     noted: dict[str, list[str]] = {}
     for measured in found["measurements"]:
         for label, note in measured["notes"].items():
@@ -127,8 +138,8 @@ def points(found: Mapping[str, Any]) -> tuple[str | None, list[Point]]:
     metric = next(iter(base["scores"].get("torch", ())), None)
     shown = []
     for label, folder in found["folders"].items():
-        share = folder["encoder"]["kept"] / base["encoder"]["total"]
-        size = folder["bytes"].get("compact", folder["bytes"]["safetensors"])
+        share = folder["encoder"]["kept"] / max(base["encoder"]["total"], 1)
+        size = next((folder["bytes"][form] for form in _FORMS if form in folder["bytes"]), 0)
         for way, name in (("torch", label), ("torch, early exit", f"{label}, early exit")):
             speed_ups = {
                 _short(measured, found["measurements"]): measured["folders"][name]["speed_up"]
@@ -141,13 +152,18 @@ def points(found: Mapping[str, Any]) -> tuple[str | None, list[Point]]:
     return metric, shown
 
 
-def _figure(found: Mapping[str, Any]) -> Figure | None:
+def _draw(found: Mapping[str, Any], folder: Path) -> bool:
+    """Whether there is a figure now."""
     try:
         check_installed()
-        return size_speed_score(*points(found))
-    except ValueError as error:
+        figure = size_speed_score(*points(found))
+        if figure:
+            for kind in (".png", ".svg"):
+                figure.save(folder / f"{FIGURE}{kind}")
+    except Exception as error:  # noqa: BLE001 - all that was measured is written
         distributed.warn(f"the benchmark has no figure: {error}")
-        return None
+        return False
+    return figure is not None
 
 
 def _rows_of(measured: Mapping[str, Any]) -> Iterator[dict[str, str]]:

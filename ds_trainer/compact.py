@@ -21,7 +21,7 @@ import math
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,12 +32,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ds_trainer.export_command import FP16, INT8, VALUES
 from ds_trainer.messages import quoted
 from ds_trainer.model_folder import COMPACT_FILE, tensor_shapes
+from ds_trainer.run_folder import MODEL_FILES
 from ds_trainer.whole_file import memory
 
 _FORMAT, _VERSION = "ds_trainer.compact", "1"
-_ERRORS = {"fp16": "that of rounding to fp16", "int8": "at most half of the scale of a weight's row; fp16 in vectors"}
+_ERRORS = {FP16: "that of rounding to fp16", INT8: "at most half of the scale of a weight's row; fp16 in vectors"}
 """What is stated of each kind of values, in the file's header."""
 _MOST_OF_FP16 = 65504.0
 _MOST_OF_INT8 = 127
@@ -51,8 +53,13 @@ _PARTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The tensors of each form: what follows the name, and the types that it may have."""
 _MOST_DIMENSIONS = 16
-_WEIGHTS = ("model*.safetensors", "*.index.json", "*.bin", "*.onnx", "export.json")
-"""Files of a model folder that the compact file is in the place of."""
+_WEIGHTS = ("model*.safetensors", "*.index.json")
+_BESIDE = (*MODEL_FILES, "*.py", "*.jinja", "*.spm", "*.tiktoken")
+"""Files of a model folder that a compact folder has, too, but for those of its weights."""
+_TO_LOAD = ("config.json", "generation_config.json", "*.py")
+_MOST_BYTES_OF_CODE = 1 << 24
+_PLAIN = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""What may be held as it is."""
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -74,12 +81,14 @@ class Sizes:
 def write_compact(model_or_state: nn.Module | Mapping[str, Tensor], path: Path, values: str = "fp16") -> dict[str, Any]:
     """Write the compact file of a model, or of a state dict; gives its report.
 
-    `values` is "fp16" or "int8". The report has `values`, `numbers`, `kept` (those that are not zero), `max_error`
-    (the largest, of all weights), `max_scale` (int8: half of it bounds the error), and `bytes`, as `Sizes`. ValueError
-    for weights that are not finite or, where fp16 is to hold them, beyond 65,504.
+    `values` is "fp16" or "int8". The report has `values`, `numbers`, `kept` (those of the file that are not zero),
+    `became_zero` (those that were not, and are so small that they are zero in the file), `max_error` (the largest, of
+    all weights), `max_scale` (int8: half of it bounds the error), and `bytes`, as `Sizes`. ValueError for weights that
+    are not finite, that are complex or of unsigned types other than uint8, or, where fp16 is to hold them, beyond
+    65,504.
     """
-    if values not in _ERRORS:
-        raise ValueError(f"the values of a compact file are {quoted(values)}: allowed are {', '.join(_ERRORS)}")
+    if values not in VALUES:
+        raise ValueError(f"the values of a compact file are {quoted(values)}: allowed are {', '.join(VALUES)}")
     state = _state_of(model_or_state)
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -91,12 +100,14 @@ def write_compact(model_or_state: nn.Module | Mapping[str, Tensor], path: Path, 
     save_file(tensors, path, said | {"tensors": json.dumps(entries)})
     scales = [float(tensor.max()) for name, tensor in tensors.items() if name.endswith("#scale") and tensor.numel()]
     read = read_compact(path)
+    kept = sum(int(tensor.count_nonzero()) for tensor in read.values())
     return {
         "values": values,
         "numbers": sum(tensor.numel() for tensor in state.values()),
-        "kept": sum(int(tensor.count_nonzero()) for tensor in state.values()),
+        "kept": kept,
+        "became_zero": sum(int(tensor.count_nonzero()) for tensor in state.values()) - kept,
         "max_error": max((_error(tensor, read[name]) for name, tensor in state.items()), default=0.0),
-        **({"max_scale": max(scales, default=0.0)} if values == "int8" else {}),
+        **({"max_scale": max(scales, default=0.0)} if values == INT8 else {}),
         "bytes": asdict(_sizes(state, path, _floor(state, entries, tensors))),
     }
 
@@ -115,28 +126,36 @@ def read_compact(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is no safetensors file: {error}") from None
 
 
+def numbers_of(path: Path) -> int:
+    """How many weights a compact file holds, zeros too, from its header; ValueError for a file that is none."""
+    shapes = tensor_shapes(path)
+    with safe_open(path, framework="np") as file:
+        return sum(math.prod(shape) for _, shape in _entries(path, file, shapes).values())
+
+
 def write_compact_folder(folder: Path, model: nn.Module, target: Path, values: str) -> dict[str, Any]:
-    """Write a compact folder: all files of the model folder but its weights, and the compact file; gives its report.
+    """Write a compact folder: the config, tokenizer, exit heads and code, and the compact file; gives its report.
 
     `target` is an empty folder, `model` is that of `folder`.
     """
-    _copy_rest(folder, target)
+    _copy(folder, target, _BESIDE)
     return write_compact(model, target / COMPACT_FILE, values)
 
 
 def unpack_compact(folder: Path, target: Path) -> None:
     """Write the ordinary model folder, in fp32, of a compact one; `target` is an empty folder."""
-    _copy_rest(folder, target)
-    save_file(read_compact(folder / COMPACT_FILE), target / "model.safetensors", {"format": "pt"})
+    _copy(folder, target, _BESIDE)
+    _write_whole(folder, target)
 
 
 @contextlib.contextmanager
 def unpacked(folder: Path) -> Iterator[Path]:
-    """The ordinary folder of a compact one, while it is used; a ValueError on the way names the compact one."""
+    """The folder that a compact one's model is loaded from, while it is used; a ValueError names the compact one."""
     with tempfile.TemporaryDirectory() as aside:
         target = Path(aside) / folder.absolute().name
         target.mkdir()
-        unpack_compact(folder, target)
+        _copy(folder, target, _TO_LOAD)
+        _write_whole(folder, target)
         try:
             yield target
         except ValueError as error:
@@ -156,12 +175,14 @@ def _packed(name: str, tensor: Tensor, values: str) -> tuple[str, dict[str, Tens
     """The smallest form of a tensor, and its parts."""
     if "#" in name:
         raise ValueError(f"{name}: a weight's name in a compact file has no #")
+    if not tensor.is_floating_point() and tensor.dtype not in _PLAIN:
+        raise ValueError(f"{name} is {str(tensor.dtype)[6:]}, which a compact file does not hold: convert it")
     if not tensor.is_floating_point():
         return "dense", {"": tensor}
     numbers = tensor.float().numpy()
     if not np.isfinite(numbers).all():
         raise ValueError(f"{name} holds numbers that are not finite: the model is broken, there is nothing to keep")
-    if values == "int8" and numbers.ndim > 1:
+    if values == INT8 and numbers.ndim > 1:
         quantised, scale = _quantised(numbers)
         dense: dict[str, Array] = {"#int8": quantised, "#scale": scale}
         masked: dict[str, Array] = {**_masked(quantised), "#scale": scale}
@@ -181,12 +202,21 @@ def _halves(name: str, numbers: Array) -> Array:
 
 
 def _quantised(numbers: Array) -> tuple[Array, Array]:
-    """int8 numbers and the scale of each row, fp32: at most half of it off."""
+    """int8 numbers and the scale of each row, fp32: at most half of it off, exactly.
+
+    A scale has 17 binary digits, rounded up: no number is beyond 127 of it, and each product is exact in fp32.
+    """
     rows = numbers.reshape(len(numbers), math.prod(numbers.shape[1:])).astype(np.float64)
     largest = np.abs(rows).max(1, initial=0.0)
-    scale = np.maximum(largest / _MOST_OF_INT8, _SMALLEST_SCALE).astype(np.float32)
+    scale = _of_17_digits(np.maximum(largest / _MOST_OF_INT8, _SMALLEST_SCALE))
     nearest = np.rint(rows / scale[:, None].astype(np.float64))
     return np.clip(nearest, -_MOST_OF_INT8, _MOST_OF_INT8).astype(np.int8).reshape(numbers.shape), scale
+
+
+def _of_17_digits(values: Array) -> Array:
+    """The next numbers in fp32, none smaller, that times an int8 number are one of fp32."""
+    digits, exponents = np.frexp(values)
+    return np.ldexp(np.ceil(np.ldexp(digits, 17)), exponents - 17).astype(np.float32)
 
 
 def _masked(numbers: Array) -> dict[str, Array]:
@@ -230,10 +260,15 @@ def _zipped(path: Path, aside: str) -> int:
     return target.stat().st_size
 
 
-def _copy_rest(folder: Path, target: Path) -> None:
-    """All files of a model folder that are not its weights."""
+def _write_whole(folder: Path, target: Path) -> None:
+    save_file(read_compact(folder / COMPACT_FILE), target / "model.safetensors", {"format": "pt"})
+
+
+def _copy(folder: Path, target: Path, patterns: Sequence[str]) -> None:
+    """The files of a model folder that these patterns name, but for its weights and for what is too large for code."""
     for path in sorted(folder.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHTS):
+        named = any(map(path.match, patterns)) and not any(map(path.match, _WEIGHTS))
+        if named and path.is_file() and not (path.suffix == ".py" and path.stat().st_size > _MOST_BYTES_OF_CODE):
             shutil.copyfile(path, target / path.name)
 
 
@@ -273,7 +308,7 @@ def _object(path: Path, text: str | None) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
     values = entry if isinstance(entry, dict) else {}
-    form, shape = values.get("form"), values.get("shape")
+    form, shape = str(values.get("form")), values.get("shape")
     sound = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
     if not (sound and all(type(side) is int and 0 <= side < 1 << 48 for side in shape or ())) or form not in _PARTS:
         raise ValueError(f"{path} is broken: its entry of {quoted(name)} has no known form, or no shape")

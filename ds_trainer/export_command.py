@@ -7,18 +7,27 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_task_flags, asked_task, asked_trust
 from ds_trainer.model_folder import COMPACT_FILE, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
-from ds_trainer.run_folder import check_output_folder
+from ds_trainer.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.task_files import check_data_files
 from ds_trainer.trust import Trust, trusting
+from ds_trainer.whole_file import read_value
 
-ONNX_FILE, INT8_FILE = "model.onnx", "model.int8.onnx"
-VALUES = ("fp16", "int8")
+ONNX_FILE, INT8_FILE, REPORT = "model.onnx", "model.int8.onnx", "export.json"
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "model*.onnx")
+REPLACED = (*WEIGHTS, *MODEL_FILES, REPORT)
+"""The names of files of a model that goes where another is written in its place."""
+ASIDE = ".export.", ".tmp"
+"""How the name of a folder begins and ends that is written aside."""
+FP16, INT8 = VALUES = ("fp16", "int8")
+"""How a compact file can hold numbers."""
 _FOR_ONNX = ("onnx", "onnxruntime")
 
 
@@ -106,53 +115,117 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
     if flags.quantize and not flags.onnx:
         yield f"--quantize {flags.quantize} is of an ONNX file: give --onnx, too"
-    missing = [name for name in _FOR_ONNX if importlib.util.find_spec(name) is None]
-    if flags.onnx and missing:
-        names = " and ".join(missing)
-        yield f"""--onnx: {names} cannot be imported: pip install -e ".[onnx]" from the project's folder"""
+    if flags.onnx:
+        yield from onnx_mistakes("--onnx")
+    if flags.batch_size < 1 and not _names_task(flags):  # which says so itself
+        yield f"--batch_size is {flags.batch_size}: give 1 or more"
     if distributed.world_size() > 1:
         yield "a folder is exported by one process: start it with python, not with deepspeed"
+
+
+def onnx_mistakes(flag: str) -> Iterator[str]:
+    """What a flag that needs onnx and onnxruntime lacks of them."""
+    missing = [name for name in _FOR_ONNX if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        yield f"""{flag}: {names} cannot be imported: pip install -e ".[onnx]" from the project's folder"""
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """What an earlier export told of a folder, or None; ValueError where the file of that name is another."""
+    if not os.path.lexists(folder / REPORT):
+        return None
+    found = read_value(folder / REPORT)
+    if not isinstance(found, dict) or "folder" not in found:
+        raise ValueError(f"{folder / REPORT} is no report of an export")
+    return found
+
+
+def output_path(text: str) -> Path:
+    """A folder that a flag names; none at all would be the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a folder, . for the current one")
+    return Path(text)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a folder's name is that of one that an export, running or killed, has made aside."""
+    return name.startswith(ASIDE[0]) and name.endswith(ASIDE[1])
 
 
 def _place_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Why the output cannot be written where it was asked for."""
     model, output = Path(flags.model), flags.output_dir or Path(flags.model)
-    wanted = [ONNX_FILE] * flags.onnx + [INT8_FILE] * bool(flags.quantize)
+    itself = os.path.realpath(output) == os.path.realpath(model)
+    unfit = [f"--output_dir: {mistake}" for mistake in check_output_folder(output, overwrite=True)]
     if flags.shrink or flags.compact or flags.unpack:
         if flags.output_dir is None:
             yield "--shrink, --compact and --unpack write a model folder: give --output_dir"
             return
-        if os.path.realpath(output) == os.path.realpath(model):
+        if itself:
             yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
             return
-        yield from _folder_mistakes(output, flags.overwrite)
-    yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(output, overwrite=True))
-    there = [name for name in wanted if os.path.lexists(output / name)]
-    if there and not flags.overwrite:
-        yield f"{output} has {' and '.join(there)} already: give another --output_dir, or --overwrite"
+        yield from unfit or _folder_mistakes(output, flags.overwrite)
+    else:
+        yield from unfit or _file_mistakes(output, itself, flags.overwrite)
 
 
 def _folder_mistakes(output: Path, overwrite: bool) -> Iterator[str]:
-    try:
-        there = any(output.iterdir()) if os.path.isdir(output) else False
-    except OSError as error:
-        yield f"--output_dir: {output} cannot be read: {error.strerror}"
-        return
-    if there and not os.path.isfile(output / "config.json"):
+    """Of a folder that a model is to be written to."""
+    names = _names_in(output)
+    yield from _targets_mistakes(output, names)
+    if names and "config.json" not in names:
         yield f"--output_dir: {output} holds something else than a model: give another"
-    elif there and not overwrite:
+    elif names and not overwrite:
         yield f"--output_dir: {output} is not empty: give another, or --overwrite"
+
+
+def _file_mistakes(output: Path, itself: bool, overwrite: bool) -> Iterator[str]:
+    """Of a folder that .onnx files are to be written to."""
+    names = _names_in(output)
+    yield from _targets_mistakes(output, names)
+    models = [name for name in names if name == "config.json" or fnmatchcase(name, "*.safetensors")]
+    if models and not itself:
+        yield f"--output_dir: {output} holds another model ({models[0]}), which the .onnx file is not of: give another"
+    there = [name for name in (ONNX_FILE, INT8_FILE) if name in names]
+    if there and not overwrite:
+        yield f"{output} has {' and '.join(there)} already: give another --output_dir, or --overwrite"
+    try:
+        read_report(output)
+    except ValueError as error:
+        if not overwrite:
+            yield f"{error}: give another --output_dir, or --overwrite"
+
+
+def _targets_mistakes(output: Path, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in REPLACED) and os.path.isdir(output / name):
+            yield f"{output / name} is a folder, in the place of a file: remove it, or give another --output_dir"
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Of all that is there but what is written aside; none where there is no folder. It can be read, as was checked."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not is_aside(name))
+    except OSError:
+        return []
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
     add_task_flags(parser)
-    parser.add_argument("--output_dir", type=Path, help="where to write; by default .onnx files go to the model folder")
+    parser.add_argument(
+        "--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder"
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the model, or the .onnx files, that are there"
     )
     parser.add_argument("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
-    parser.add_argument("--onnx", action="store_true", help=f"write {ONNX_FILE}, checked in onnxruntime")
+    parser.add_argument(
+        "--onnx",
+        action="store_true",
+        help=f"write {ONNX_FILE}, checked in onnxruntime; with --compact its weights are those before",
+    )
     parser.add_argument("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
     parser.add_argument("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
     parser.add_argument("--unpack", action="store_true", help="write the ordinary folder of a compact one")

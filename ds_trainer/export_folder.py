@@ -7,14 +7,18 @@ are no part of an .onnx file, which holds the plain model.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,7 +28,18 @@ from ds_trainer import distributed
 from ds_trainer.compact import unpack_compact, write_compact_folder
 from ds_trainer.evaluate import evaluate
 from ds_trainer.exit_specs import EXITS_FILE
-from ds_trainer.export_command import INT8_FILE, ONNX_FILE, ExportJob
+from ds_trainer.export_command import (
+    ASIDE,
+    INT8_FILE,
+    ONNX_FILE,
+    REPLACED,
+    REPORT,
+    WEIGHTS,
+    ExportJob,
+    is_aside,
+    read_report,
+)
+from ds_trainer.latency import bytes_on_disk
 from ds_trainer.loading import told
 from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import count_weights, save_folder
@@ -33,7 +48,7 @@ from ds_trainer.onnx_file import (
     by_torch,
     check_onnx,
     compare,
-    outputs,
+    compare_file,
     predictor,
     quantise,
     session,
@@ -41,10 +56,9 @@ from ds_trainer.onnx_file import (
 )
 from ds_trainer.shrink import shrink
 from ds_trainer.tasks import Task, build_task
-from ds_trainer.tasks.pretrained import load_tokenizer, load_trained, pad_token_id, positions_of
+from ds_trainer.tasks.pretrained import check_fits, load_tokenizer, load_trained, pad_token_id, positions_of
 from ds_trainer.techniques.exit_heads import HEADS_FILE, has_exits
 
-REPORT = "export.json"
 _TOLERANCE = 1e-5
 """Of logits, by how much those of a shrunk model may differ, where the largest is 1 or less."""
 _SENTENCES = (
@@ -56,8 +70,6 @@ _SENTENCES = (
 """Inputs where there is no task to take them from."""
 _MOST_TOKENS = 160
 """Of those sentences: more than the 128 that some models see around a token."""
-_OLD = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "model*.onnx")
-"""Of a model that is replaced."""
 
 
 def export_folder(job: ExportJob) -> None:
@@ -68,6 +80,8 @@ def export_folder(job: ExportJob) -> None:
         made = aside / "made"
         made.mkdir()
         report = {"folder": str(job.model), **(_unpacked(job, made) if job.unpack else _exported(job, made, aside))}
+        if not job.writes_folder:
+            report |= _earlier(job.output)
         (made / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         _put_in_place(made, job)
     print(json.dumps(report, indent=2), flush=True)
@@ -75,25 +89,76 @@ def export_folder(job: ExportJob) -> None:
 
 @contextlib.contextmanager
 def _aside(output: Path) -> Iterator[Path]:
-    """A folder on the output's own disk, which goes whatever happens."""
+    """A folder on the output's own disk, which goes whatever happens, SIGTERM too; so do those of dead processes.
+
+    ValueError where there can be none.
+    """
     place = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    aside = place / f".export.{os.getpid()}.tmp"
-    aside.mkdir()
+    before = signal.signal(signal.SIGTERM, _leave)
+    aside = lock = None
     try:
+        with contextlib.suppress(OSError):
+            _clear_leftovers(place)
+        aside = Path(tempfile.mkdtemp(ASIDE[1], ASIDE[0], place))
+        lock = os.open(aside, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
+    except OSError as error:
+        if aside:
+            raise
+        raise ValueError(f"the output folder {output} cannot be written: {place}: {error.strerror}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _clear_leftovers(place: Path) -> None:
+    """Remove what killed exports left: a folder that nobody has locked."""
+    for path in place.iterdir():
+        if not is_aside(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # another process has it, or this disk knows no locks
+            continue
+        finally:
+            os.close(opened)
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """What is told of how the folder itself was made, which its next report keeps."""
+    try:
+        found = read_report(folder) or {}
+    except ValueError:  # which is to be overwritten
+        return {}
+    if not {"shrunk", "compact", "unpacked"} & found.keys():
+        return {"earlier": found["earlier"]} if "earlier" in found else {}
+    return {"earlier": {name: value for name, value in found.items() if name not in ("onnx", "int8")}}
 
 
 def _put_in_place(made: Path, job: ExportJob) -> None:
+    """The model that was there goes first, then comes the new one, its weights last: a mixture never loads."""
     job.output.mkdir(parents=True, exist_ok=True)
-    new = {path.name for path in made.iterdir()}
-    old = [path for pattern in _OLD for path in job.output.glob(pattern)] if job.writes_folder else []
-    for path in made.iterdir():
-        path.replace(job.output / path.name)
-    for path in old:
-        if path.name not in new:
-            path.unlink()
+    old = REPLACED if job.writes_folder else (ONNX_FILE, INT8_FILE)
+    there = sorted(path.name for path in job.output.iterdir())
+    for name in sorted((name for name in there if _is_of(name, old)), key=lambda name: not _is_of(name, WEIGHTS)):
+        (job.output / name).unlink()
+    for name in sorted(os.listdir(made), key=lambda name: (_is_of(name, WEIGHTS), name)):
+        (made / name).replace(job.output / name)
+
+
+def _is_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _unpacked(job: ExportJob, made: Path) -> dict[str, Any]:
@@ -104,8 +169,12 @@ def _unpacked(job: ExportJob, made: Path) -> dict[str, Any]:
 def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     """Write all but the report into `made`; gives the report."""
     model, tokenizer = load_trained(job.model).eval(), load_tokenizer(job.model)
-    if model.config.pad_token_id is None:  # without one, decoders classify one text at a time
-        model.config.pad_token_id = pad_token_id(tokenizer)
+    check_fits(model, tokenizer, max_seq_length=1)
+    folder = job.model
+    if job.shrink:  # before padding is set, which is of no model's own
+        folder = aside / "shrunk" if job.compact else made
+        _write_shrunk(job.model, model, tokenizer, folder)
+    _pad(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     scores = {}
     if task:
@@ -113,12 +182,11 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         scores["model"] = _score_of_folder(job, task, job.model)
     batches = [*_sentences(model, tokenizer), *(_of_task(task) if task else [])]
     report: dict[str, Any] = {}
-    folder = job.model
     if job.shrink:
-        folder = aside / "shrunk" if job.compact else made
-        model, report["shrunk"] = _shrunk(job, model, tokenizer, batches, folder)
+        model, report["shrunk"] = _shrunk(model, tokenizer, batches, folder)
     if job.compact:
-        report["compact"] = _compact(folder, model, batches, made, job.compact)
+        report["compact"] = _compact(folder, model, tokenizer, batches, made, job.compact)
+        report["compact"]["bytes"]["folder"] = bytes_on_disk(job.model)
         if task:
             scores["compact"] = _score_of_folder(job, task, made)
     if job.onnx:
@@ -129,14 +197,24 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     return report | ({"scores": scores} if task else {})
 
 
-def _shrunk(job: ExportJob, model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> tuple[Any, Any]:
-    """Write the shrunk folder; gives its model, reloaded, once its outputs are those of the whole one."""
+def _pad(model: Any, tokenizer: Any) -> None:
+    """Have the model run on batches: decoders that know no padding token classify one text at a time."""
+    padding = pad_token_id(tokenizer)  # a tokenizer without one is given one
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = padding
+
+
+def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
     save_folder(shrink(model), tokenizer, folder)
-    if has_exits(job.model):
+    if has_exits(source):
         for name in (EXITS_FILE, HEADS_FILE):  # hidden states are as wide as before
-            shutil.copyfile(job.model / name, folder / name)
+            shutil.copyfile(source / name, folder / name)
+
+
+def _shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> tuple[Any, Any]:
+    """The model of the shrunk folder, once its outputs are those of the whole one, and what is reported of it."""
     reloaded = load_trained(folder).eval()
-    reloaded.config.pad_token_id = model.config.pad_token_id
+    _pad(reloaded, tokenizer)
     found = compare(model, by_torch(reloaded), batches)
     if found["max_difference"] > _TOLERANCE * max(1.0, found["largest"]):
         raise RuntimeError(f"the shrunk model's outputs differ by {found['max_difference']}")
@@ -144,16 +222,20 @@ def _shrunk(job: ExportJob, model: Any, tokenizer: Any, batches: list[Inputs], f
     return reloaded, found | {"weights": weights}
 
 
-def _compact(folder: Path, model: Any, batches: list[Inputs], made: Path, values: str) -> dict[str, Any]:
+def _compact(
+    folder: Path, model: Any, tokenizer: Any, batches: list[Inputs], made: Path, values: str
+) -> dict[str, Any]:
     report = write_compact_folder(folder, model, made, values)
     packed = load_trained(made).eval()
-    packed.config.pad_token_id = model.config.pad_token_id
+    _pad(packed, tokenizer)
     return {"file": COMPACT_FILE, **report, **compare(model, by_torch(packed), batches)}
 
 
 def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict[str, Any]:
     if has_exits(job.model):
         distributed.warn(f"{job.model} has exit heads: the .onnx file holds the plain model, which never exits early")
+    if job.compact:
+        distributed.warn(f"{ONNX_FILE} holds the weights as they were before they were made compact")
     target, threads = made / ONNX_FILE, torch.get_num_threads()
     started = time.perf_counter()
     told(f"{job.model} cannot be written as ONNX", partial(write_onnx, model, batches[0], target))
@@ -163,14 +245,13 @@ def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict
     if job.quantize:
         small = made / INT8_FILE
         told(f"{job.model} cannot be quantised", partial(quantise, target, small))
-        found = compare(model, partial(outputs, session(small, threads)), batches)
+        found = compare_file(model, small, batches, threads)
         report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **found}
     return report
 
 
 def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
     """Batches of the built-in sentences as the model takes them: padded, alone, several, and long."""
-    pad_token_id(tokenizer)  # a tokenizer without one is given one
     longest = min(_MOST_TOKENS, positions_of(model) or _MOST_TOKENS)
     taken = {"input_ids", "attention_mask"}
     if getattr(model.config, "type_vocab_size", 0) > 1:

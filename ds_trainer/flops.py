@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.shrunk_model import Block, Emptied, blocks_of, decisions_of, in_features, layers_of
+from ds_trainer.shrunk_model import Block, blocks_of, decisions_of, in_features, is_emptied, layers_of
 
 
 def encoder_flops(model: Any, tokens: int) -> int:
@@ -45,7 +45,7 @@ def _of_positions(name: str) -> bool:
 
 def _attention_flops(block: Block, layer: nn.Module, tokens: int) -> int:
     """Queries with keys, and their weights with values."""
-    if block.kind != "attention" or isinstance(layer.get_submodule(block.core), Emptied):
+    if block.kind != "attention" or is_emptied(layer.get_submodule(block.core)):
         return 0
     return 4 * tokens**2 * in_features(layer.get_submodule(block.outer))
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ds_trainer import distributed
+from ds_trainer.compact import numbers_of
 from ds_trainer.data import spread
-from ds_trainer.model_folder import COMPACT_FILE
+from ds_trainer.model_folder import COMPACT_FILE, has_safetensors, is_compact, tensor_shapes
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.early_exit import with_exits
-from ds_trainer.techniques.exit_heads import has_exits
+from ds_trainer.techniques.exit_heads import HEADS_FILE, has_exits
 from ds_trainer.timing import seconds
 
 SIZES = (1, 32)
@@ -31,6 +31,9 @@ _SECONDS = 60.0
 _ROUNDS = 5
 FOR_P95 = 20
 """Of fewer calls, the 95th percentile is the slowest one."""
+_PICKLES = "pytorch_model*.bin"
+_SMALLEST_IN_PICKLES = 2
+"""Bytes of a weight, in fp16."""
 _SAME_DATA = ("name", "data_dir", "dataset")
 """Fields of a task's spec: where they are the same, so are the texts."""
 
@@ -44,8 +47,15 @@ class Subject:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """Of the weights: all `.safetensors` of a model folder, but for the compact form of the same weights."""
-    return sum(path.stat().st_size for path in _weight_files(folder))
+    """Of the weights that the folder's model is read from, and of its exit heads."""
+    return sum(path.stat().st_size for path in _weight_files(folder, _form(folder)))
+
+
+def bytes_by_form(folder: Path) -> dict[str, int]:
+    """Of each form of the weights that a folder has, exit heads counted with each: safetensors, pickle, compact."""
+    forms = [_form(folder), *(["compact"] if (folder / COMPACT_FILE).is_file() else [])]
+    files = {form: _weight_files(folder, form) for form in forms}
+    return {form: sum(path.stat().st_size for path in paths) for form, paths in files.items() if paths}
 
 
 def compare(subjects: Mapping[str, Subject]) -> dict[str, dict[str, Any]]:
@@ -148,16 +158,30 @@ def _of_the_last_task(subjects: Mapping[str, Subject]) -> dict[str, Subject]:
 
 
 def _parameters(folder: Path) -> int:
-    """How many weights a folder holds; only the headers of its files are read, as their types differ in bytes."""
-    count = 0
-    for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return count
+    """How many weights a folder holds, from its files' headers, as types differ in bytes; of a pickle at most."""
+    return sum(map(_numbers, _weight_files(folder, _form(folder))))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.safetensors") if path.name != COMPACT_FILE]
+def _numbers(path: Path) -> int:
+    if path.name == COMPACT_FILE:
+        return numbers_of(path)
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // _SMALLEST_IN_PICKLES
+    return sum(map(math.prod, tensor_shapes(path).values()))
+
+
+def _form(folder: Path) -> str:
+    """What a folder's model is read from."""
+    if is_compact(folder):
+        return "compact"
+    return "safetensors" if has_safetensors(folder) or not any(folder.glob(_PICKLES)) else "pickle"
+
+
+def _weight_files(folder: Path, form: str) -> list[Path]:
+    if form == "safetensors":
+        return [path for path in folder.glob("*.safetensors") if path.name != COMPACT_FILE]
+    heads = [folder / HEADS_FILE] if (folder / HEADS_FILE).is_file() else []
+    return [folder / COMPACT_FILE, *heads] if form == "compact" else [*folder.glob(_PICKLES), *heads]
 
 
 def _available_bytes() -> int:

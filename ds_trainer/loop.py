@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ class PhasePlan:
             model = technique.attach(model)
         return model, techniques
 
+    def rebuild(self, states: Mapping[str, Mapping[str, Any]]) -> tuple[nn.Module, list[Technique]]:
+        """The same with the techniques as they were, by name, when they gave their states."""
+        model, techniques = self.build()
+        for technique in techniques:
+            technique.resume(states[technique.name])
+        return model, techniques
+
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
         """All of a phase that a user can get wrong, before the engine takes it. Raises ValueError."""
         model, techniques = self.build()
@@ -106,10 +114,11 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
     distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
     results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
+    states = training.states()
     for technique in training.techniques:
         technique.stop()
-    change = cut_where_empty if plan.phase.shrink else as_it_is
-    results |= export(training.engine, plan.build, plan.task, training.step, plan.folder / "model", change)
+    change, rebuild = cut_where_empty if plan.phase.shrink else as_it_is, partial(plan.rebuild, states)
+    results |= export(training.engine, rebuild, plan.task, training.step, plan.folder / "model", change)
     engine.stop_engine(training.engine)
     return results
 
@@ -124,15 +133,17 @@ class Training:
         self.techniques = self.objective.techniques
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
         self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
-        for technique in self.techniques:
-            technique.start(self.engine.device)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
         self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
         self.last: Evaluation | None = None
         self.identity = plan.identity()
-        self._resume(plan.resumed)
+        if plan.resumed:
+            self.restore(*plan.resumed)
+        for technique in self.techniques:
+            technique.start(self.engine.device)
+        self._go_on(plan.resumed)
         engine.set_rates(self.engine, groups)
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
         self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
@@ -168,11 +179,16 @@ class Training:
                 f"{self.plan.phase.name}: no checkpoint was scored at its own step: the last step is taken"
             )
             return False
-        checkpoint, position = found
+        self.restore(*found)
+        distributed.info(f"{self.plan.phase.name}: the best checkpoint is {found[0]}: it is what is exported")
+        return True
+
+    def restore(self, checkpoint: Path, position: Position) -> None:
+        """Make the engine and the techniques what they were at a checkpoint."""
         self.checkpoints.load(self.engine, checkpoint, position)
         self.step = self.saved = position.step
-        distributed.info(f"{self.plan.phase.name}: the best checkpoint is {checkpoint}: it is what is exported")
-        return True
+        for technique in self.techniques:
+            technique.resume(position.techniques[technique.name])
 
     def watch_step(self) -> None:
         """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
@@ -231,23 +247,23 @@ class Training:
             evaluated=self.evaluated,
             scores=self.scores,
             report=self.report.state(),
-            techniques={technique.name: technique.state() for technique in self.techniques},
+            techniques=self.states(),
         )
         with self.report.paused():
             if self.checkpoints.save(self.engine, position):
                 self.saved = self.step
 
-    def _resume(self, found: tuple[Path, Position] | None) -> None:
-        """Go on from a checkpoint, if there is one; the evaluation that an interruption cut short is made up for."""
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of the techniques, by name; collective."""
+        return {technique.name: technique.state() for technique in self.techniques}
+
+    def _go_on(self, found: tuple[Path, Position] | None) -> None:
+        """Open the report, where a checkpoint says if there is one; make up for an evaluation that was cut short."""
         if found is None:
             self.report.open(0, 0)
             return
         checkpoint, position = found
-        self.checkpoints.load(self.engine, checkpoint, position)
-        self.step = self.saved = position.step
         self.evaluated, self.scores = position.evaluated, dict(position.scores)
-        for technique in self.techniques:
-            technique.resume(position.techniques[technique.name])
         self.report.open(self.step, self.evaluated, position.report)
         distributed.info(f"{self.plan.phase.name}: resumed from {checkpoint}, at step {self.step}")
         if self.evaluated < self.step < self.plan.clock.total and due(self.step, self.eval_every):

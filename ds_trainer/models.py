@@ -30,6 +30,11 @@ AnyLinear: TypeAlias = nn.Linear | Conv1D
 """GPT-2 writes its linear layers as `Conv1D`: the same, with a weight of (in, out)."""
 
 
+def rows_of(weight: Tensor, kind: type[nn.Module]) -> Tensor:
+    """The weight of a linear layer of such a class as (out, in): of a `Conv1D` a view."""
+    return weight.t() if issubclass(kind, Conv1D) else weight
+
+
 def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The model's layers by name, first to last: the longest `nn.ModuleList` of one class. ValueError without one."""
     layers = layers_of(model)

@@ -21,13 +21,13 @@ from ds_trainer.run_files import Records
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 """Told apart also by the colour-blind (Okabe and Ito, 2008)."""
 
-_MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*X"
 _ROOM = 2
 """A panel of losses is at most so many times as high as what is part of the loss."""
-_LOWER_IS_BETTER = ("perplexity", "loss")
+LOWER_IS_BETTER = ("perplexity", "loss")
 
 
 def losses(phase: str, records: Records) -> Figure | None:
@@ -44,9 +44,9 @@ def losses(phase: str, records: Records) -> Figure | None:
     _line(above, steps, loss, color="black", linewidth=3, label="loss")
     _terms(above, records)
     _rates(below, records)
-    _title(figure, f"{phase}: loss")
-    _dress(above, "", "loss")
-    _dress(below, "optimizer step", "learning rate")
+    title(figure, f"{phase}: loss")
+    dress(above, "", "loss")
+    dress(below, "optimizer step", "learning rate")
     _legend(above)
     return figure
 
@@ -61,14 +61,14 @@ def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
     alike = all(len(v) == len(overall) and np.nanmax(np.abs(v - overall)) < 0.005 for _, v in each.values())
     figure = Figure(800, 360 if alike else 640)
     panels = figure.panels(1 if alike else 2, 1, sharex=True)
-    _title(figure, f"{phase}: encoder weights kept" + (", the same in every matrix" if alike and each else ""))
+    title(figure, f"{phase}: encoder weights kept" + (", the same in every matrix" if alike and each else ""))
     if not alike:
         _density_by_layer(figure, panels[0], _grouped(each, counts, layer_of))
         groups = _grouped(each, counts, role_of)
         for colour, (role, (at, values)) in zip(_colours(groups), groups.items(), strict=True):
-            _line(panels[1], at, 100 * values, color=colour, label=_label(role))
+            _line(panels[1], at, 100 * values, color=colour, label=label(role))
     for axes in panels:
-        _dress(axes, "optimizer step" if axes is panels[-1] else "", "kept (%)")
+        dress(axes, "optimizer step" if axes is panels[-1] else "", "kept (%)")
         _line(axes, steps, 100 * overall, color="black", linewidth=2, linestyle="-" if alike else "--", label="all")
         axes.set_ylim(0, 105)
     if not alike:
@@ -96,7 +96,7 @@ def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
         rows = [found.get(layer, np.empty(0)) for layer in layers]
         grid = np.array([np.pad(row, (0, widths[role] - len(row)), constant_values=np.nan) for row in rows])
         drawn = axes.imshow(100 * grid, aspect="auto", vmin=0, vmax=100 * top, cmap=_colour_map())
-        axes.set_title(_label(role).replace(" ", "\n", 1).replace(".", "\n"), fontsize=9)
+        axes.set_title(label(role).replace(" ", "\n", 1).replace(".", "\n"), fontsize=9)
         heads = sorted({0, widths[role] // 2, widths[role] - 1}) if widths[role] > 1 else []
         axes.set_xticks(heads, [str(head + 1) for head in heads])
         axes.set_xlabel("head" if heads else "")
@@ -105,7 +105,7 @@ def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
     panels[0].set_yticks(range(0, len(layers), every), [str(layer + 1) for layer in layers[::every]])
     panels[0].set_ylabel("layer")
     figure.drawn.colorbar(drawn, ax=panels, label="kept (%)", fraction=0.05)
-    _title(figure, f"{phase}: weights kept in the final model")
+    title(figure, f"{phase}: weights kept in the final model")
     return figure
 
 
@@ -124,16 +124,16 @@ def score_by_density(metric: str, points: Mapping[str, tuple[int, float]]) -> Fi
         (s, u) for s, u in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, "")) if s <= most
     )
     for index, (name, (kept, score)) in enumerate(points.items()):
-        mark: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
-        axes.plot(kept / scale, score, linestyle="", markersize=9, label=_label(name), **mark)
+        mark: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        axes.plot(kept / scale, score, linestyle="", markersize=9, label=label(name), **mark)
     axes.set_xlim(0, 1.05 * most / scale)
     scores = [score for _, score in points.values()]
     middle, span = (max(scores) + min(scores)) / 2, max(scores) - min(scores)
     half = max(1.3 * span, 0.02 * max(1, *map(abs, scores))) / 2
     axes.set_ylim(middle - half, middle + half)
-    lower = metric.rpartition("/")[2] in _LOWER_IS_BETTER
-    _title(figure, f"{metric} against size")
-    _dress(axes, f"encoder weights kept ({unit})".replace(" ()", ""), f"{metric} (less is better)" if lower else metric)
+    lower = metric.rpartition("/")[2] in LOWER_IS_BETTER
+    title(figure, f"{metric} against size")
+    dress(axes, f"encoder weights kept ({unit})".replace(" ()", ""), f"{metric} (less is better)" if lower else metric)
     shares = axes.secondary_xaxis("top", functions=_times(100 * scale / most))
     shares.set_xlabel("share of the largest phase's (%)")
     _legend(axes)
@@ -147,13 +147,13 @@ def agreement(phase: str, records: Records, final: float | None) -> Figure | Non
         return None
     figure = Figure(800, 320)
     (axes,) = figure.panels()
-    _line(axes, steps, 100 * values, color=_COLOURS[0], label="training batches")
+    _line(axes, steps, 100 * values, color=COLOURS[0], label="training batches")
     if final is not None and math.isfinite(final):
         axes.plot(
-            steps[-1], 100 * final, "D", color=_COLOURS[1], label=f"validation: {100 * final:.1f} %", clip_on=False
+            steps[-1], 100 * final, "D", color=COLOURS[1], label=f"validation: {100 * final:.1f} %", clip_on=False
         )
-    _title(figure, f"{phase}: agreement with the teacher")
-    _dress(axes, "optimizer step", "examples (%)")
+    title(figure, f"{phase}: agreement with the teacher")
+    dress(axes, "optimizer step", "examples (%)")
     _legend(axes)
     return figure
 
@@ -177,7 +177,7 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
         style: dict[str, Any] = {"linewidth": 6, "alpha": 0.4} if under else {"linewidth": 1.5, "marker": "."}
         curve = curve[curve[:, 0].argsort()]
         axes.plot(
-            layers / curve[:, 0], curve[:, 1], label=_label(criterion), color=_COLOURS[index % len(_COLOURS)], **style
+            layers / curve[:, 0], curve[:, 1], label=label(criterion), color=COLOURS[index % len(COLOURS)], **style
         )
         drawn += len(curve)
     heads = _finite([(int(n), s[metric]) for n, s in found["heads"].items()], f"{phase}: {split}: heads")
@@ -197,8 +197,8 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
     if not drawn + len(heads) + len(policy):
         raise ValueError(f"no {metric} of the exits is a finite number")
     _speed_axis(axes, layers, heads)
-    _title(figure, f"{phase}: early exit on {split}")
-    _dress(axes, "expected speed-up (layers / mean layers used)", metric)
+    title(figure, f"{phase}: early exit on {split}")
+    dress(axes, "expected speed-up (layers / mean layers used)", metric)
     _legend(axes)
     return figure
 
@@ -213,12 +213,12 @@ def exit_histogram(phase: str, split: str, exits: Mapping[str, Any]) -> Figure |
     (axes,) = figure.panels()
     layers = [str(layer) for layer in exits["layers"]]
     left = [counts.get(layer, 0) for layer in layers]
-    bars = axes.bar(layers, left, color=_COLOURS[0])
+    bars = axes.bar(layers, left, color=COLOURS[0])
     if len(layers) <= 12:
         axes.bar_label(bars, [f"{100 * count / total:.0f} %" for count in left], padding=2, fontsize=9)
     axes.margins(y=0.12)
-    _title(figure, f"{phase}: where the samples of {split} leave")
-    _dress(axes, "layer", "samples")
+    title(figure, f"{phase}: where the samples of {split} leave")
+    dress(axes, "layer", "samples")
     shares = axes.secondary_yaxis("right", functions=_times(100 / total))
     shares.set_ylabel("share (%)")
     return figure
@@ -261,7 +261,7 @@ def _rates(axes: Axes, records: Records) -> None:
     for colour, names in zip(_colours(lines), lines.values(), strict=True):
         steps, values = series[names[0]]
         peaks.append(np.nanmax(values, initial=0))
-        _line(axes, steps, values, color=colour, label=_label(", ".join(names)))
+        _line(axes, steps, values, color=colour, label=label(", ".join(names)))
     if peaks and max(peaks) > 20 * min(peaks) > 0:
         axes.set_yscale("log", nonpositive="mask")
     else:
@@ -279,16 +279,16 @@ def _terms(axes: Axes, records: Records) -> None:
     colours = dict(zip(names, _colours(names), strict=True))
     for name, (steps, term, weight) in terms.items():
         if weight != 0 and (len(names) > 1 or weight != 1):
-            _line(axes, steps, weight * term, color=colours[name], linestyle="--", label=_label(f"{weight:g} × {name}"))
+            _line(axes, steps, weight * term, color=colours[name], linestyle="--", label=label(f"{weight:g} × {name}"))
     low, high = axes.dataLim.intervaly
     room = _ROOM * max(high - low, 0.1 * abs(high))
     for name, (steps, term, weight) in terms.items():
         if weight == 1:
             continue
         if np.nanmax(term, initial=high) - np.nanmin(term, initial=low) <= room:
-            _line(axes, steps, term, color=colours[name], linestyle=":", label=_label(f"{name}, unweighted"))
+            _line(axes, steps, term, color=colours[name], linestyle=":", label=label(f"{name}, unweighted"))
         else:
-            axes.plot([], [], " ", label=_label(f"off the scale: {name}", 34))
+            axes.plot([], [], " ", label=label(f"off the scale: {name}", 34))
 
 
 def _grouped(
@@ -352,13 +352,13 @@ def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:
     axes.plot(steps, values, marker="." if len(steps) <= 15 else "", **options)
 
 
-def _title(figure: Figure, text: str) -> None:
-    figure.drawn.suptitle(_label(text, 80), fontsize=12)
+def title(figure: Figure, text: str) -> None:
+    figure.drawn.suptitle(label(text, 80), fontsize=12)
 
 
-def _dress(axes: Axes, across: str, up: str) -> None:
+def dress(axes: Axes, across: str, up: str) -> None:
     axes.set_xlabel(across)
-    axes.set_ylabel(_label(up))
+    axes.set_ylabel(label(up))
     if across == "optimizer step":
         axes.locator_params(axis="x", integer=True)
     axes.grid(alpha=0.3)
@@ -377,7 +377,7 @@ def _legend(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False, fontsize=9)
 
 
-def _label(text: str, most: int = 28) -> str:
+def label(text: str, most: int = 28) -> str:
     """Text that Matplotlib draws as it is: no formulas, no hidden labels, not too long."""
     short = text if len(text) <= most else text[: most // 2] + "…" + text[1 - most // 2 :]
     return (" " if short.startswith("_") else "") + short.replace("$", r"\$")
@@ -385,7 +385,7 @@ def _label(text: str, most: int = 28) -> str:
 
 def _colours(things: Sized) -> list[str]:
     """A colour for each; they come again after the eighth."""
-    return [_COLOURS[index % len(_COLOURS)] for index in range(len(things))]
+    return [COLOURS[index % len(COLOURS)] for index in range(len(things))]
 
 
 def _colour_map() -> Any:

@@ -69,16 +69,20 @@ class PruneSpec(Strict):
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
     mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
-    initial_threshold: float = Field(1.0, description="by method: 1 for topK and magnitude, else 0")
+    initial_threshold: float = Field(1.0, description="by method, also where null: 1 for topK and magnitude, else 0")
     final_threshold: float = Field(
-        0.15, description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1)"
+        0.15,
+        description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1); null "
+        "is the default, or the target",
     )
     target_flops: float | None = Field(
-        None, gt=0, le=1, description="share of the encoder's FLOPs to keep, in the place of final_threshold"
+        None,
+        gt=0,
+        le=1,
+        description="share of the encoder's FLOPs to keep, in the place of final_threshold, chosen over all layers; "
+        "scores of heads and of neurons are first standardised, each among their kind, to be comparable",
     )
-    target_latency: float | None = Field(
-        None, gt=0, le=1, description="share of the encoder's measured seconds to keep, in its place"
-    )
+    target_latency: float | None = Field(None, gt=0, le=1, description="the same of the encoder's measured seconds")
     cost_tokens: Positive = Field(128, description="length of the example whose FLOPs or seconds are counted")
     uniform: bool = Field(False, description="the same number kept in every layer, of each kind of matrix or block")
     min_heads: Count = Field(0, description="kept in every attention block; groups where heads share a key and value")
@@ -88,8 +92,12 @@ class PruneSpec(Strict):
     schedule: Shape = "cubic"
     regularization: Literal["l1", "l0"] | None = None
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
-    global_topk: bool = Field(False, description="one threshold over all layers")
-    global_topk_frequency_compute: Positive = Field(1, description="optimizer steps between its refreshes")
+    global_topk: bool = Field(
+        False, description="one threshold over all layers; scores of several granularities are first standardised, each"
+    )
+    global_topk_frequency_compute: Positive = Field(
+        1, description="optimizer steps between choices over all layers, by global_topk or a target"
+    )
     mask_scores_learning_rate: Rate = 1e-2
     train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
 
@@ -129,7 +137,8 @@ class PruneSpec(Strict):
         targets = [data[name] for name in ("target_flops", "target_latency") if data.get(name) is not None]
         if len(targets) == 1:
             final = targets[0]
-        return {"initial_threshold": initial, "final_threshold": final} | data
+        said = {name: value for name, value in data.items() if value is not None or not name.endswith("_threshold")}
+        return {"initial_threshold": initial, "final_threshold": final} | said
 
     @model_validator(mode="after")
     def _consistent(self) -> PruneSpec:
@@ -163,7 +172,8 @@ class PruneSpec(Strict):
         if self.global_topk and "2:4" in asked:
             yield "global_topk chooses among all weights, and 2:4 keeps two of every four: drop one of them"
         if self.global_topk and "weight" in asked and len(asked) > 1:
-            yield f"global_topk compares like with like, and weight is mixed with {', '.join(asked - {'weight'})}"
+            others = ", ".join(sorted(asked - {"weight"}))
+            yield f"global_topk compares like with like, and weight is mixed with {others}"
         if "2:4" not in asked:
             return
         if self.pruning_method not in BY_SHARE:
@@ -182,7 +192,10 @@ class PruneSpec(Strict):
             if asked - WHOLE_BLOCKS.keys():
                 yield f"{name} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
             if not math.isclose(self.final_threshold, self.target or 0):
-                yield f"{name} takes the place of final_threshold, which is {self.final_threshold}: leave that out"
+                yield (
+                    f"{name} takes the place of final_threshold, which is {self.final_threshold}: leave that out or, "
+                    "in a recipe that a run has written, set it to null"
+                )
         if self.uniform and (self.global_topk or targets):
             rival = "global_topk" if self.global_topk else targets[0]
             yield f"uniform keeps the same number in every layer, and {rival} chooses among all layers: keep one"
@@ -192,8 +205,7 @@ class PruneSpec(Strict):
             yield f"min_heads is {self.min_heads}, and no granularity is head: set it to 0, or granularity to hybrid"
         if self.multiple_of > 1 and not asked & set(COUNTED):
             yield f"multiple_of rounds neurons, rows and columns, not {shown(self.granularity)}: change one of the two"
-        for name, value in (("uniform", self.uniform), ("min_heads", self.min_heads)):
+        bounds = {"uniform": self.uniform, "min_heads": self.min_heads, "multiple_of": self.multiple_of > 1}
+        for name, value in bounds.items():
             if value and self.pruning_method == "l0":
                 yield f"{name} would close gates that l0 opens, and open others: choose another pruning_method"
-        if self.multiple_of > 1 and self.pruning_method == "l0":
-            yield "multiple_of would close gates that l0 opens, and open others: choose another pruning_method"

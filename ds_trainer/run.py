@@ -164,7 +164,7 @@ def _check_is_elementwise(optimizer: str) -> None:
     if optimizer.lower() in _MIXING_OPTIMIZERS:
         raise ValueError(
             f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight: zeros would not "
-            f"stay; use AdamW, Adam, Lamb, Lion, Adagrad or SGD"
+            f"stay; use AdamW, Adam, Adagrad or SGD"
         )
 
 

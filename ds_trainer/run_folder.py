@@ -18,11 +18,19 @@ from ds_trainer.whole_file import read_value
 _LIST = ".ds_trainer.json"
 _LOCK = ".ds_trainer.lock"
 _ASIDE = re.compile(r"\..+\.\d+\.tmp")
-_WRITTEN = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+TOKENIZER_FILES = (
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "complete.json", "*_states.pt", "events.out.tfevents.*"),
-    *("predictions.json", "nbest_predictions.json", "null_odds.json", "exits.json", "exit_heads.safetensors"),
+    *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("exits.json", "exit_heads.safetensors", "shrunk_model.py", *TOKENIZER_FILES),
+)
+"""The names of files of a model, as this program writes its folder."""
+_WRITTEN = (
+    *MODEL_FILES,
+    *("complete.json", "*_states.pt", "events.out.tfevents.*"),
+    *("predictions.json", "nbest_predictions.json", "null_odds.json"),
 )
 """The names of files inside folders that a run writes: models, checkpoints, TensorBoard, predictions."""
 

@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_trainer.models import rows_of
 from ds_trainer.shrunk_model import (
     FIELD,
     SIZES_OF,
@@ -61,13 +62,15 @@ class _Cut:
 
 
 def check_known(model: Any) -> None:
-    """ValueError where the model is of a family that cannot be cut, or has other layers in place of linear ones."""
+    """ValueError where the model is of a family that cannot be cut, shares weights, or has other than linear layers."""
     base = whole_class(model)
     if getattr(transformers, base.__name__, None) is not base:
         raise ValueError(f"{base.__name__} is no class of transformers: only models of its own are cut")
+    owners: dict[int, str] = {}
     for name, layer in layers_of(model).items():
         for block in blocks_of(layer):
             _check_linear(name, layer, block)
+            _check_own(name, layer, block, owners)
     sizes_of(model)
 
 
@@ -84,6 +87,10 @@ def kept(model: Any) -> dict[str, list[list[int]]]:
 @torch.no_grad()
 def shrink(model: Any) -> Any:
     """A new model that holds only what contributes, its weights copied; the given one, shrunk or not, stays as it is.
+
+    Outputs stay those of the given one, up to rounding, for tokens that are not padding. At padding to the left, which
+    a decoder's tokens have nothing before to attend to, attention by "sdpa" gives zeros and not the value's bias: there
+    they differ, and nothing reads them.
 
     It is of the plain class of transformers where that family's config can say the sizes; else the config has them in
     `shrunk`, and the class is one of `shrunk_model.py`. NothingToCutError, a ValueError, where all contributes;
@@ -128,7 +135,7 @@ def _kept(model: Any, cuts: Iterable[_Cut]) -> dict[str, list[list[int]]]:
 def _cut(name: str, layer: nn.Module, block: Block, config: Any) -> _Cut:
     outer: Any = layer.get_submodule(block.outer)
     whole = decisions_of(block, layer, config)
-    columns = _weight(outer)
+    columns = rows_of(outer.weight, type(outer))
     constants = _constants(block, layer, whole)
     known = ~constants.isnan() if outer.bias is not None else constants == 0
     gone = ((columns == 0).all(0) | known).view(whole, -1).all(1)
@@ -143,6 +150,13 @@ def _check_linear(name: str, layer: nn.Module, block: Block) -> None:
         if not isinstance(layer.get_submodule(module), nn.Linear | Conv1D):
             kind = type(layer.get_submodule(module)).__name__
             raise ValueError(f"{name}.{module} is a {kind}, and only linear layers are cut: fold or merge it first")
+
+
+def _check_own(name: str, layer: nn.Module, block: Block, owners: dict[int, str]) -> None:
+    for module in (*block.inner, block.outer) if not is_emptied(layer.get_submodule(block.core)) else ():
+        weight, own = layer.get_submodule(module).weight, f"{name}.{module}"
+        if (other := owners.setdefault(id(weight), own)) != own:
+            raise ValueError(f"{own} and {other} share their weight: give each a copy, since each is cut by itself")
 
 
 def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
@@ -164,7 +178,7 @@ def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
 
 def _constant_parts(linear: Any, parts: int) -> tuple[Tensor, ...]:
     """The outputs of a linear layer that are its bias whatever it is given, and NaN for the others; in fp32."""
-    rows = _weight(linear)
+    rows = rows_of(linear.weight, type(linear))
     bias = rows.new_zeros(len(rows)) if linear.bias is None else linear.bias
     return torch.where((rows == 0).all(1), bias.float(), math.nan).chunk(parts)
 
@@ -189,12 +203,6 @@ def _left(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
 def _places(cut: _Cut, features: int, parts: int) -> Tensor:
     """Which of a linear layer's inputs or outputs stay."""
     return torch.arange(features, device=cut.keep.device).view(parts, cut.whole, -1)[:, cut.keep].flatten()
-
-
-def _weight(linear: Any) -> Tensor:
-    """(outputs, inputs), also of a `Conv1D`."""
-    weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-    return weight
 
 
 def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
@@ -253,8 +261,11 @@ def _fill(target: Any, source: Any, changed: Mapping[str, Tensor]) -> None:
             made[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         _owner(target, name)._parameters[name.rpartition(".")[2]] = made[id(weight)]
     buffers = dict(source.named_buffers(remove_duplicate=False))
-    for name, _ in list(target.named_buffers(remove_duplicate=False)):
-        _owner(target, name)._buffers[name.rpartition(".")[2]] = buffers[name].detach().clone()
+    device = next(iter(weights.values())).device
+    for name, empty in list(target.named_buffers(remove_duplicate=False)):
+        # what is left of a matrix in a block that is new as an empty one is no buffer of the source
+        values = buffers[name].detach().clone() if name in buffers else torch.empty_like(empty, device=device)
+        _owner(target, name)._buffers[name.rpartition(".")[2]] = values
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -45,34 +44,42 @@ def _attention(core: str, inner: Sequence[str], outer: str, parts: int = 1) -> B
     return Block("attention", tuple(f"{core}.{name}" for name in inner), outer, core, parts)
 
 
-_LAYOUTS = (
-    (  # BERT, RoBERTa, ELECTRA and their kin
-        _attention("attention.self", ("query", "key", "value"), "attention.output.dense"),
-        Block("feed_forward", ("intermediate.dense",), "output.dense", "intermediate"),
+_BERT = _attention("attention.self", ("query", "key", "value"), "attention.output.dense")
+_INTERMEDIATE = Block("feed_forward", ("intermediate.dense",), "output.dense", "intermediate")
+_DISTILBERT = _attention("attention", ("q_lin", "k_lin", "v_lin"), "attention.out_lin")
+# of ModernBERT's Wi the first part goes through the activation, the second is its gate
+_MODERNBERT = _attention("attn", ("Wqkv",), "attn.Wo", parts=3)
+_GPT2 = _attention("attn", ("c_attn",), "attn.c_proj", parts=3)
+_C_FC = Block("feed_forward", ("mlp.c_fc",), "mlp.c_proj", "mlp")
+_LLAMA = _attention("self_attn", ("q_proj", "k_proj", "v_proj"), "self_attn.o_proj")
+_GATED = Block("feed_forward", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp")
+_LAYOUTS = {
+    (_BERT, _INTERMEDIATE): (
+        *("BertLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "ElectraLayer"),
+        *("ErnieLayer", "MegatronBertLayer", "RoFormerLayer", "RemBertLayer", "SplinterLayer", "Data2VecTextLayer"),
+        *("RoCBertLayer", "BertGenerationLayer", "LayoutLMLayer"),
     ),
-    (  # DeBERTa, whose heads also share projections of the positions: they are not cut
-        Block("feed_forward", ("intermediate.dense",), "output.dense", "intermediate"),
+    (_DISTILBERT, Block("feed_forward", ("ffn.lin1",), "ffn.lin2", "ffn")): ("TransformerBlock",),
+    (_MODERNBERT, Block("feed_forward", ("mlp.Wi",), "mlp.Wo", "mlp", parts=2)): ("ModernBertEncoderLayer",),
+    (_GPT2, _C_FC): ("GPT2Block",),
+    (_LLAMA, _GATED): (
+        *("LlamaDecoderLayer", "MistralDecoderLayer", "Ministral3DecoderLayer", "Qwen2DecoderLayer"),
+        *("Qwen3DecoderLayer", "GemmaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer"),
+        *("VaultGemmaDecoderLayer", "CohereDecoderLayer", "Cohere2DecoderLayer", "GraniteDecoderLayer"),
+        *("HeliumDecoderLayer", "SmolLM3DecoderLayer", "Exaone4DecoderLayer", "Ernie4_5DecoderLayer"),
+        *("SeedOssDecoderLayer", "HunYuanDenseV1DecoderLayer", "EuroBertDecoderLayer", "NomicBertLayer"),
     ),
-    (  # DistilBERT
-        _attention("attention", ("q_lin", "k_lin", "v_lin"), "attention.out_lin"),
-        Block("feed_forward", ("ffn.lin1",), "ffn.lin2", "ffn"),
-    ),
-    (  # ModernBERT: the first part of Wi goes through the activation, the second is its gate
-        _attention("attn", ("Wqkv",), "attn.Wo", parts=3),
-        Block("feed_forward", ("mlp.Wi",), "mlp.Wo", "mlp", parts=2),
-    ),
-    (  # GPT-2
-        _attention("attn", ("c_attn",), "attn.c_proj", parts=3),
-        Block("feed_forward", ("mlp.c_fc",), "mlp.c_proj", "mlp"),
-    ),
-    (  # Llama, Mistral, Qwen, Gemma and their kin
-        _attention("self_attn", ("q_proj", "k_proj", "v_proj"), "self_attn.o_proj"),
-        Block("feed_forward", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp"),
-    ),
-    (  # OLMo 2, whose norms go over all heads at once
-        Block("feed_forward", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "mlp"),
-    ),
-)
+    # heads that share more than keys and values: DeBERTa's projections of the positions, a convolution, norms over all
+    # heads (OLMo 2), a clipped value (OLMo), one key and value that are not a third of the matrix (GPTBigCode)
+    (_INTERMEDIATE,): ("DebertaLayer", "DebertaV2Layer", "NystromformerLayer", "ConvBertLayer", "LukeLayer"),
+    (_C_FC,): ("GPTBigCodeBlock",),
+    (_GATED,): ("OlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"),
+}
+LAYOUT_OF = {name: layout for layout, names in _LAYOUTS.items() for name in names}
+"""The blocks that can be cut, by the class of a layer: those of which it was tried that what is cut out is not missed.
+
+By names and shapes alone others look like them whose heads work in pairs, say, or attend without a softmax.
+"""
 _AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
@@ -102,9 +109,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
-    """The attention and the feed-forward block of a layer, emptied ones too; none where its family is unknown here.
+    """The attention and the feed-forward block of a layer, emptied ones too; none where its class is unknown here.
 
-    A block is also unknown where its core has weights of its own that span several decisions, as a norm over all heads.
+    Attention is left out whose heads are not independent: a norm over all of them, values turned by their positions.
     """
     modules = dict(layer.named_modules())
 
@@ -113,9 +120,10 @@ def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
             return False
         if is_emptied(modules[block.core]):
             return True
-        return set(block.inner) <= modules.keys() and not _spans_decisions(block, modules[block.core])
+        return set(block.inner) <= modules.keys() and _are_apart(block, modules[block.core])
 
-    return next((layout for layout in _LAYOUTS if all(map(holds, layout))), ())
+    found = tuple(block for block in LAYOUT_OF.get(type(layer).__name__, ()) if holds(block))
+    return found if any(block.kind == "feed_forward" for block in found) else ()
 
 
 def decisions_of(block: Block, layer: nn.Module, config: Any) -> int:
@@ -125,12 +133,21 @@ def decisions_of(block: Block, layer: nn.Module, config: Any) -> int:
         return 0
     if block.kind == "feed_forward":
         return in_features(outer)
-    return in_features(outer) // (_head_width(core) * (config.num_attention_heads // whole_heads(config)))
+    groups = whole_heads(config)
+    return in_features(outer) // (_head_width(core) * (config.num_attention_heads // groups))
 
 
 def whole_heads(config: Any) -> int:
-    """The heads of a layer before any cut, counted in groups that share a key and a value."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    """The heads of a layer before any cut, counted in groups that share a key and a value.
+
+    ShrunkSizesError where the config says none, as that of a model of several models.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ShrunkSizesError(
+            f"a {type(config).__name__} has no num_attention_heads: the model of texts alone can be cut, take it out"
+        )
+    return int(heads)
 
 
 def sizes_of(model: Any) -> dict[str, list[int]]:
@@ -189,14 +206,23 @@ def out_features(linear: Any) -> int:
 
 
 class Constant(nn.Module):
-    """What a linear layer gives that has no inputs left: its bias, for every token."""
+    """What a linear layer gives that has no inputs left: its bias, for every token.
 
+    Of the matrix an empty one is left. Weights that are whole do not fit it, nor it a whole model: else transformers
+    without this file would fill the places of what was cut at random, and not say so.
+    """
+
+    weight: Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, features: int, bias: bool) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
-        self.features = features
-        self.register_parameter("bias", nn.Parameter(torch.zeros(features)) if bias else None)
+        weight = linear.weight.detach()
+        self.features = out_features(linear)
+        # no parameter: engines that split parameters over ranks expect some
+        self.register_buffer("weight", (weight[:0] if isinstance(linear, Conv1D) else weight[:, :0]).clone())
+        bias = None if linear.bias is None else nn.Parameter(weight.new_zeros(self.features))
+        self.register_parameter("bias", bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         shape = (*hidden.shape[:-1], self.features)
@@ -233,9 +259,12 @@ class EmptiedAttention(Emptied):
         self.layer_index = layer_index
 
     def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, **__: Any) -> tuple[Tensor, None]:
+        # GPT-2 with cross attention has two caches in one
+        past_key_values = getattr(past_key_values, "self_attention_cache", past_key_values)
         if past_key_values is not None:
-            nothing = hidden_states.new_empty(hidden_states.shape[0], 0, hidden_states.shape[1], 1)
-            past_key_values.update(nothing, nothing, self.layer_index)
+            # a number for each token: caches that hold none say that they have seen no token
+            seen = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            past_key_values.update(seen, seen, self.layer_index)
         return self._given(hidden_states), None
 
 
@@ -246,15 +275,31 @@ def shrunk_class(base: type[Any]) -> type[Any]:
     It has the name of `base`, by which transformers chooses losses, checks pipelines and fills `architectures`.
     """
 
+    code = Path(__file__).name
+
     def initialise(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
         base.__init__(self, config, *arguments, **options)
         resize(self, getattr(config, FIELD, None))  # type: ignore[arg-type]
 
-    def save_pretrained(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> None:
+    def initialize_weights(self: Any) -> None:
+        for module in self.modules():
+            # what no folder held; transformers knows by the mark what was loaded
+            if isinstance(module, Constant) and not getattr(module.bias, "_is_hf_initialized", module.bias is None):
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        base.initialize_weights(self)
+
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
         self.config.auto_map = auto_map(self.config)
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(__file__, Path(save_directory) / Path(__file__).name)
-        base.save_pretrained(self, save_directory, *arguments, **options)
+        if is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(__file__, Path(save_directory) / code)
+        base.save_pretrained(self, save_directory, is_main_process, *arguments, **options)
+
+    def files_before(self: Any, working_dir: Any) -> dict[str, float]:
+        """What a push leaves out, as it was there before: not the copy of this file, which is by then."""
+        return {name: time for name, time in base._get_files_timestamps(self, working_dir).items() if name != code}
 
     members = {
         "__init__": initialise,
@@ -262,7 +307,9 @@ def shrunk_class(base: type[Any]) -> type[Any]:
         "__qualname__": f"Shrunk{base.__name__}",
         "__doc__": base.__doc__,
         "resizes": base,
+        "initialize_weights": initialize_weights,
         "save_pretrained": save_pretrained,
+        "_get_files_timestamps": files_before,
         # else transformers would copy the file once more, and write its own line of `auto_map`
         "register_for_auto_class": classmethod(lambda cls, auto_class="AutoModel": None),
     }
@@ -281,19 +328,24 @@ def _head_width(core: Any) -> int:
     return int(getattr(core, "head_dim", None) or core.attention_head_size)
 
 
-def _spans_decisions(block: Block, core: nn.Module) -> bool:
-    """Whether weights of the core, beside its linear layers, are not those of a single head's width."""
-    linears = [f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer)]
-    own = [weight for name, weight in core.named_parameters() if not name.startswith(tuple(linears))]
-    return any(block.kind == "feed_forward" or weight.shape[-1] != _head_width(core) for weight in own)
+def _are_apart(block: Block, core: Any) -> bool:
+    """Whether all weights of the core, beside its linear layers, are those of one head, which all heads share."""
+    linears = tuple(f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer))
+    own = [weight for name, weight in core.named_parameters() if not name.startswith(linears)]
+    if block.kind == "feed_forward":
+        return not own
+    turned = getattr(core, "rotary_value", False)  # RoFormer's values, if asked: a bias is then not the same everywhere
+    return not turned and all(weight.numel() == _head_width(core) for weight in own)
 
 
 def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
     blocks = blocks_of(layer)
     if not blocks:
         raise ShrunkSizesError(
-            f"the layers of {type(model).__name__} are of a family whose heads and neurons cannot be cut: known are "
-            f"BERT, RoBERTa, ELECTRA, DistilBERT, DeBERTa, ModernBERT, GPT-2, Llama and their kin, without experts"
+            f"the layers of {type(model).__name__} are of a family whose heads and neurons cannot be cut: "
+            f"{type(layer).__name__}. Known are BERT, RoBERTa, ELECTRA, DistilBERT, DeBERTa, ModernBERT, GPT-2, Llama, "
+            f"Qwen, Mistral, Gemma and some of their kin ({Path(__file__).name} lists all), without experts. Prune by "
+            f"row, column, block or weight, and export with --compact"
         )
     return blocks
 
@@ -330,7 +382,7 @@ def _resize_block(block: Block, layer: nn.Module, config: Any, left: int, index:
 
 def _empty(block: Block, layer: nn.Module, index: int) -> None:
     outer: Any = layer.get_submodule(block.outer)
-    constant = Constant(out_features(outer), outer.bias is not None)
+    constant = Constant(outer)
     name = block.outer.removeprefix(f"{block.core}.") if block.outer.startswith(f"{block.core}.") else None
     inside = constant if name else None
     emptied = EmptiedAttention(name, inside, index) if block.kind == "attention" else EmptiedFeedForward(name, inside)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.figure import Figure
-from ds_trainer.plots import _COLOURS, _LOWER_IS_BETTER, _MARKERS, _dress, _label, _title
+from ds_trainer.plots import COLOURS, LOWER_IS_BETTER, MARKERS, dress, label, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,14 +49,14 @@ def size_speed_score(metric: str | None, points: Sequence[Point]) -> Figure | No
         left.plot(point.bytes / _MIB, score, "o", color=colour, markersize=9)
         for setting, speed_up in point.speed_ups.items():
             right.plot(speed_up, score, markers[setting], color=colour, markersize=9, mec="white")
-    lower = metric.rpartition("/")[2] in _LOWER_IS_BETTER
-    _dress(left, "size on disk (MiB)", f"{metric} (less is better)" if lower else metric)
-    _dress(right, "measured speed-up", "")
+    lower = metric.rpartition("/")[2] in LOWER_IS_BETTER
+    dress(left, "size on disk (MiB)", f"{metric} (less is better)" if lower else metric)
+    dress(right, "measured speed-up", "")
     left.set_xlim(0, 1.08 * max(point.bytes for point in points) / _MIB)
     right.axvline(1, color="0.6", linewidth=1, zorder=0)
     _room(left, [score for _, score in scored])
     _legends(right, points, markers)
-    _title(figure, f"{metric} against size and speed")
+    title(figure, f"{metric} against size and speed")
     return figure
 
 
@@ -70,18 +70,18 @@ def _speed_by_size(points: Sequence[Point]) -> Figure | None:
         for setting, speed_up in point.speed_ups.items():
             axes.plot(100 * point.kept, speed_up, markers[setting], color=colour, markersize=9, mec="white")
     axes.axhline(1, color="0.6", linewidth=1, zorder=0)
-    axes.set_xlim(0, 105 * max(point.kept for point in points))
+    axes.set_xlim(0, 105 * (max(point.kept for point in points) or 1))
     axes.set_ylim(0, 1.1 * max(speed_up for point in points for speed_up in point.speed_ups.values()))
-    _dress(axes, "encoder weights kept (%)", "measured speed-up")
+    dress(axes, "encoder weights kept (%)", "measured speed-up")
     _legends(axes, points, markers)
-    _title(figure, "speed-up against size")
+    title(figure, "speed-up against size")
     return figure
 
 
 def _markers(points: Sequence[Point]) -> dict[str, str]:
     """One for each setting; they come again after the eighth."""
     settings = dict.fromkeys(setting for point in points for setting in point.speed_ups)
-    return {setting: _MARKERS[place % len(_MARKERS)] for place, setting in enumerate(settings)}
+    return {setting: MARKERS[place % len(MARKERS)] for place, setting in enumerate(settings)}
 
 
 def _height(points: Sequence[Point], markers: Mapping[str, str]) -> int:
@@ -90,7 +90,7 @@ def _height(points: Sequence[Point], markers: Mapping[str, str]) -> int:
 
 
 def _colours(points: Sequence[Point]) -> list[str]:
-    return [_COLOURS[place % len(_COLOURS)] for place in range(len(points))]
+    return [COLOURS[place % len(COLOURS)] for place in range(len(points))]
 
 
 def _room(axes: Axes, scores: Sequence[float]) -> None:
@@ -105,11 +105,11 @@ def _legends(axes: Axes, points: Sequence[Point], markers: Mapping[str, str]) ->
     from matplotlib.lines import Line2D
 
     of_folders = [
-        Line2D([], [], color=colour, marker="o", linestyle="", label=_label(point.name))
+        Line2D([], [], color=colour, marker="o", linestyle="", label=label(point.name))
         for colour, point in zip(_colours(points), points, strict=True)
     ]
     of_settings = [
-        Line2D([], [], color="0.35", marker=marker, linestyle="", label=_label(setting))
+        Line2D([], [], color="0.35", marker=marker, linestyle="", label=label(setting))
         for setting, marker in markers.items()
     ]
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}

@@ -13,14 +13,23 @@ import pytest
 import torch
 from exit_folders import make_classifier
 from launching import run_python
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 from ds_trainer import benchmark, benchmark_page
 from ds_trainer.benchmark import measure, random_inputs, ratios, settings
 from ds_trainer.benchmark_backends import compiled, compiling
-from ds_trainer.benchmark_command import benchmark_command, labels, read_benchmark_job
+from ds_trainer.benchmark_command import benchmark_command, read_benchmark_job
 from ds_trainer.command import run_command
 from ds_trainer.flops import encoder_flops
+from ds_trainer.latency import summary
 from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import save_folder
 from ds_trainer.shrink import shrink
@@ -77,7 +86,7 @@ def test_each_folder_is_measured_at_each_setting(plain: Path, clock: SimpleNames
     at = [(one["length"], one["batch_size"]) for one in told["measurements"]]
     assert at == [(8, 1), (8, 4), (16, 1), (16, 4)]
     for one in told["measurements"]:
-        assert one["backend"], one["mean_tokens"] == ("torch", one["length"])
+        assert (one["backend"], one["mean_tokens"]) == ("torch", one["length"])
         base, other = one["folders"]["model"], one["folders"]["model (2)"]
         assert (base["median_ms"], other["p95_ms"]) == (pytest.approx(10), pytest.approx(4))
         assert other["examples_per_s"] == pytest.approx(250 * one["batch_size"])
@@ -102,13 +111,23 @@ def test_a_folder_is_described_without_a_clock(plain: Path, clock: SimpleNamespa
 
 def test_speed_ups_are_set_against_flops() -> None:
     """Twice as fast with half the FLOPs is 1, with a quarter 0.5; without the base's times there is no ratio."""
-    times: dict[str, dict[str, float]] = {name: {"median_ms": ms} for name, ms in (("a", 8), ("b", 4), ("c", 4))}
-    ratios(times, {"a": 100.0, "b": 50.0, "c": 25.0}, "a")
+    taken = {"a": [8.0, 8.0], "b": [4.0, 4.0], "c": [4.0, 4.0]}
+    times: dict[str, dict[str, float]] = {name: {"median_ms": own[0]} for name, own in taken.items()}
+    ratios(times, taken, {"a": 100.0, "b": 50.0, "c": 25.0}, "a")
     assert [found["speed_up"] for found in times.values()] == [1, 2, 2]
     assert [found["speed_up_per_flop_ratio"] for found in times.values()] == [1, 1, 0.5]
     alone = {"b": {"median_ms": 4.0}}
-    ratios(alone, {"b": 1.0}, "a")
+    ratios(alone, taken, {"b": 1.0}, "a")
     assert alone == {"b": {"median_ms": 4.0}}
+
+
+def test_speed_ups_are_of_one_turn() -> None:
+    """A machine that slows down in some turns changes no ratio; of other numbers of calls, medians are compared."""
+    taken = {"a": [8.0, 8.0, 80.0, 80.0, 80.0], "b": [4.0, 4.0, 40.0, 40.0], "c": [4.0]}
+    times: dict[str, dict[str, float]] = {name: {"median_ms": summary(own)["median_ms"]} for name, own in taken.items()}
+    ratios(times, taken, {"a": None, "b": 1.0, "c": None}, "a")
+    assert [found["speed_up"] for found in times.values()] == [1, 2, 20]
+    assert not [found for found in times.values() if "speed_up_per_flop_ratio" in found]
 
 
 def test_a_task_gives_texts_and_scores(
@@ -245,11 +264,93 @@ def test_random_tokens_are_ordinary_ones(plain: Path) -> None:
     assert torch.equal(inputs["input_ids"], random_inputs(model, 7, 3)["input_ids"])
 
 
-def test_labels_tell_folders_apart() -> None:
-    """By the last parts of their paths that differ; the same folder again by its number."""
-    assert labels([Path("/x/dense"), Path("/y/pruned")]) == ["dense", "pruned"]
-    assert labels([Path("/r/a/model"), Path("/r/b/model")]) == ["a/model", "b/model"]
-    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["r/model", "r/model (2)", "a/model"]
+@pytest.mark.parametrize("ends", [3, [3, 4], []])
+def test_ends_may_be_several(plain: Path, ends: Any) -> None:
+    """As in a config of Llama 3: none is an ordinary token, and the first ends a text."""
+    model: Any = load_trained(plain)
+    model.config.eos_token_id = ends
+    ids = random_inputs(model, 30, 4)["input_ids"]
+    special = [ends] if isinstance(ends, int) else ends
+    assert not set(special) & set(ids[:, :-1].flatten().tolist())
+    assert not special or set(ids[:, -1].tolist()) == {3}
+
+
+def test_a_model_of_special_tokens_alone_is_told(plain: Path) -> None:
+    model: Any = load_trained(plain)
+    model.config.eos_token_id = [*range(model.config.vocab_size)]
+    with pytest.raises(ValueError, match="all of them special ones"):
+        random_inputs(model, 4, 1)
+
+
+def test_a_decoder_that_classifies_is_measured(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """Without a padding token too, at any batch size, by torch and onnxruntime."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=40, eos_token_id=[1, 2])
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "gpt2")
+    flags = ["--batch_sizes", "3", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
+    told = found(tmp_path / "gpt2", *flags, "--backends", "torch", "onnxruntime")
+    assert told["notes"] == []
+    assert [one["folders"].keys() for one in told["measurements"]] == [{"gpt2"}, {"gpt2"}]
+
+
+def test_flops_of_unknown_families_are_not_told(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """ALBERT has one layer that runs several times: a dash and a line, not a number."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    AlbertModel(AlbertConfig(**sizes, vocab_size=40, num_hidden_layers=2)).save_pretrained(tmp_path / "albert")
+    told = found(tmp_path / "albert", tmp_path / "albert", *FAST)
+    assert told["folders"]["albert"]["flops_per_example"] == {"8": None}
+    assert "speed_up_per_flop_ratio" not in told["measurements"][0]["folders"]["albert (2)"]
+    assert benchmark_page.sizes(told)[0]["GFLOPs at 8"] == "–"
+    assert "albert: FLOPs of a AlbertModel are not counted" in told["notes"][0]
+
+
+def test_what_is_not_measured_is_said(plain: Path, clock: SimpleNamespace) -> None:
+    """Nothing at all is a mistake; a part of what was asked for is a line."""
+    with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
+        found(plain, *FAST, "--backends", "onnxruntime", "--dtypes", "bf16")
+    told = found(plain, *FAST, "--backends", "onnxruntime", "--dtypes", "bf16", "fp32")
+    assert told["notes"] == ["onnxruntime, bf16: not measured: it runs here on the CPU in fp32"]
+
+
+def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An .onnx file is compared with its model at another length, padded: if it differs, that is told."""
+    monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)
+    told = found(plain, *FAST, "--backends", "onnxruntime")
+    assert "differ from the model's" in told["notes"][0]
+    assert told["measurements"][0]["folders"] == {}
+
+
+def test_what_was_measured_is_kept(
+    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the command is stopped half-way, or the figure cannot be drawn."""
+    arguments = [str(plain), *FAST, "--batch_sizes", "1", "2", "--output_dir", str(tmp_path / "out")]
+    measured = benchmark._measured
+
+    def stopped(subjects: Any, setting: Any, limit: float) -> Any:
+        if setting.batch_size == 2:
+            raise KeyboardInterrupt
+        return measured(subjects, setting, limit)
+
+    monkeypatch.setattr(benchmark, "_measured", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_command(benchmark_command, arguments)
+    assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["measurements"]) == 1
+    monkeypatch.setattr(benchmark, "_measured", measured)
+    monkeypatch.setattr(benchmark_page, "size_speed_score", lambda *_: 1 / 0)
+    assert run_command(benchmark_command, arguments) == 0
+    assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["measurements"]) == 2
+    assert "size_speed_score" not in (tmp_path / "out" / "benchmark.md").read_text()
+
+
+def test_a_base_without_an_encoder_has_a_figure() -> None:
+    """All of it was cut out: there are no shares, and no division by zero."""
+    folder = {"encoder": {"total": 0, "kept": 0}, "bytes": {"pickle": 1}, "scores": {}}
+    measured = {"backend": "torch", "device": "cpu", "dtype": "fp32", "threads": 1, "length": 8, "batch_size": 1}
+    measured["folders"] = {name: {"speed_up": 1.0} for name in "ab"}
+    _, points = benchmark_page.points({"base": "a", "folders": {"a": folder, "b": folder}, "measurements": [measured]})
+    assert [(point.kept, point.bytes) for point in points] == [(0, 1), (0, 1)]
 
 
 def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,45 +382,6 @@ def test_a_shrunk_folder_is_measured_by_what_is_left(plain: Path, tmp_path: Path
     assert share < 0.8
     for one in told["measurements"]:  # all calls take as long by this clock
         assert one["folders"]["shrunk"]["speed_up_per_flop_ratio"] == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--lengths", "0"], "'0' is no whole number from 1"),
-        (["--lengths", "task"], "--lengths task: there is no task"),
-        (["--batch_sizes", "1.5"], "'1.5' is no whole number"),
-        (["--threads", "1000000"], "--threads 1000000: this process may use"),
-        (["--seconds", "nan"], "'nan' is no number of seconds above 0"),
-        (["--backends", "tensorrt"], "invalid choice: 'tensorrt'"),
-        (["--names", "a", "b"], "--names has 2 values, and there are 1 folders"),
-        (["--task_name", "cola", "--data_dir", "gone"], "gone"),
-        (["gone"], "the model folder gone does not exist"),
-        (["owner/name"], "the model folder owner/name does not exist"),
-        (["--output_dir", f"{__file__}/out"], "test_benchmark.py is a file"),
-        (["--data_dir", "gone"], "no task: give --task_name"),
-    ],
-)
-def test_mistakes_are_told_before_torch_is_loaded(plain: Path, more: list[str], message: str) -> None:
-    """One ValueError each."""
-    with pytest.raises(ValueError) as caught:
-        read_benchmark_job([str(plain), *more])
-    assert message in str(caught.value)
-
-
-def test_names_must_differ(plain: Path) -> None:
-    with pytest.raises(ValueError, match="'a' comes twice"):
-        read_benchmark_job([str(plain), str(plain), "--names", "a", "a"])
-
-
-def test_onnxruntime_that_is_missing_is_told(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install; other backends need none of it."""
-    find = "ds_trainer.benchmark_command.importlib.util.find_spec"
-    monkeypatch.setattr(find, lambda name: None if name == "onnxruntime" else object())
-    for backend in ("onnxruntime", "all"):
-        with pytest.raises(ValueError, match=r"onnxruntime cannot be imported: pip install -e \"\.\[onnx\]\""):
-            read_benchmark_job([str(plain), "--backends", backend])
-    assert read_benchmark_job([str(plain)]).backends == ("torch",)
 
 
 @pytest.mark.parametrize(

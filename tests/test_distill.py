@@ -16,11 +16,14 @@ from transformers import (
     BertForMaskedLM,
     DistilBertConfig,
 )
+from zeroed import empty, randomised
 
+from ds_trainer import losses
 from ds_trainer.loop import PhasePlan
-from ds_trainer.models import train_tokenizer
+from ds_trainer.models import save_folder, train_tokenizer
 from ds_trainer.optim import Hyperparameters
 from ds_trainer.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
+from ds_trainer.shrink import kept, shrink
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock, Forward, distill, teacher_cache
 from ds_trainer.techniques.distill import Distill
@@ -30,6 +33,7 @@ CLOCK = Clock(total=4, warmup=0, seed=0)
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
 SMALL = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CPU = torch.device("cpu")
+HEADS = {"heads": [0, 1, 4], "neurons": [16, 16, 16]}
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +303,43 @@ def test_layers_that_are_not_there_are_told(spec, student, teacher, tmp_path):
     """The error names the layer, whose it is, and how many there are."""
     with pytest.raises(ValueError, match="layer 4 of the teacher, which has 3"):
         distillation(spec, student, teacher, tmp_path, terms=["cos"], layer_pairs=[[2, 4]])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, spec, tokenizer, tmp_path):
+    """A student (0) or teacher (1) with no head in its first layer and one in its second gives two maps: each is
+    compared with that of the layer it is paired with, and the first can be paired with none."""
+    config = bert(tokenizer, layers=3)
+    config.num_attention_heads = 4
+    whole = save(config, tokenizer, tmp_path / "whole")
+    masked = empty(randomised(AutoModelForSequenceClassification.from_pretrained(whole)), HEADS)
+    cut = shrink(masked)
+    save_folder(cut, tokenizer, tmp_path / "cut")
+    folders = [whole, whole]
+    folders[side] = str(tmp_path / "cut")
+    for pair in ([2, 2], [3, 2], [-1, 3], [2, -1]):
+        asked = {"terms": ["attention"], "layer_pairs": [pair]}
+        _, model, technique, batch = distillation(spec, *folders, tmp_path, **asked)
+        models = [model.eval(), technique._teacher._loaded()]
+        found = terms_of(model, technique, batch)["distill.attention"]
+        models[side] = masked  # which has all maps
+        maps = []
+        for each, layer in zip(models, pair, strict=True):
+            each.set_attn_implementation("eager")
+            given = each(**batch.inputs, output_attentions=True).attentions
+            maps.append(given[layer - 1 if layer > 0 else layer])
+        if pair[side] == 2:  # only the head that was kept
+            (kept_head,) = kept(masked)["heads"][1]
+            maps[side] = maps[side][:, [kept_head]]
+        expected = losses.attention_mse(*maps, batch.mask)
+        assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+        assert float(found.detach()) > 0
+    wrong = [2, 2]
+    wrong[side] = 1
+    who = ("student", "teacher")[side]
+    with pytest.raises(ValueError, match=f"layer 1 of the {who}, which has no attention left .*: write one of 2, 3"):
+        distillation(spec, *folders, tmp_path, terms=["attention"], layer_pairs=[wrong])
+    distillation(spec, *folders, tmp_path, terms=["cos"], layer_pairs=[wrong])
 
 
 def test_the_teachers_precision_is_its_own(spec, student, teacher, tmp_path):

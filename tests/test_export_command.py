@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import exported_models
@@ -12,15 +15,18 @@ import torch
 from exported_models import emptied, inputs
 from launching import run_python
 from safetensors.torch import load_file, save_file
+from squad_examples import SMALL, hard_questions, word_pieces
+from test_squad import write
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
 
 from ds_trainer import export_folder, load_model
 from ds_trainer.command import run_command
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
-import ds_trainer
 from ds_trainer.export_command import export_command, read_export_job
 from ds_trainer.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models import save_folder
 from ds_trainer.onnx_file import by_torch, outputs, session
+from ds_trainer.tasks.pretrained import load_tokenizer
 from ds_trainer.techniques.exit_heads import new_heads, save_heads
 
 
@@ -99,7 +105,7 @@ def test_compact_and_back(model, task, tmp_path, capsys):
     assert is_compact(tmp_path / "compact")
     assert exported(tmp_path / "compact", "--onnx") == 0
     assert (tmp_path / "compact" / "model.onnx").is_file()
-    loaded = ds_trainer.load_model(tmp_path / "compact").state_dict()
+    loaded = load_model(tmp_path / "compact").state_dict()
     assert exported(tmp_path / "compact", "--unpack", "--output_dir", tmp_path / "back") == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "back"))
     assert before.keys() == after.keys()
@@ -124,6 +130,157 @@ def test_overwriting_replaces_the_model_and_nothing_else(model, tmp_path):
     assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == 0
     assert {COMPACT_FILE, "notes.txt"} <= names(out)
     assert not {"model.safetensors", "model.onnx"} & names(out)
+
+
+def test_overwriting_leaves_nothing_of_the_old_model(model, folders, tmp_path):
+    """Neither its exit heads nor its tokenizer nor its code: what is loaded is the new model alone."""
+    out = Path(shutil.copytree(folders / "cls", tmp_path / "out"))
+    saved = SavedExits(layers=[1], pooling="first", policy=ExitPolicy(criterion="entropy", thresholds=[9.0]))
+    save_heads(out, new_heads(emptied("cls"), [1], None), saved)
+    for name in ("shrunk_model.py", "vocab.txt", "model-00001-of-00002.safetensors", "pytorch_model.bin"):
+        (out / name).write_text("old")
+    assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == 0
+    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
+    assert not hasattr(load_model(out)(**inputs(2, 8)), "exit_layers")
+
+
+@pytest.mark.parametrize("name", ["export.json", "model.onnx", "model.safetensors", "exits.json"])
+def test_a_folder_in_the_place_of_a_file_is_told(model, folders, tmp_path, name, capsys):
+    """Before anything is replaced."""
+    out = Path(shutil.copytree(folders / "qa", tmp_path / "out"))
+    (out / name).unlink(missing_ok=True)
+    (out / name).mkdir()
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    assert exported(model, "--shrink", "--output_dir", out, "--overwrite") == 2
+    assert f"{name} is a folder" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def test_the_weights_come_last(model, folders, tmp_path, monkeypatch):
+    """An end half-way leaves a folder without weights, never one with those of another model."""
+    out = Path(shutil.copytree(folders / "qa", tmp_path / "out"))
+    move = Path.replace
+
+    def stop_at_weights(path: Path, target: Path) -> Path:
+        if path.suffix == ".safetensors" and "made" in path.parts:
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    monkeypatch.setattr(Path, "replace", stop_at_weights)
+    with pytest.raises(KeyboardInterrupt):
+        exported(model, "--shrink", "--output_dir", out, "--overwrite")
+    assert json.loads((out / "config.json").read_text())["shrunk"] == {"heads": [1, 0], "neurons": [32, 0]}
+    assert not list(out.glob("*.safetensors"))
+
+
+def test_a_signal_leaves_nothing(model, tmp_path, monkeypatch):
+    """SIGTERM ends the command as itself, and the model folder is as it was."""
+    before, handler = names(model), signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def stopped(*_: object) -> None:
+        seen.extend(names(model) - before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(export_folder, "_exported", stopped)
+    with pytest.raises(SystemExit) as caught:
+        exported(model, "--onnx")
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert len(seen) == 1
+    assert names(model) == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_what_a_killed_export_left_goes(model, tmp_path):
+    """It is in nobody's way; what another export has in use stays."""
+    left, used, out = ".export.dead.tmp", ".export.used.tmp", tmp_path / "out"
+    for name in (left, used):
+        (out / name / "made").mkdir(parents=True)
+    lock = os.open(out / used, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        assert exported(model, "--shrink", "--output_dir", out) == 0
+    finally:
+        os.close(lock)
+    assert left not in names(out)
+    assert {used, "model.safetensors"} <= names(out)
+
+
+def test_a_place_that_takes_no_files(model, monkeypatch, capsys):
+    """As in /proc: one line, whoever asks."""
+    assert exported(model, "--shrink", "--output_dir", "/proc/new") == 2
+    assert "cannot be" in capsys.readouterr().err
+
+
+def test_a_stale_int8_file_goes(model):
+    """It is of the .onnx file before; it is asked for as that is."""
+    (model / "model.int8.onnx").write_bytes(b"old")
+    assert exported(model, "--onnx") == 2
+    assert exported(model, "--onnx", "--overwrite") == 0
+    assert "model.onnx" in names(model)
+    assert "model.int8.onnx" not in names(model)
+
+
+def test_a_report_is_not_lost(model, tmp_path, capsys):
+    """That of the folder stays in that of its .onnx files; a file of another kind is not replaced unasked."""
+    assert exported(model, "--shrink", "--output_dir", tmp_path / "out") == 0
+    first = json.loads((tmp_path / "out" / "export.json").read_text())
+    for more in ([], ["--overwrite"]):
+        assert exported(tmp_path / "out", "--onnx", *more) == 0
+        report = json.loads((tmp_path / "out" / "export.json").read_text())
+        assert (report["folder"], report["earlier"]) == (str(tmp_path / "out"), first)
+    (model / "export.json").write_text('{"mine": 1}')
+    capsys.readouterr()
+    assert exported(model, "--onnx") == 2
+    assert "no report of an export" in capsys.readouterr().err
+    assert exported(model, "--onnx", "--overwrite") == 0
+
+
+def test_a_tokenizer_of_another_model_is_told(model, tmp_path, capsys):
+    """Its tokens have no embeddings."""
+    tokens = load_tokenizer(model)
+    tokens.add_tokens([f"new{n}" for n in range(9)])
+    tokens.save_pretrained(model)
+    for flags in (["--shrink"], ["--compact", "fp16"]):
+        assert exported(model, *flags, "--output_dir", tmp_path / "out") == 2
+        assert "do not belong together" in capsys.readouterr().err
+    assert names(tmp_path) == {"model"}
+
+
+def test_a_decoder_without_a_padding_token(tmp_path):
+    """It is compared on batches, and its own config and tokenizer stay without."""
+    tokens = exported_models.tokenizer()
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": len(tokens), "num_labels": 3}
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model("gpt2", **sizes, eos_token_id=tokens.sep_token_id)
+    )
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.weight[::2] = 0
+        model.transformer.h[0].mlp.c_fc.bias[::2] = 0
+    tokens.pad_token, tokens.eos_token = None, "[SEP]"
+    save_folder(model, tokens, tmp_path / "model")
+    assert exported(tmp_path / "model", "--shrink", "--onnx", "--output_dir", tmp_path / "out") == 0
+    for name in ("config.json", "tokenizer_config.json"):
+        before, after = (json.loads((tmp_path / folder / name).read_text()) for folder in ("model", "out"))
+        for field in ("pad_token_id", "pad_token"):
+            assert before.get(field) is after.get(field) is None
+
+
+def test_squad_is_scored_by_the_files(tmp_path, capsys):
+    """Answers of the .onnx files, in fp32 the model's own."""
+    tokenizer = word_pieces()
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SMALL)
+    save_folder(BertForQuestionAnswering(config), tokenizer, tmp_path / "model")
+    write(tmp_path / "data", hard_questions(0, 6))
+    task = ["--task_name", "squad", "--data_dir", tmp_path / "data"]
+    task += ["--set", "max_seq_length=40", "--set", "doc_stride=11", "--set", "max_query_length=16"]
+    assert exported(tmp_path / "model", "--onnx", "--quantize", "int8", *task) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert scores.keys() == {"model", "onnx", "int8"}
+    assert scores["model"].keys() == scores["int8"].keys() >= {"exact_match", "f1"}
+    assert scores["onnx"] == pytest.approx(scores["model"])
 
 
 def test_exit_heads(model, tmp_path, capsys):
@@ -156,6 +313,9 @@ def test_exit_heads(model, tmp_path, capsys):
         (["--onnx", "--task_name", "sst3"], ["sst3", "sst2"]),
         (["--onnx", "--task_name", "sst2", "--data_dir", "/nowhere"], ["/nowhere"]),
         (["--onnx", "--batch_size", "0", "--task_name", "sst2"], ["--batch_size is 0"]),
+        (["--onnx", "--batch_size", "0"], ["--batch_size is 0"]),
+        (["--onnx", "--output_dir", ""], ["--output_dir", "it is empty"]),
+        (["--onnx", "--output_dir", "OTHER"], ["another model", "config.json"]),
         (["--onxx"], ["--onxx", "usage:"]),
     ],
 )

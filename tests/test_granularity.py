@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from test_prune import make_prune
@@ -11,8 +9,8 @@ from torch import Tensor, nn
 
 from ds_trainer.flops import encoder_flops
 from ds_trainer.models import count_weights
-from ds_trainer.shrunk_model import blocks_of, decisions_of, layers_of, resize
-from ds_trainer.techniques.costs import LayerSeconds
+from ds_trainer.shrink import shrink
+from ds_trainer.shrunk_model import layers_of, resize, sizes_of
 from ds_trainer.techniques.masked import MaskedLinear
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
@@ -229,7 +227,7 @@ def test_modules_name_whole_blocks():
         "bert.encoder.layer.1.output.dense",
     ]
     with pytest.raises(ValueError, match=r"takes bert\.encoder\.layer\.0\.attention\.self\.key, .* out"):
-        pruned(modules=["*.query"])
+        pruned(granularity="head", modules=["*.query"])
     with pytest.raises(ValueError, match="head is of all matrices"):
         pruned(granularity={"*.query": "block", "attention": "head"})
 
@@ -239,8 +237,24 @@ def test_modules_name_whole_blocks():
     [
         ("deberta-v2", {"granularity": "hybrid"}, "head cannot be cut out of Deberta.*block, row, column or weight"),
         ("bert", {"granularity": {"*.quary": "row"}}, r'"\*\.quary" matches no linear layer'),
+        (
+            "bert",
+            {"granularity": {"*": "row", "attention": "head"}},
+            "\"attention\" decides nothing, since '\\*' before",
+        ),
+        (
+            "bert",
+            {"granularity": NEURONS_ALONE, "modules": ["*.intermediate.dense", "*[0-9].output.dense"]},
+            '"attention" matches no linear layer that modules names',
+        ),
+        ("bert", {"granularity": "hybrid", "modules": ["*.attention.*"]}, '"feed_forward" matches .* modules names'),
         ("bert", {"min_heads": 5}, "min_heads is 5, and bert.encoder.layer.0.attention has 4"),
         ("bert", {"granularity": "head", "target_flops": 0.1}, "target_flops is 0.1, and what no decision removes"),
+        (
+            "bert",
+            {"granularity": "head", "min_heads": 4, "target_flops": 0.9},
+            "target_flops is 0.9, and what min_heads keeps is, with .*, 1.000 of the encoder",
+        ),
         ("bert", {"uniform": True, "modules": ["*.layer.0.*"]}, "uniform: attention is pruned in 1 of 3 layers"),
     ],
 )
@@ -319,69 +333,8 @@ def test_a_share_of_the_flops_is_kept(family, multiple):
     assert encoder_flops(whole, 16) / total == pytest.approx(prune.readings()["prune/flops"])
 
 
-def test_a_global_choice_over_mixed_grains_counts_weights():
-    """Blocks and neurons by score, the largest first, until the kept weights are the share."""
-    prune, model = pruned(
-        granularity=NEURONS_ALONE, block_shape=[16, 16], global_topk=True, mask_init="uniform", mask_scale=1.0
-    )
-    run(model)
-    assert prune.readings()["prune/density"] == pytest.approx(0.5, abs=256 / (3 * (4 * 32**2 + 2 * 32 * 48)))
-    scores = torch.cat([layer.scores().flatten() for layer in prune.layers.values()])
-    kept = torch.cat([layer.mask.open.flatten() for layer in prune.layers.values()])
-    assert scores[kept].min() > scores[~kept].max()
-    alone, model = pruned(granularity="neuron", global_topk=True, final_threshold=0.25)
-    run(model)
-    assert sum(kept_of(alone, "feed_forward")) == 36
-
-
-def test_a_choice_over_all_layers_is_held_and_resumed():
-    """Between refreshes the decisions stay, whatever the scores become, also in a run that goes on from its state."""
-    spec = {"global_topk": True, "global_topk_frequency_compute": 4, "mask_init": "uniform", "mask_scale": 1.0}
-    prune = make_prune(granularity="hybrid", final_threshold=0.5, **spec)
-    model = prune.attach(make_model())
-    prune.on_step(8)
-    run(model)
-    held = [layer.mask.open.clone() for layer in prune.layers.values()]
-    other = make_prune(granularity="hybrid", final_threshold=0.5, **spec)
-    copy = other.attach(make_model())
-    other.resume(prune.state())
-    with torch.no_grad():
-        for layer in (*prune.layers.values(), *other.layers.values()):
-            layer.mask_scores.mul_(-1)
-    for each, its in ((prune, model), (other, copy)):
-        each.on_step(9)
-        run(its)
-        assert all(torch.equal(a.mask.open, b) for a, b in zip(each.layers.values(), held, strict=True))
-    prune.on_step(10)
-    run(model)
-    assert not all(torch.equal(a.mask.open, b) for a, b in zip(prune.layers.values(), held, strict=True))
-
-
-def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):
-    """Costs go with the state and with the weights: a resumed run and the exported model choose by the same."""
-    taken = [LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"attention": 4, "feed_forward": 48})]
-    monkeypatch.setattr("ds_trainer.techniques.prune.layer_seconds", lambda *_: taken.pop())
-    spec = {"target_latency": 0.5, "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 1.0}
-    prune, model = pruned(**spec)
-    run(model)
-    kept = sum(kept_of(prune, "attention")) * 1e-3 + sum(kept_of(prune, "feed_forward")) * 1e-4
-    fixed = 10e-3 - 4e-3 - 4.8e-3
-    assert (kept / 3 + fixed) / 10e-3 == pytest.approx(0.5, abs=1e-3 / 30e-3)
-    for carry in ("state", "weights"):
-        other = make_prune(granularity="hybrid", **spec)
-        copy = other.attach(make_model())
-        if carry == "state":
-            other.resume(prune.state())
-        else:
-            copy.load_state_dict(model.state_dict())
-        other.on_step(10)
-        run(copy)
-        assert kept_of(other, "prune") == kept_of(prune, "prune")
-    assert not any("picoseconds" in name for name in prune.fold(model).state_dict())
-
-
 def test_what_is_already_shrunk_is_pruned_further():
-    """Emptied blocks have no decisions, and the others those that they have left."""
+    """Emptied blocks have no decisions, the others those that they have left; folded and cut it computes the same."""
     model = make_model()
     model.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}
     resize(model, model.config.shrunk)
@@ -391,9 +344,14 @@ def test_what_is_already_shrunk_is_pruned_further():
             parameter.normal_(std=0.1)
     model = prune.attach(model)
     prune.on_step(10)
-    run(model)
-    assert kept_of(prune, "prune") == [2, 24, 12, 1]
-    assert torch.isfinite(run(prune.fold(model))).all()
+    with torch.no_grad():
+        expected = run(model.eval())
+        assert kept_of(prune, "prune") == [2, 24, 12, 1]
+        folded = prune.fold(model)
+        torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+        cut = shrink(folded)
+        torch.testing.assert_close(run(cut), expected, atol=1e-6, rtol=1e-5)
+    assert sizes_of(cut) == {"heads": [2, 0, 1], "neurons": [24, 12, 0]}
 
 
 def test_static_pruning_trains_scores_of_decisions_alone():
@@ -404,15 +362,3 @@ def test_static_pruning_trains_scores_of_decisions_alone():
         parameter.requires_grad_(name.endswith("mask_scores"))
     run(model).square().sum().backward()
     assert all(float(layer.mask_scores.grad.abs().sum()) > 0 for layer in prune.layers.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_is_measured_whole_and_by_its_decisions(family):
-    """Seconds of a layer with as many decisions as the config says, more than none each."""
-    from ds_trainer.techniques.costs import layer_seconds
-
-    model = make_model(family)
-    found = layer_seconds(type(model.base_model), model.config, 16, torch.device("cpu"))
-    layer = next(iter(layers_of(model).values()))
-    assert found.count == {block.kind: decisions_of(block, layer, model.config) for block in blocks_of(layer)}
-    assert all(math.isfinite(cost) and cost > 0 for cost in (found.layer, *found.decision.values()))

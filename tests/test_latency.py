@@ -12,11 +12,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ds_trainer import latency, timing
+from ds_trainer.compact import write_compact_folder
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.latency import Subject, bytes_on_disk, compare, in_turns
+from ds_trainer.latency import Subject, bytes_by_form, bytes_on_disk, compare, in_turns
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import create_folder, save_folder, train_tokenizer
 from ds_trainer.recipe import parse_task
 from ds_trainer.tasks import build_task
+from ds_trainer.tasks.pretrained import load_trained
 from ds_trainer.techniques.exit_heads import new_heads, save_heads
 
 
@@ -167,6 +170,23 @@ def test_models_too_large_to_be_held_together_are_not_measured(subject, monkeypa
     monkeypatch.setattr(latency, "_available_bytes", lambda: 16 * weights - 1)
     monkeypatch.setattr(latency, "_ways", lambda _: pytest.fail("a model was loaded"))
     assert compare({"large": half})["large"].keys() == {"size"}
+
+
+def test_other_forms_of_weights_count(subject, tmp_path):
+    """A compact folder by its header, a pickle as if of the smallest type: neither is of no weights and no bytes."""
+    half = plain(subject)
+    model = load_trained(half.folder)
+    weights = latency._parameters(half.folder)
+    (tmp_path / "compact").mkdir()
+    write_compact_folder(half.folder, model, tmp_path / "compact", "fp16")
+    assert latency._parameters(tmp_path / "compact") == weights
+    size = (tmp_path / "compact" / COMPACT_FILE).stat().st_size
+    assert bytes_on_disk(tmp_path / "compact") == size
+    assert bytes_by_form(tmp_path / "compact") == {"compact": size}
+    (tmp_path / "pickle").mkdir()
+    torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    assert bytes_by_form(tmp_path / "pickle").keys() == {"pickle"}
+    assert latency._parameters(tmp_path / "pickle") >= weights
 
 
 def test_a_gpu_s_memory_counts_too(subject, monkeypatch):

@@ -40,6 +40,17 @@ def test_what_is_left_out():
     assert parse(**spec.model_dump()) == spec
 
 
+def test_a_target_on_a_recipe_that_was_written_back():
+    """It has a final_threshold: one of its own target goes, another is told to be set to null, and then it goes."""
+    targeted = parse(granularity="hybrid", target_latency=0.4).model_dump()
+    assert parse(**targeted).final_threshold == 0.4
+    dumped = parse(granularity="hybrid").model_dump() | {"target_flops": 0.5}
+    with pytest.raises(ValueError, match=r"final_threshold, which is 0\.15: leave that out or, .* set it to null"):
+        parse(**dumped)
+    assert parse(**dumped | {"final_threshold": None}).final_threshold == 0.5
+    assert parse(pruning_method="l0", initial_threshold=None, final_threshold=None) == parse(pruning_method="l0")
+
+
 @pytest.mark.parametrize(
     ("prune", "told"),
     [
@@ -62,6 +73,8 @@ def test_what_is_left_out():
         ({"uniform": True, "global_topk": True}, ["uniform", "global_topk"]),
         ({"granularity": "hybrid", "uniform": True, "target_flops": 0.5}, ["uniform", "target_flops"]),
         ({"granularity": "hybrid", "uniform": True, "pruning_method": "l0"}, ["uniform", "gates"]),
+        ({"granularity": "hybrid", "min_heads": 1, "pruning_method": "l0"}, ["min_heads", "gates"]),
+        ({"granularity": "hybrid", "multiple_of": 8, "pruning_method": "l0"}, ["multiple_of", "gates"]),
         ({"uniform": True, "pruning_method": "threshold"}, ["uniform", "larger grains"]),
         ({"granularity": "neuron", "min_heads": 1}, ["min_heads is 1", "hybrid"]),
         ({"granularity": "head", "multiple_of": 8}, ["multiple_of", '"head"']),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_trainer.techniques.selection import Cut, cut_at, just_below, select_largest
+from ds_trainer.techniques.selection import Cut, Sizes, cut_at, just_below, largest_within, select_largest, standardised
 
 
 def kept_by(cut: Cut, values: Tensor) -> Tensor:
@@ -81,3 +81,45 @@ def test_just_below_is_the_next_number_down(dtype):
     below = just_below(float(value), dtype)
     assert below < float(value)
     assert float(torch.nextafter(torch.tensor(below, dtype=dtype), value)) == float(value)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("least", [0, 3])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_the_largest_within_a_budget(share, least, multiple):
+    """As near to the budget as one bundle allows, but never fewer than the least of each chunk, in multiples or all."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(size, generator=generator) for size in (40, 20, 32)]
+    values[1] -= 100
+    costs = [torch.full_like(chunk, cost) for chunk, cost in zip(values, (1.0, 5.0, 2.0), strict=True)]
+    sizes = Sizes(least, multiple)
+    gates = largest_within(values, costs, [sizes] * 3, share * 204)
+    spent = sum(float(cost[gate].sum()) for cost, gate in zip(costs, gates, strict=True))
+    lowest = sum(sizes.lowest(len(cost)) * float(cost[0]) for cost in costs)
+    assert abs(spent - max(share * 204, lowest)) <= 5 * multiple
+    for gate, chunk in zip(gates, values, strict=True):
+        count = int(gate.sum())
+        assert count >= least
+        assert count % multiple == 0 or count == len(chunk)
+        assert torch.equal(gate, chunk >= chunk.sort(descending=True).values[count - 1]) if count else not gate.any()
+
+
+def test_values_are_standardised_over_all_chunks():
+    """Mean 0 and deviation 1 together, in their order; zeros where all are alike."""
+    values = [torch.tensor([1.0, 3.0]), torch.tensor([[5.0], [7.0]])]
+    first, second = standardised(values)
+    joined = torch.cat([first, second.flatten()])
+    assert second.shape == (2, 1)
+    torch.testing.assert_close(joined, torch.tensor([-3.0, -1.0, 1.0, 3.0], dtype=torch.float64) / 5**0.5)
+    assert all(float(chunk.abs().max()) == 0 for chunk in standardised([torch.full((3,), 0.1), torch.full((2,), 0.1)]))
+
+
+def test_nan_is_refused_not_ranked():
+    """A sort would have it first."""
+    values = [torch.tensor([1.0, torch.nan]), torch.ones(2)]
+    for refuse in (
+        lambda: standardised(values),
+        lambda: largest_within(values, values, [Sizes()] * 2, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="the scores hold NaN"):
+            refuse()

@@ -13,12 +13,25 @@ import torch
 import transformers
 from test_exits import plan_for
 from torch import nn
-from zeroed import DECODERS, FAMILIES, VOCABULARY, empty, inputs_of, logits_of, model_of, randomised, uneven
+from zeroed import (
+    DECODERS,
+    FAMILIES,
+    KIN,
+    VOCABULARY,
+    bare_of,
+    empty,
+    inputs_of,
+    logits_of,
+    model_of,
+    randomised,
+    states_of,
+    uneven,
+)
 
 from ds_trainer.export import cut_where_empty, save_folded
 from ds_trainer.models import count_weights, save_folder, train_tokenizer
 from ds_trainer.shrink import NothingToCutError, kept, shrink
-from ds_trainer.shrunk_model import blocks_of, layers_of, sizes_of
+from ds_trainer.shrunk_model import LAYOUT_OF, blocks_of, layers_of, sizes_of
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}
@@ -38,6 +51,72 @@ def test_the_cut_model_computes_what_the_masked_one_does(family: str, where: str
     wanted = uneven(whole) if (family, where) != ("qwen2", "inner") else uneven(whole) | {"heads": [2, 2, 2]}
     assert sizes_of(shrunk) == shrunk.config.shrunk == wanted
     assert shrunk.num_parameters() < masked.num_parameters()
+
+
+def first_layer(model: Any) -> nn.Module:
+    return next(iter(layers_of(model).values()))
+
+
+@pytest.mark.parametrize("family", KIN)
+def test_every_listed_kind_of_layer_is_cut_rightly(family: str) -> None:
+    """Zeros on either side of a block's matrices, which leave it empty or in part: what was cut is not missed."""
+    whole = bare_of(family)
+    sizes = sizes_of(whole)
+    attends = len(blocks_of(first_layer(whole))) == 2
+    wanted = {"heads": [0, 1, *sizes["heads"][2:]] if attends else sizes["heads"]}
+    wanted["neurons"] = [7, 0, *sizes["neurons"][2:]]
+    for where in ("outer", "inner", "both"):
+        masked = empty(copy.deepcopy(whole), wanted, where)
+        shrunk = shrink(masked)
+        assert not torch.allclose(states_of(masked), states_of(whole), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(states_of(shrunk), states_of(masked), **TOLERANCE)
+        found = sizes_of(shrunk)
+        # a bias of values, or of neurons, stays where the outer layer has none to take it
+        assert found == wanted or (where == "inner" and found["neurons"] == wanted["neurons"])
+
+
+def test_no_listed_kind_of_layer_is_untried() -> None:
+    """The models above have all of them."""
+    with torch.device("meta"):
+        assert {type(first_layer(bare_of(family))).__name__ for family in KIN} == LAYOUT_OF.keys()
+
+
+@pytest.mark.parametrize("family", ["diffllama", "big_bird", "yoso", "mra", "openai-gpt"])
+def test_what_looks_like_a_known_family_is_refused(family: str) -> None:
+    """Heads in pairs, blocks of the sequence, attention without a softmax: the classes of their layers are unknown."""
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+    fields = {"n_embd": 32, "n_layer": 3, "n_head": 4} if family == "openai-gpt" else small
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **fields, vocab_size=80))
+    kind = type(first_layer(model)).__name__
+    assert blocks_of(first_layer(model)) == ()
+    with pytest.raises(ValueError, match=f"cannot be cut: {kind}. Known are BERT, .*and export with --compact"):
+        shrink(model)
+
+
+@pytest.mark.parametrize(("family", "field"), [("roformer", "rotary_value"), ("cohere", "use_qk_norm")])
+def test_heads_that_are_not_apart_stay(family: str, field: str) -> None:
+    """Values that are turned by their positions, and a norm with weights for every head; neurons are cut as ever."""
+    masked = bare_of(family, **{field: True})
+    assert [block.kind for block in blocks_of(first_layer(masked))] == ["feed_forward"]
+    empty(masked, sizes_of(masked) | {"neurons": [3, 0, 5]})
+    torch.testing.assert_close(states_of(shrink(masked)), states_of(masked), **TOLERANCE)
+
+
+def test_weights_that_layers_share_are_told() -> None:
+    """Cut for one of them they would be the other's no more."""
+    model = model_of("bert")
+    layers = model.bert.encoder.layer
+    layers[2].output.dense.weight = layers[0].output.dense.weight
+    with pytest.raises(ValueError, match=r"layer\.2\.output\.dense and .*layer\.0\.output\.dense share their weight"):
+        shrink(model)
+
+
+def test_a_config_that_counts_no_heads_is_told() -> None:
+    """That of several models in one has a config for each."""
+    model = model_of("bert")
+    model.config = transformers.Gemma3Config()
+    with pytest.raises(ValueError, match="a Gemma3Config has no num_attention_heads"):
+        shrink(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,6 +147,35 @@ def test_generation_goes_on_from_a_cache(family: str) -> None:
     for cache in (True, False):
         found = shrunk.generate(tokens, attention_mask=torch.ones_like(tokens), use_cache=cache, **options)
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_cache_of_padded_rows_is_gone_on_from(family: str) -> None:
+    """Text after text, positions left to the model, the first row padded to the left: states as of all at once."""
+    masked = bare_of(family)
+    shrunk = shrink(empty(masked, uneven(masked)))
+    tokens, mask = inputs_of()["input_ids"], torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        wanted = masked(tokens, attention_mask=mask).last_hidden_state[:, 5:]
+        begun = shrunk(tokens[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        found = shrunk(tokens[:, 5:], attention_mask=mask, past_key_values=begun.past_key_values).last_hidden_state
+    assert begun.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_decoder_that_reads_an_encoder_is_cut(family: str) -> None:
+    """Its cross attention stays whole; its two caches are one."""
+    fields = {"is_decoder": True, "add_cross_attention": True, "use_cache": True}
+    masked = bare_of(family, **fields)
+    shrunk = shrink(empty(masked, uneven(masked)))
+    tokens, read = inputs_of()["input_ids"], {"encoder_hidden_states": torch.randn(2, 4, 32)}
+    with torch.no_grad():
+        wanted = masked(tokens, **read).last_hidden_state[:, 5:]
+        begun = shrunk(tokens[:, :5], **read)
+        found = shrunk(tokens[:, 5:], **read, past_key_values=begun.past_key_values).last_hidden_state
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", PLAIN)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from launching import run_python
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from zeroed import ENCODERS, FAMILIES, VOCABULARY, empty, inputs_of, logits_of, model_of, randomised, uneven
 
 import ds_trainer
@@ -213,6 +213,7 @@ def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> 
         create_folder(config, tokenizer, tmp_path / "new", 0)
 
 
+PT = {"format": "pt"}
 GOOD = [7, 0, 24]
 FORM = r"the config of .*: shrunk must be \{.*one of each a layer"
 HOSTILE: dict[str, tuple[Any, str]] = {
@@ -233,7 +234,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "too many": ({"heads": [0] * 10**5, "neurons": [0] * 10**5}, r"shrunk\.heads must list 3 sizes, one a layer"),
     "more than there are": ({"heads": [0, 1, 4], "neurons": [7, 0, 25]}, r"neurons is '25' for layer 2: .* 0 to 24"),
     "others than the weights": ({"heads": [0, 2, 4], "neurons": GOOD}, "of another shape"),
-    "emptier than the weights": ({"heads": [0, 0, 4], "neurons": GOOD}, "7 of the encoder have no place in it"),
+    "emptier than the weights": ({"heads": [0, 0, 4], "neurons": GOOD}, r"1 of the encoder .*of another shape, bert"),
 }
 
 
@@ -263,9 +264,55 @@ def test_sizes_do_not_hide_a_model_that_its_weights_cannot_fill(folders: Path, t
     for fields, words in (
         ({"hidden_size": 4 * 10**6}, "do not belong together"),
         ({"num_hidden_layers": 10**6}, "tensors, and its weights are"),
+        (
+            {"num_hidden_layers": 2, "shrunk": {"heads": [0, 1], "neurons": [7, 0]}},
+            "16 of the encoder have no place in it",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
-            ds_trainer.load_model(spoilt(folders / "bert", tmp_path / str(fields), **fields))
+            ds_trainer.load_model(spoilt(folders / "bert", tmp_path / next(iter(fields)) / words, **fields))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_a_folder_whose_code_is_not_run_is_not_loaded_as_another_model(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With whole blocks and nothing else gone, transformers would fill them at random: it says that sizes differ."""
+    model, auto = model_of(family), transformers.AutoModel
+    whole = sizes_of(model)
+    sizes = {"heads": [0, *whole["heads"][1:]], "neurons": [*whole["neurons"][:2], 0]}
+    shrunk = shrink(empty(model, sizes))
+    assert shrunk.config.shrunk == sizes
+    save_folder(shrunk, tokenizer, tmp_path / "model")
+    with pytest.raises((ValueError, RuntimeError), match="ignore_mismatched_sizes"):
+        auto.from_pretrained(tmp_path / "model")
+    states = auto.from_pretrained(tmp_path / "model", trust_remote_code=True)(**inputs_of()).last_hidden_state
+    torch.testing.assert_close(states, shrunk.base_model(**inputs_of()).last_hidden_state)
+
+
+def test_a_bias_of_an_empty_block_that_no_folder_holds_is_zero(folders: Path, tmp_path: Path) -> None:
+    """To transformers, which says that it is new; loaded by this library the folder is broken."""
+    folder = Path(shutil.copytree(folders / "bert", tmp_path / "model"))
+    name = "bert.encoder.layer.0.attention.output.dense.bias"
+    weights = load_file(folder / "model.safetensors")
+    other = weights["bert.encoder.layer.1.output.dense.bias"]
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors", PT)
+    auto = transformers.AutoModelForSequenceClassification
+    loaded = auto.from_pretrained(folder, trust_remote_code=True)
+    assert loaded.get_parameter(name).abs().sum() == 0
+    assert torch.equal(loaded.bert.encoder.layer[1].output.dense.bias, other)
+    with pytest.raises(ValueError, match=rf"1 of the encoder are missing or of another shape, {name} the first"):
+        ds_trainer.load_model(folder)
+
+
+def test_one_process_writes_the_code_and_a_push_takes_it_along(folders: Path, tmp_path: Path) -> None:
+    """Other ranks write nothing; the copy is no file that was there before, which transformers would not upload."""
+    model = load_with_head(folders / "bert", CLASSIFIER)
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not [*(tmp_path / "other").glob("*")]
+    model.save_pretrained(tmp_path / "main")
+    assert (tmp_path / "main" / "shrunk_model.py").is_file()
+    assert model._get_files_timestamps(tmp_path / "main").keys() == {"config.json", "model.safetensors"}
 
 
 def test_the_file_checks_its_sizes_by_itself() -> None:

@@ -71,5 +71,15 @@ def test_its_folders_are_measured_side_by_side(run, tmp_path):
     done = run_python("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     found = read(tmp_path / "benchmark.json")
-    assert "filled" in done.stdout
-    assert json.dumps(found).count("accuracy") >= 1
+    labels = ["dense/model", "filled/model"]
+    (measured,) = found["measurements"]
+    assert list(measured["folders"]) == list(found["folders"]) == labels
+    assert measured["notes"] == {}
+    dense, filled = measured["folders"].values()
+    assert dense["speed_up"] == 1
+    assert filled["speed_up"] > 0
+    assert filled["speed_up_per_flop_ratio"] > 0
+    for label in labels:
+        assert 0 < measured["folders"][label]["median_ms"] < 1000
+        assert found["folders"][label]["scores"]["torch"].keys() == {"accuracy"}
+        assert label in done.stdout

@@ -50,6 +50,21 @@ METHODS = {
     "static": {"pruning_method": "topK", "final_threshold": 0.3, "train_weights": False},
     "hybrid": {"granularity": "hybrid", "final_threshold": 0.4, "mask_init": "uniform", "mask_scale": 0.01},
     "hybrid-flops": {"granularity": "hybrid", "pruning_method": "magnitude", "target_flops": 0.5, "multiple_of": 8},
+    "hybrid-l0": {
+        "granularity": "hybrid",
+        "pruning_method": "l0",
+        "mask_scale": 1.0,
+        "regularization": "l0",
+        "final_lambda": 5,
+    },
+    "hybrid-threshold": {
+        "granularity": "hybrid",
+        "pruning_method": "threshold",
+        "final_threshold": 0.005,
+        "mask_init": "uniform",
+        "mask_scale": 0.02,
+        "uniform": True,
+    },
     "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},
 }
 _LAYERS = {"cos": 0.5, "hidden": 0.3, "attention": 2.0}
@@ -93,7 +108,7 @@ CASES = [Case(method, stage, "fp32") for method, stage in product(METHODS, range
     Case(method, stage, precision)
     for method, stage, precision in product(("topK", "sigmoied", "l0"), range(4), ("bf16", "autocast"))
 ]
-CASES += [Case("hybrid", stage, "bf16") for stage in range(4)]
+CASES += [Case("hybrid", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
 CASES += [Case(method, stage, "fp32") for method, stage in product(DISTILLED, range(4))]
 CASES += [Case("both", stage, "autocast") for stage in range(4)]
 CASES += [Case(method, stage, "fp32") for method, stage in product(EXITS, range(4))]

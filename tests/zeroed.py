@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.pytorch_utils import Conv1D
 
+from ds_trainer.models import rows_of
 from ds_trainer.shrunk_model import SIZES_OF, blocks_of, decisions_of, layers_of, sizes_of
 
 VOCABULARY = 64
@@ -30,6 +30,22 @@ DECODERS: dict[str, dict[str, Any]] = {
     "olmo2": _SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 FAMILIES = ENCODERS | DECODERS
+_NARROW = _GROUPED | {"head_dim": 8}
+_WHOLE_HEADS = (
+    *("camembert", "ernie", "megatron-bert", "rembert", "splinter", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    *("data2vec-text", "layoutlm", "roc_bert", "bert-generation", "deberta", "nystromformer", "convbert", "eurobert"),
+    *("nomic_bert", "olmo", "olmo3"),
+)
+KIN: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    **dict.fromkeys(_WHOLE_HEADS, _SMALL | _ENDS),
+    **dict.fromkeys(("mistral", "ministral3", "cohere", "cohere2", "granite", "exaone4", "ernie4_5"), _GROUPED),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma", "helium", "smollm3", "seed_oss"), _NARROW),
+    "hunyuan_v1_dense": _NARROW,
+    "luke": _SMALL | {"entity_vocab_size": 8, "entity_emb_size": 8},
+    "gpt_bigcode": DECODERS["gpt2"],
+}
+"""These, and one of each other class of layers that is cut as theirs are."""
 
 
 def model_of(family: str, **fields: Any) -> Any:
@@ -38,6 +54,13 @@ def model_of(family: str, **fields: Any) -> Any:
     config = transformers.AutoConfig.for_model(family, vocab_size=VOCABULARY, **FAMILIES[family], **fields)
     auto = transformers.AutoModelForCausalLM if family in DECODERS else transformers.AutoModelForSequenceClassification
     return randomised(auto.from_config(config))
+
+
+def bare_of(family: str, **fields: Any) -> Any:
+    """A model of the same kind without a head."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family] | fields)
+    return randomised(transformers.AutoModel.from_config(config))
 
 
 @torch.no_grad()
@@ -57,10 +80,10 @@ def empty(model: Any, sizes: dict[str, list[int]], where: str = "both") -> Any:
             if not whole:
                 continue
             if where != "inner":
-                columns = _weight(layer.get_submodule(block.outer)).t()
+                columns = _rows(layer.get_submodule(block.outer)).t()
                 columns.view(1, whole, -1, columns.shape[1])[:, gone] = 0
             for name in block.inner if where != "outer" else ():
-                rows = _weight(layer.get_submodule(name))
+                rows = _rows(layer.get_submodule(name))
                 for part in rows.chunk(block.parts):
                     part.unflatten(0, (whole, -1))[gone] = 0
     return model
@@ -84,6 +107,14 @@ def inputs_of(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
+def states_of(model: Any) -> torch.Tensor:
+    """The last hidden states of tokens that are not padding."""
+    inputs = inputs_of()
+    states: torch.Tensor = model(**inputs).last_hidden_state
+    return states[inputs["attention_mask"].bool()]
+
+
+@torch.no_grad()
 def logits_of(model: Any, seed: int = 1) -> torch.Tensor:
     """Those of tokens that are not padding, or of rows."""
     inputs = inputs_of(seed)
@@ -91,5 +122,5 @@ def logits_of(model: Any, seed: int = 1) -> torch.Tensor:
     return logits[inputs["attention_mask"].bool()] if logits.dim() == 3 else logits
 
 
-def _weight(linear: Any) -> torch.Tensor:
-    return linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+def _rows(linear: Any) -> torch.Tensor:
+    return rows_of(linear.weight, type(linear))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -38,13 +39,20 @@ class Costs:
         kept = sum(float(cost[open_gates[name].cpu()].sum()) for name, cost in self.each.items())
         return (self.fixed + kept) / self.total
 
-    def check(self, target: float, name: str) -> None:
-        """ValueError where not even dropping all reaches the target."""
+    def check(self, target: float, name: str, lowest: Mapping[str, int]) -> None:
+        """ValueError where not even dropping all reaches the target, or all but the `lowest` number of each site."""
         least = self.fixed / self.total
         if target < least:
             raise ValueError(
                 f"{name} is {target}, and what no decision removes is {least:.3f} of the encoder: raise it, or prune "
                 "more of the model"
+            )
+        kept = sum(float(cost.flatten().sort().values[: lowest[site]].sum()) for site, cost in self.each.items())
+        least = (self.fixed + kept) / self.total
+        if target < least:
+            raise ValueError(
+                f"{name} is {target}, and what min_heads keeps is, with what no decision removes, {least:.3f} of the "
+                "encoder: raise the one or lower the other"
             )
 
 
@@ -79,10 +87,15 @@ def seconds_costs(measured: LayerSeconds, layers: Counter[str], sites: Mapping[s
     """Of an encoder of so many layers and decisions of each kind, all layers taken to be like the one measured."""
     rest = measured.layer - sum(measured.count[kind] * cost for kind, cost in measured.decision.items())
     total = layers["layers"] * max(0.0, rest) + sum(layers[kind] * cost for kind, cost in measured.decision.items())
-    each = {
-        name: torch.full(site.shape, measured.decision[site.role], dtype=torch.float64) for name, site in sites.items()
-    }
-    return Costs(each, max(0.0, total - sum(float(cost.sum()) for cost in each.values())))
+    of_one = {name: measured.decision[site.role] for name, site in sites.items()}
+    removable = sum(math.prod(site.shape) * of_one[name] for name, site in sites.items())
+    return alike_costs({name: site.shape for name, site in sites.items()}, of_one, max(0.0, total - removable))
+
+
+def alike_costs(shapes: Mapping[str, tuple[int, ...]], of_one: Mapping[str, float], fixed: float) -> Costs:
+    """Where a site's decisions cost the same."""
+    each = {name: torch.full(shape, of_one[name], dtype=torch.float64) for name, shape in shapes.items()}
+    return Costs(each, fixed)
 
 
 def counted(model: Any) -> Counter[str]:
@@ -99,7 +112,7 @@ def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.devic
 
     `base` is the class of the model without a head. All variants are called in turns.
     """
-    base = base.__base__ or base if hasattr(config, FIELD) and base.__name__.startswith("Shrunk") else base
+    base = getattr(base, "resizes", base)  # a class that resizes would want sizes of every layer
     with torch.random.fork_rng(devices=[]):
         whole = _one_layer(base, config, {})
         layer = next(iter(layers_of(whole).values()))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_trainer.messages import listed
 from ds_trainer.models import AnyLinear, encoder_linears, gathered
 from ds_trainer.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.shrunk_model import Block, blocks_of, decisions_of, in_features, layers_of, out_features
@@ -93,13 +94,10 @@ def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
     linears = encoder_linears(model, spec.modules)
     kinds = {name: kind for name, kind, _ in _members(model)}
     chosen = {name: key for name in linears if (key := _key_of(name, kinds, spec.choices)) is not None}
-    for key, granularity in spec.choices.items():
-        if key in KINDS and granularity not in WHOLE_BLOCKS and key not in kinds.values():
-            raise ValueError(
-                f'granularity: of {type(model).__name__} it is not known what is "{key}": write name patterns instead'
-            )
-        if key not in KINDS and not any(_matches(name, kinds, key) for name in linears):
-            raise ValueError(f'granularity: "{key}" matches no linear layer that is pruned: change or drop it')
+    for key in spec.choices:
+        # heads and neurons of an unknown family, or of blocks that are emptied, are the concern of `_blocks`
+        if key not in chosen.values() and (key in kinds.values() or spec.choices[key] not in WHOLE_BLOCKS):
+            raise ValueError(f"granularity: {_idle(key, model, kinds, chosen)}")
     sites = {}
     for name, key in chosen.items():
         granularity = spec.choices[key]
@@ -123,6 +121,18 @@ def _key_of(name: str, kinds: Mapping[str, str], choices: Mapping[str, str]) -> 
 
 def _matches(name: str, kinds: Mapping[str, str], key: str) -> bool:
     return kinds.get(name) == key if key in KINDS else fnmatchcase(name, key)
+
+
+def _idle(key: str, model: nn.Module, kinds: Mapping[str, str], chosen: Mapping[str, str]) -> str:
+    """Why a key is the first match of no linear layer that is pruned."""
+    if key in KINDS and key not in kinds.values():
+        return f'of {type(model).__name__} it is not known what is "{key}": write name patterns instead'
+    shadows = sorted({other for name, other in chosen.items() if _matches(name, kinds, key)})
+    if shadows:
+        return f'"{key}" decides nothing, since {listed(shadows)} before it match all it does: put it first, or drop it'
+    if any(_matches(name, kinds, key) for name in encoder_linears(model)):
+        return f'"{key}" matches no linear layer that modules names: name them there, or drop the key'
+    return f'"{key}" matches no linear layer that is pruned: change or drop it'
 
 
 def _members(model: nn.Module) -> Iterator[tuple[str, str, Block | None]]:

@@ -54,6 +54,8 @@ class Distill(Technique):
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
         self._check_vocabularies(student.get_text_config(), teacher)
         self._check_layers(student.get_text_config().num_hidden_layers, teacher.num_hidden_layers)
+        self._ask_student = self._ask_student.of_model(student.get_text_config(), "student")
+        self._ask_teacher = self._ask_teacher.of_model(teacher, "teacher")
         widths = student.get_text_config().hidden_size, teacher.hidden_size
         if self._ask_student.hidden and widths[0] != widths[1]:
             self.projection = nn.Linear(*widths)

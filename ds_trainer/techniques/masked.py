@@ -37,7 +37,6 @@ class MaskedLinear(nn.Linear):
     """
 
     mask_scores: nn.Parameter | None
-    picoseconds: Tensor
 
     def __init__(
         self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
@@ -125,7 +124,7 @@ class MaskedLinear(nn.Linear):
             return mask
         scores = self.scores()
         gates = mask.drawn(None).times(torch.ones_like(scores), scores)
-        return DecisionMask(mask, self.grain, self.sizes, gates > 0)
+        return DecisionMask(mask, self.grain, self.sizes, gates > 0, scores.isnan().any())
 
 
 class _MaskedLinear(torch.autograd.Function):

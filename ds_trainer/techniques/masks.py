@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_trainer.losses import L0_KEPT_ABOVE, hard_concrete, hard_concrete_slope
 from ds_trainer.techniques.grains import Grain
-from ds_trainer.techniques.selection import Cut, cut_at, just_below, ranks, recount, select_largest
+from ds_trainer.techniques.selection import Cut, Sizes, cut_at, diverged, just_below, ranks, recount, select_largest
 
 _zero_where_at_most = torch.ops.aten.threshold_backward
 """(values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several."""
@@ -121,14 +121,23 @@ class GateMask:
 class DecisionMask:
     """A mask in the decisions' shape, on the weight they are about.
 
-    `sizes`, on the CPU, is how many weights each decides on, in other matrices too; `open` is which of them evaluation
-    keeps, on the scores' device: it is read where it is asked for.
+    `sizes`, on the CPU, is how many weights each decides on, in other matrices too; `gates` is which of them evaluation
+    keeps and `spoilt` whether a score was NaN, on the scores' device: they are read where `open` is asked for, since
+    each step would wait for the device to tell.
     """
 
     mask: Mask
     grain: Grain
     sizes: Tensor
-    open: Tensor
+    gates: Tensor
+    spoilt: Tensor
+
+    @property
+    def open(self) -> Tensor:
+        """Which decisions evaluation keeps. RuntimeError where they were made by scores that hold NaN."""
+        if self.spoilt:
+            raise diverged()
+        return self.gates
 
     @property
     def kept(self) -> int:
@@ -197,21 +206,6 @@ class OpenGates:
 
     def __call__(self, scores: Tensor) -> Mask:
         return SoftMask(self.seed, int((scores > L0_KEPT_ABOVE).count_nonzero()))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers of decisions that a matrix or block may keep: at least so many, and a multiple, or all."""
-
-    least: int = 0
-    multiple: int = 1
-
-    def nearest(self, count: Tensor, whole: int) -> Tensor:
-        """What to keep of `whole` in the place of `count`, a scalar; of some, at least one multiple."""
-        rounded = (count + self.multiple // 2) // self.multiple * self.multiple
-        some = rounded.clamp(min(self.multiple, whole), whole)
-        kept = torch.where(count >= whole, whole, torch.where(count > 0, some, 0))
-        return kept.clamp(min=min(self.least, whole))
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from ds_trainer.techniques.masks import (
     KeepShare,
     MaskRule,
     OpenGates,
-    Sizes,
 )
-from ds_trainer.techniques.selection import largest_within, select_largest
+from ds_trainer.techniques.selection import Sizes, largest_within, select_largest, standardised
 
 _LEAST_PASSING = 0.005
 """Share of a matrix's weights, or decisions, that a threshold leaves at the least; blocks may be emptied."""
@@ -67,12 +66,11 @@ def plan_weights_together(layers: Layers, share: float) -> None:
 
 def plan_decisions_together(layers: Layers, sites: Sites, spec: PruneSpec, costs: Costs, share: float) -> None:
     """The decisions of the largest scores, whatever they are about, until they cost this share of the total."""
-    wanted = [sizes_of(spec, sites[name]) for name in layers]
+    scores = _comparable({name: _scores_now(layer) for name, layer in layers.items()}, sites)
     gates = largest_within(
-        [_scores_now(layer) for layer in layers.values()],
+        [scores[name] for name in layers],
         [costs.each[name] for name in layers],
-        [sizes.least for sizes in wanted],
-        [sizes.multiple for sizes in wanted],
+        [sizes_of(spec, sites[name]) for name in layers],
         share * costs.total - costs.fixed,
     )
     for layer, own in zip(layers.values(), gates, strict=True):
@@ -83,6 +81,21 @@ def sizes_of(spec: PruneSpec, site: Site) -> Sizes:
     """Which numbers of a site's decisions may be kept."""
     least = spec.min_heads if site.granularity == "head" else 0
     return Sizes(least, spec.multiple_of if site.granularity in COUNTED else 1)
+
+
+def _comparable(scores: Mapping[str, Tensor], sites: Sites) -> dict[str, Tensor]:
+    """Scores of one granularity as they are; of several, each standardised over all layers.
+
+    A score sums the movement of its decision's weights, of which a head has a hundred times as many as a neuron: as
+    they are, the one kind would be kept whole before the other is looked at.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in scores:
+        kinds.setdefault(sites[name].granularity, []).append(name)
+    if len(kinds) == 1:
+        return dict(scores)
+    found = [zip(names, standardised([scores[name] for name in names]), strict=True) for names in kinds.values()]
+    return {name: values for kind in found for name, values in kind}
 
 
 def _rule(spec: PruneSpec, site: Site, threshold: float, seed: int) -> MaskRule:

@@ -21,13 +21,21 @@ from ds_trainer import distributed
 from ds_trainer.models import swap
 from ds_trainer.recipe import GroupRule, PruneSpec
 from ds_trainer.schedules import Schedule, steps_of
-from ds_trainer.shrunk_model import in_features
+from ds_trainer.shrunk_model import in_features, whole_class
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.costs import Costs, counted, flops_costs, layer_seconds, seconds_costs, weight_costs
+from ds_trainer.techniques.costs import (
+    Costs,
+    alike_costs,
+    counted,
+    flops_costs,
+    layer_seconds,
+    seconds_costs,
+    weight_costs,
+)
 from ds_trainer.techniques.decisions import Site, sites_of
 from ds_trainer.techniques.masked import MaskedLinear
 from ds_trainer.techniques.masks import DecisionMask, HardMask, KeepCut, KeepGates
-from ds_trainer.techniques.plans import plan_decisions_together, plan_each, plan_weights_together
+from ds_trainer.techniques.plans import plan_decisions_together, plan_each, plan_weights_together, sizes_of
 from ds_trainer.techniques.selection import Cut
 from ds_trainer.techniques.technique import Clock, Forward, Technique
 
@@ -45,7 +53,10 @@ class Prune(Technique):
         self.layers: dict[str, MaskedLinear] = {}
         self.flops: Costs | None = None
         self.costs: Costs | None = None
-        """Of what a choice over all layers counts, unless that is seconds."""
+        """Of what a choice over all layers counts: weights, operations, or seconds once they are measured."""
+        self.model_class: Any = None
+        self.config: Any = None
+        self.counted = Counter[str]()
         self.threshold = self.schedule(0)
 
     def attach(self, model: nn.Module) -> nn.Module:
@@ -53,12 +64,12 @@ class Prune(Technique):
         if all(site.block for site in self.sites.values()):
             self.flops = flops_costs(model, self.sites, self.spec.cost_tokens)
         if self.spec.target_flops is not None and self.flops is not None:
-            self.flops.check(self.spec.target_flops, "target_flops")
+            self.flops.check(self.spec.target_flops, "target_flops", self._lowest())
             self.costs = self.flops
-        elif self.spec.global_topk and all(site.grain for site in self.sites.values()):
+        elif self.spec.target is None and self.spec.global_topk and all(site.grain for site in self.sites.values()):
             self.costs = weight_costs(self.sites)
         base: Any = getattr(model, "base_model", model)
-        self.model_class, self.config = type(base), getattr(base, "config", None)
+        self.model_class, self.config = whole_class(base), getattr(base, "config", None)
         self.counted = counted(model) if self.spec.target_latency is not None else Counter[str]()
         self.layers = {name: self._masked(site, index) for index, (name, site) in enumerate(self.sites.items())}
         swap(model, self.layers)
@@ -72,15 +83,12 @@ class Prune(Technique):
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
     def start(self, device: torch.device) -> None:
-        """Measure what is counted in seconds, on one rank for all."""
-        if self.spec.target_latency is None:
+        """Measure what is counted in seconds, on one rank for all, unless the run that it goes on with has."""
+        if self.spec.target_latency is None or self.costs is not None:
             return
         found = distributed.on_main(lambda: layer_seconds(self.model_class, self.config, self.spec.cost_tokens, device))
-        costs = seconds_costs(found, self.counted, self.sites)
-        costs.check(self.spec.target_latency, "target_latency")
-        each = [float(cost.flatten()[0]) for cost in costs.each.values()]
-        self._write_seconds([[_picoseconds(cost), 0] for cost in each])
-        next(iter(self.layers.values())).picoseconds[1] = _picoseconds(costs.fixed)
+        self.costs = seconds_costs(found, self.counted, self.sites)
+        self.costs.check(self.spec.target_latency, "target_latency", self._lowest())
 
     def on_step(self, step: int) -> None:
         self.threshold = self.schedule(step)
@@ -95,7 +103,8 @@ class Prune(Technique):
         elif all(site.grain is None for site in self.sites.values()):
             plan_weights_together(self.layers, self.threshold)
         else:
-            plan_decisions_together(self.layers, self.sites, self.spec, self._costs(), self.threshold)
+            assert self.costs is not None, "start(), or resume() from a run that has measured, comes first"
+            plan_decisions_together(self.layers, self.sites, self.spec, self.costs, self.threshold)
 
     def state(self) -> dict[str, Any]:
         """What was chosen over all layers, as the scores of today would choose otherwise, and what was measured."""
@@ -104,7 +113,7 @@ class Prune(Technique):
         return {
             "cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)],
             "gates": [_written(layer.rule.gates) for layer in layers if isinstance(layer.rule, KeepGates)],
-            "picoseconds": [layer.picoseconds.tolist() for layer in layers if self.spec.target_latency is not None],
+            "seconds": self._seconds(),
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -115,7 +124,10 @@ class Prune(Technique):
         chosen = state.get("gates", ())
         for (name, layer), gates in zip(self.layers.items(), chosen, strict=bool(chosen)):
             layer.plan(KeepGates(_read(gates).view(self.sites[name].shape)))
-        self._write_seconds(state.get("picoseconds", ()))
+        seconds = state.get("seconds")
+        if seconds:
+            shapes = {name: site.shape for name, site in self.sites.items()}
+            self.costs = alike_costs(shapes, seconds["each"], seconds["fixed"])
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -157,32 +169,22 @@ class Prune(Technique):
         due = step % self.spec.global_topk_frequency_compute == 0 or step == self.last_step
         return due or any(layer.rule is None for layer in self.layers.values())
 
-    def _costs(self) -> Costs:
-        """Of what a choice over all layers counts: weights, operations or seconds."""
-        if self.spec.target_latency is None:
-            assert self.costs is not None
-            return self.costs
-        return Costs(
-            {
-                name: torch.full(site.shape, float(self.layers[name].picoseconds[0]), dtype=torch.float64)
-                for name, site in self.sites.items()
-            },
-            float(sum(layer.picoseconds[1] for layer in self.layers.values())),
-        )
+    def _lowest(self) -> dict[str, int]:
+        """How many decisions of each site are kept whatever they cost."""
+        return {name: sizes_of(self.spec, site).lowest(math.prod(site.shape)) for name, site in self.sites.items()}
 
-    def _write_seconds(self, picoseconds: Sequence[Sequence[int]]) -> None:
-        for layer, values in zip(self.layers.values(), picoseconds, strict=bool(picoseconds)):
-            layer.picoseconds.copy_(torch.tensor(values))
+    def _seconds(self) -> dict[str, Any] | None:
+        """What was measured, as JSON values: of a decision of each site, and of all else."""
+        if self.spec.target_latency is None or self.costs is None:
+            return None
+        each = {name: float(cost.flatten()[0]) for name, cost in self.costs.each.items()}
+        return {"each": each, "fixed": self.costs.fixed}
 
     def _masked(self, site: Site, index: int) -> MaskedLinear:
         scores = self._initial_scores(site, index)
         layer = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
         if site.grain is not None:
             layer.sizes = site.sizes()
-        if self.spec.target_latency is not None:
-            # of a decision, and fixed beside them: a buffer, so that what is exported is chosen by the same costs, and
-            # of integers, which no precision of training rounds
-            layer.register_buffer("picoseconds", torch.zeros(2, dtype=torch.int64))
         return layer
 
     def _initial_scores(self, site: Site, index: int) -> Tensor | None:
@@ -214,10 +216,6 @@ def threshold_schedule(spec: PruneSpec, clock: Clock) -> Schedule:
             f"{start} + {tail} steps, more than the phase's {clock.total}: write fractions, or lower warmup_steps"
         )
     return Schedule(spec.initial_threshold, spec.final_threshold, start, clock.total - tail, spec.schedule)
-
-
-def _picoseconds(seconds: float) -> int:
-    return round(1e12 * seconds)
 
 
 def _written(gates: Tensor) -> str:

@@ -32,6 +32,25 @@ class Cut:
     kept: int
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of decisions that a matrix or block may keep: at least so many, and a multiple, or all."""
+
+    least: int = 0
+    multiple: int = 1
+
+    def lowest(self, whole: int) -> int:
+        """The fewest of `whole` that may be kept."""
+        return min(whole, math.ceil(self.least / self.multiple) * self.multiple)
+
+    def nearest(self, count: Tensor, whole: int) -> Tensor:
+        """What to keep of `whole` in the place of `count`, a scalar; of some, at least one multiple."""
+        rounded = (count + self.multiple // 2) // self.multiple * self.multiple
+        some = rounded.clamp(min(self.multiple, whole), whole)
+        kept = torch.where(count >= whole, whole, torch.where(count > 0, some, 0))
+        return kept.clamp(min=self.lowest(whole))
+
+
 def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
     """Find, for each chunk, the cut that keeps exactly the `k` largest values over all chunks together.
 
@@ -49,11 +68,15 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
     wanted = k - sum(above)
     joined = torch.cat(inside)
     if joined.numel() < wanted:
-        raise RuntimeError("the scores hold NaN: the run has diverged")
+        raise diverged()
     value = float(joined.kthvalue(joined.numel() - wanted + 1).values)
     greater = [count + int((part > value).count_nonzero()) for count, part in zip(above, inside, strict=True)]
     ties = [int((part == value).count_nonzero()) for part in inside]
     return _cuts(chunks, value, just_below(value, dtype), greater, ties, k - sum(greater))
+
+
+def diverged() -> RuntimeError:
+    return RuntimeError("the scores hold NaN: the run has diverged")
 
 
 def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
@@ -135,30 +158,50 @@ def _cuts(chunks: Chunks, value: float, below: float, greater: list[int], ties: 
     return cuts
 
 
+def standardised(values: Sequence[Tensor]) -> list[Tensor]:
+    """All chunks' values less their common mean, in units of their common standard deviation; fp64, on the CPU.
+
+    Zeros where all are alike.
+    """
+    chunks = _sound(values)
+    joined = torch.cat([chunk.flatten() for chunk in chunks])
+    mean, deviation = joined.mean(), joined.std(correction=0)
+    return [(chunk - mean) / deviation if deviation > 0 else torch.zeros_like(chunk) for chunk in chunks]
+
+
 def largest_within(
-    values: Sequence[Tensor], costs: Sequence[Tensor], least: Sequence[int], multiple: Sequence[int], budget: float
+    values: Sequence[Tensor], costs: Sequence[Tensor], sizes: Sequence[Sizes], budget: float
 ) -> list[Tensor]:
     """Take the largest of all chunks' values until what they cost is as near to `budget` as can be: bools, on the CPU.
 
-    Costs have the values' shapes. Of each chunk its `least` largest are taken before all others, and only so many at
-    a time as its `multiple` says, by their mean, and at the end what is left.
+    Costs have the values' shapes. The lowest number that a chunk's sizes allow is taken whatever the budget; of the
+    rest only so many at a time as the multiple says, by their mean, and at the end what is left.
     """
-    chunks = [value.detach().double().cpu() for value in values]
-    bundles, bundled = [], []
-    for chunk, cost, first, width in zip(chunks, costs, least, multiple, strict=True):
-        order = chunk.flatten().argsort(descending=True, stable=True)
-        missing = -len(order) % width
-        sums, spent, counts = (
-            F.pad(each, (0, missing)).view(-1, width).sum(1)
-            for each in (chunk.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
-        )
-        means = sums / counts
-        means[: math.ceil(first / width)] = math.inf
-        bundles.append(means)
-        bundled.append(spent)
-    joined, spent = torch.cat(bundles), torch.cat(bundled)
-    order = joined.argsort(descending=True, stable=True)
+    chunks = _sound(values)
+    bundles = [_bundles(*each) for each in zip(chunks, costs, sizes, strict=True)]
+    means, spent, certain = (torch.cat(parts) for parts in zip(*bundles, strict=True))
+    order = means.masked_fill(certain, math.inf).argsort(descending=True, stable=True)
     taken = torch.empty(len(order), dtype=torch.bool)
     taken[order] = spent[order].cumsum(0) - spent[order] / 2 <= budget
-    kept = [int(part.sum()) * width for part, width in zip(taken.split([*map(len, bundles)]), multiple, strict=True)]
+    parts = (taken | certain).split([len(bundle[0]) for bundle in bundles])
+    kept = [int(part.sum()) * size.multiple for part, size in zip(parts, sizes, strict=True)]
     return [ranks(chunk) < count for chunk, count in zip(chunks, kept, strict=True)]
+
+
+def _sound(values: Sequence[Tensor]) -> list[Tensor]:
+    """In fp64, on the CPU. RuntimeError where one is NaN."""
+    chunks = [value.detach().double().cpu() for value in values]
+    if any(bool(chunk.isnan().any()) for chunk in chunks):
+        raise diverged()
+    return chunks
+
+
+def _bundles(values: Tensor, cost: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Of values that are taken together, largest first: their mean, their cost, and whether they are taken anyway."""
+    order = values.flatten().argsort(descending=True, stable=True)
+    missing = -len(order) % sizes.multiple
+    sums, spent, counts = (
+        F.pad(each, (0, missing)).view(-1, sizes.multiple).sum(1)
+        for each in (values.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
+    )
+    return sums / counts, spent, torch.arange(len(sums)) * sizes.multiple < sizes.lowest(len(order))

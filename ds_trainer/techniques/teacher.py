@@ -6,13 +6,14 @@ It has no optimizer and no gradient, and is no part of the student's module: no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ds_trainer.recipe import DistillSpec
+from ds_trainer.shrunk_model import FIELD
 from ds_trainer.tasks.task import Batch, Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,10 +34,28 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The layers whose states and attention maps are compared."""
+    """The layers whose states and attention maps are compared; `emptied` ones, counted from 1, give no maps."""
 
     hidden: tuple[int, ...] = ()
     attention: tuple[int, ...] = ()
+    emptied: tuple[int, ...] = ()
+
+    def of_model(self, config: Any, who: str) -> Wanted:
+        """The same of a model with such a config; ValueError where a map is wanted of a layer that has none."""
+        heads = (getattr(config, FIELD, None) or {}).get("heads", ())
+        emptied = tuple(layer for layer, left in enumerate(heads, 1) if not left)
+        for layer in self.attention:
+            if layer % (len(heads) + 1) in emptied:
+                left = ", ".join(str(number) for number in range(1, len(heads) + 1) if number not in emptied)
+                raise ValueError(
+                    f"distill: layer_pairs names layer {layer} of the {who}, which has no attention left to compare: "
+                    + (
+                        f"write one of {left}, or take attention out of terms"
+                        if left
+                        else "take attention out of terms"
+                    )
+                )
+        return replace(self, emptied=emptied)
 
     def ask(self, model: Any) -> Callable[[], None]:
         """Have the model give them; call what is returned to undo that."""
@@ -59,8 +78,14 @@ class Wanted:
     def of(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
         """A model's output, reduced to what is wanted."""
         hidden = {layer: out.hidden_states[layer] for layer in self.hidden}
-        maps = {layer: out.attentions[layer - 1 if layer > 0 else layer] for layer in self.attention}
+        given = [entry for entry in out.attentions or () if entry is not None]
+        maps = {layer: given[self._place(layer, len(given) + len(self.emptied))] for layer in self.attention}
         return Outputs(logits, hidden, maps)
+
+    def _place(self, layer: int, layers: int) -> int:
+        """Where the map of a layer stands among those given."""
+        number = layer % (layers + 1)
+        return number - 1 - sum(emptied < number for emptied in self.emptied)
 
 
 class Teaches(Protocol):

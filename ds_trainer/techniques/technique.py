@@ -54,7 +54,7 @@ class Technique:
         return ()
 
     def start(self, device: torch.device) -> None:
-        """Load what only training needs, once the engine has the model; every rank does."""
+        """Load what only training needs, once the engine has the model and a run that goes on its state; collective."""
 
     def stop(self) -> None:
         """Release what `start` loaded."""
@@ -67,7 +67,7 @@ class Technique:
         return {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Go on from what `state` gave, in training or to be exported; not collective."""
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Unweighted scalar loss terms, by the names in `term_names`."""

@@ -1,0 +1,94 @@
+"""In which order a phase that goes on from a checkpoint is put together again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from ds_trainer import loop
+from ds_trainer.recipe import parse_recipe
+from ds_trainer.techniques import Clock, Technique
+
+CHECKPOINT = Path("checkpoint-4")
+
+
+class Noted(Technique):
+    """Writes down what is asked of it."""
+
+    name = "noted"
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def start(self, device) -> None:
+        self.notes.append("start")
+
+    def resume(self, state) -> None:
+        self.notes.append(f"resume {state['value']}")
+
+    def state(self):
+        return {"value": 7}
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def training_from(notes, monkeypatch):
+    """Makes a Training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
+    ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
+    for name, stub in (("start_engine", lambda *_: ds_engine), ("set_rates", lambda *_: None)):
+        monkeypatch.setattr(f"ds_trainer.engine.{name}", stub)
+    monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
+    monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
+    monkeypatch.setattr(loop.PhasePlan, "identity", lambda _: {})
+    position = SimpleNamespace(step=4, evaluated=4, scores={}, techniques={"noted": {"value": 3}}, report={}, order=1)
+    best = SimpleNamespace(step=2, techniques={"noted": {"value": 2}})
+    checkpoints = SimpleNamespace(
+        load=lambda _, place, __: notes.append(f"load {place}"), best_saved=lambda: (Path("checkpoint-2"), best)
+    )
+    report = SimpleNamespace(open=lambda *_: notes.append("open"))
+    task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
+    phase = parse_recipe({"phases": [{"max_steps": 10}]}).phases[0]
+    plan = loop.PhasePlan(phase, phase.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
+    objective = SimpleNamespace(techniques=[Noted(notes)])
+    monkeypatch.setattr(loop.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
+
+    def make(resumed: bool) -> loop.Training:
+        its = replace(plan, resumed=(CHECKPOINT, position) if resumed else None)
+        return loop.Training(its, report, checkpoints, None)
+
+    return make
+
+
+def test_techniques_have_their_state_before_they_start(training_from, notes):
+    """What a run has measured is there when it would be measured again."""
+    assert training_from(resumed=True).step == 4
+    assert notes == ["load checkpoint-4", "resume 3", "start", "open"]
+
+
+def test_a_new_run_resumes_nothing(training_from, notes):
+    """It starts, and opens its report."""
+    assert training_from(resumed=False).step == 0
+    assert notes == ["start", "open"]
+
+
+def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, notes):
+    """Weights and state are of one step."""
+    training = training_from(resumed=False)
+    assert training.go_back_to_best()
+    assert (training.step, notes[-2:]) == (2, ["load checkpoint-2", "resume 2"])
+
+
+def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, monkeypatch):
+    """They are built anew, and told the state that training has come to."""
+    training = training_from(resumed=False)
+    monkeypatch.setattr(loop.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.techniques))
+    training.plan.rebuild(training.states())
+    assert notes[-1] == "resume 7"
