@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -91,31 +91,34 @@ def start(timeout: int = TIMEOUT) -> None:
         keep_freed_memory()
     if not torch.distributed.is_initialized():
         _describe_lone_process()
-        _clear_stale_builds()
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
         attempts.register()
-        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
+        with building_kernels():
+            deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
 
 
-def _clear_stale_builds() -> None:
-    """Remove the locks of a process that was killed while it compiled DeepSpeed's kernels: torch would wait for ever.
+@contextlib.contextmanager
+def building_kernels() -> Iterator[None]:
+    """While DeepSpeed may compile: remove the locks of processes that were killed at it, for which torch would wait.
 
-    Every process of ours holds a shared lock on the folder of compiled kernels as long as it lives; where nobody does,
-    nobody compiles.
+    Whoever may compile holds a shared lock on the folder of kernels; where nobody does, a lock of torch's is stale.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
-    with contextlib.suppress(OSError):
-        # torch's own word for where it builds: one lock a folder, whether it is the default one or named by the user
-        own = Path(_get_build_directory("ds_trainer", verbose=False))
-        held = os.open(own / "users", os.O_RDWR | os.O_CREAT)  # until the process ends
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for lock in own.parent.glob("*/lock"):
-                lock.unlink(missing_ok=True)
-        fcntl.flock(held, fcntl.LOCK_SH)
+    with contextlib.ExitStack() as until_built:
+        with contextlib.suppress(OSError):
+            # torch's own word for where it builds: one lock a folder, the default one or one that the user names
+            own = Path(_get_build_directory("ds_trainer", verbose=False))
+            held = os.open(own / "users", os.O_RDWR | os.O_CREAT)
+            until_built.callback(os.close, held)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for lock in own.parent.glob("*/lock"):
+                    lock.unlink(missing_ok=True)
+            fcntl.flock(held, fcntl.LOCK_SH)
+        yield
 
 
 def stop() -> None:

@@ -36,15 +36,16 @@ def start_engine(
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     own_optimizer = "optimizer" in config
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config=dict(config),
-        optimizer=None if own_optimizer else build_optimizer(groups, base),
-        model_parameters=as_torch(groups, base) if own_optimizer else None,
-        lr_scheduler=None
-        if "scheduler" in config
-        else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor),
-    )
+    with distributed.building_kernels():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            config=dict(config),
+            optimizer=None if own_optimizer else build_optimizer(groups, base),
+            model_parameters=as_torch(groups, base) if own_optimizer else None,
+            lr_scheduler=None
+            if "scheduler" in config
+            else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor),
+        )
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine

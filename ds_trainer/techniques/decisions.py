@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.messages import listed
-from ds_trainer.models import AnyLinear, encoder_linears, gathered
+from ds_trainer.models import AnyLinear, encoder_linears, gathered, rows_of
 from ds_trainer.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.shrunk_model import Block, blocks_of, decisions_of, in_features, layers_of, out_features
 from ds_trainer.techniques.grains import Blocks, Columns, Grain, Rows, Turned
@@ -84,7 +84,7 @@ class Site:
 
     def _rows_of(self, linear: AnyLinear, weight: Tensor) -> Tensor:
         """A view of an inner weight: (parts, decisions, rows of one, in)."""
-        rows = weight.t() if isinstance(linear, Conv1D) else weight
+        rows = rows_of(weight, type(linear))
         assert self.grain is not None
         return rows.unflatten(0, (self._parts, *self.grain.shape, -1))
 

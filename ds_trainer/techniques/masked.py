@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import score_penalty, score_penalty_slope
-from ds_trainer.models import AnyLinear
+from ds_trainer.models import AnyLinear, rows_of
 from ds_trainer.techniques.grains import Grain
 from ds_trainer.techniques.masks import DecisionMask, HardMask, Mask, MaskRule
 
@@ -43,7 +43,7 @@ class MaskedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
-        self.out_features, self.in_features = _as_linear(linear.weight, self.plain).shape
+        self.out_features, self.in_features = rows_of(linear.weight, self.plain).shape
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.grain = grain
@@ -88,7 +88,7 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled():
-            return F.linear(hidden, _as_linear(self._evaluation_weight(), self.plain), self.bias)
+            return F.linear(hidden, rows_of(self._evaluation_weight(), self.plain), self.bias)
         self.evaluation_weight = None  # this forward is of weights that will change
         how = (self.find_mask(), self.penalty_kind, self.plain)
         out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, *how)
@@ -151,7 +151,7 @@ class _MaskedLinear(torch.autograd.Function):
         ctx.mask, ctx.kind, ctx.plain, ctx.dtype = mask, kind, plain, dtype
         with torch.autocast(device, enabled=False):
             masked = mask.times(weight, _scores_of(weight, scores, mask)).to(dtype)
-            out = F.linear(hidden.to(dtype), _as_linear(masked, plain), None if bias is None else bias.to(dtype))
+            out = F.linear(hidden.to(dtype), rows_of(masked, plain), None if bias is None else bias.to(dtype))
             penalty = score_penalty(scores, kind) if kind and scores is not None else out.new_zeros(())
         return out, penalty
 
@@ -166,7 +166,7 @@ class _MaskedLinear(torch.autograd.Function):
         with torch.autocast(gradient.device.type, enabled=False):
             if needs_hidden:
                 masked = ctx.mask.times(weight, by).to(ctx.dtype)
-                hidden_gradient = gradient.matmul(_as_linear(masked, ctx.plain)).to(hidden.dtype)
+                hidden_gradient = gradient.matmul(rows_of(masked, ctx.plain)).to(hidden.dtype)
                 del masked
             if needs_weight or needs_scores:
                 seen = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
@@ -179,11 +179,6 @@ class _MaskedLinear(torch.autograd.Function):
             weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
         return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None
-
-
-def _as_linear(weight: Tensor, plain: type[nn.Module]) -> Tensor:
-    """The weight of such a layer as (out, in), a view."""
-    return weight.t() if plain is Conv1D else weight
 
 
 def _weight_gradient(gradient: Tensor, hidden: Tensor, plain: type[nn.Module]) -> Tensor:
