@@ -28,13 +28,14 @@ from transformers import MODEL_MAPPING, AutoModel
 
 import ds_trainer
 from ds_trainer import distributed
-from ds_trainer.benchmark_backends import Run, compiled, compiling, eager, onnx, placed
+from ds_trainer.benchmark_backends import compiled, compiling, onnx, placed
 from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import show, write, write_numbers
 from ds_trainer.evaluate import evaluate
 from ds_trainer.flops import encoder_flops
-from ds_trainer.latency import batches, bytes_by_form, fit, in_turns, summary
+from ds_trainer.latency import Run, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.loading import told
+from ds_trainer.messages import first_line
 from ds_trainer.models import count_weights
 from ds_trainer.onnx_file import check_onnx, predictor, session, write_onnx
 from ds_trainer.shrunk_model import blocks_of, layers_of
@@ -270,7 +271,7 @@ def _export(subjects: Mapping[str, Subject], aside: Path) -> Iterator[str]:
             check_onnx(subject.model, path, [_padded(subject.model)])
             subject.onnx_file = path
         except Exception as error:  # noqa: BLE001 - whatever an exporter trips over, other backends are measured
-            yield f"{label}: no ONNX file: {_first_line(error)}"
+            yield f"{label}: no ONNX file: {_named(error)}"
         if subject.task and subject.task.own_inputs:
             yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
 
@@ -359,7 +360,7 @@ def _calls(make: Callable[[], Run], inputs: Sequence[Inputs]) -> tuple[list[part
         for call in calls:
             call()
     except Exception as error:  # noqa: BLE001 - compilers and runtimes raise what they like; the rest is measured
-        return [], _first_line(error)
+        return [], _named(error)
     return calls, None
 
 
@@ -444,6 +445,6 @@ def _cpu_name() -> str:
     return next(named, platform.machine())
 
 
-def _first_line(error: Exception) -> str:
-    said = next(iter(str(error).strip().splitlines()), "")[:200]
+def _named(error: Exception) -> str:
+    said = first_line(error)[:200]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from ds_trainer.latency import Run, eager
 from ds_trainer.onnx_file import outputs, session
-
-Run: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
-"""A forward of a batch, its inputs by name and on the device; gives its outputs."""
 
 _MOST_COMPILED = 1000
 
@@ -25,14 +22,6 @@ def placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if device.type == "cpu" and dtype == torch.float32:
         return model
     return copy.deepcopy(model).to(device, dtype)
-
-
-def eager(model: Any) -> Run:
-    def run(inputs: Mapping[str, Tensor]) -> Any:
-        with torch.inference_mode():
-            return model(**inputs)
-
-    return run
 
 
 def compiled(model: Any, of_one_shape: bool) -> Run:

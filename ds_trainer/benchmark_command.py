@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_common_flags, asked_task, asked_trust
-from ds_trainer.export_command import onnx_mistakes, output_path
+from ds_trainer.export_command import names_task, onnx_mistakes, output_path
 from ds_trainer.messages import cut, listed
 from ds_trainer.model_folder import folder_mistakes
 from ds_trainer.recipe import TaskSpec
@@ -69,7 +69,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
     mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
     mistakes += _name_mistakes(flags) + _place_mistakes(flags)
     task, cache_dir = None, flags.cache_dir
-    if any((flags.recipe, flags.task_name, flags.data_dir, flags.set)):
+    if names_task(flags):
         of_first = argparse.Namespace(**vars(flags), model=str(flags.folders[0]), batch_size=flags.eval_batch_size)
         task, cache_dir = asked_task(of_first, mistakes)
         mistakes += check_data_files(task, splits=("validation",)) if task else []

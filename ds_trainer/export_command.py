@@ -72,7 +72,7 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
     mistakes = Mistakes([*_model_mistakes(flags), *_flag_mistakes(flags)])
     mistakes.tell()
     task, cache_dir = None, flags.cache_dir
-    if _names_task(flags):
+    if names_task(flags):
         task, cache_dir = asked_task(flags, mistakes)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _place_mistakes(flags)
@@ -92,7 +92,8 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
     )
 
 
-def _names_task(flags: argparse.Namespace) -> bool:
+def names_task(flags: argparse.Namespace) -> bool:
+    """Whether a command that can do without a task is given one."""
     return any((flags.recipe, flags.task_name, flags.data_dir, flags.set))
 
 
@@ -111,13 +112,13 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     if not (flags.shrink or flags.onnx or flags.compact or flags.unpack):
         yield "nothing to do: give --shrink, --onnx, --compact or --unpack"
-    if flags.unpack and (flags.shrink or flags.onnx or flags.compact or _names_task(flags)):
+    if flags.unpack and (flags.shrink or flags.onnx or flags.compact or names_task(flags)):
         yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
     if flags.quantize and not flags.onnx:
         yield f"--quantize {flags.quantize} is of an ONNX file: give --onnx, too"
     if flags.onnx:
         yield from onnx_mistakes("--onnx")
-    if flags.batch_size < 1 and not _names_task(flags):  # which says so itself
+    if flags.batch_size < 1 and not names_task(flags):  # which says so itself
         yield f"--batch_size is {flags.batch_size}: give 1 or more"
     if distributed.world_size() > 1:
         yield "a folder is exported by one process: start it with python, not with deepspeed"

@@ -8,11 +8,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ds_trainer import distributed
 from ds_trainer.compact import numbers_of
@@ -36,6 +38,10 @@ _SMALLEST_IN_PICKLES = 2
 """Bytes of a weight, in fp16."""
 _SAME_DATA = ("name", "data_dir", "dataset")
 """Fields of a task's spec: where they are the same, so are the texts."""
+
+
+Run: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
+"""A forward of a batch, its inputs by name and on the device; gives its outputs."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def compare(subjects: Mapping[str, Subject]) -> dict[str, dict[str, Any]]:
     end = time.perf_counter() + _SECONDS
     for left, size in zip(range(len(SIZES), 0, -1), SIZES, strict=True):
         runs = {
-            (name, way): [_forward(model, batch) for batch in texts]
+            (name, way): [partial(eager(model), batch.inputs) for batch in texts]
             for name, models in ways.items()
             for texts in [batches(alike[name].task, size)]
             for way, model in models.items()
@@ -118,6 +124,16 @@ def in_turns(
         if key is not None:
             times[key].append(taken)
     return times
+
+
+def eager(model: Any) -> Run:
+    """Forwards of a model as torch runs it, without gradients."""
+
+    def run(inputs: Mapping[str, Tensor]) -> Any:
+        with torch.inference_mode():
+            return model(**inputs)
+
+    return run
 
 
 def fit(folders: Sequence[Path], device: torch.device | None = None) -> bool:
@@ -209,14 +225,6 @@ def _ways(subject: Subject) -> dict[str, Any]:
 def _chosen(task: Task) -> list[int]:
     """The same examples for each model of a run, evenly spread over the first evaluation split."""
     return list(spread(len(task.examples(task.splits[0])), _EXAMPLES))
-
-
-def _forward(model: Any, batch: Batch) -> Callable[[], object]:
-    def run() -> None:
-        with torch.inference_mode():
-            model(**batch.inputs)
-
-    return run
 
 
 def _conditions(task: Task) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ds_trainer.messages import first_line
 from ds_trainer.model_folder import Held
 from ds_trainer.whole_file import memory
 
@@ -36,11 +37,11 @@ def told(what: str, call: Callable[[], T]) -> T:
     except _TooLargeError as error:
         raise ValueError(str(error)) from None
     except Exception as error:
-        raise ValueError(f"{what}: {_first_line(error)}") from error
+        raise ValueError(f"{what}: {_said(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {_first_line(error)}") from error
+        raise ValueError(f"{what}: {_said(error)}") from error
 
 
 @contextlib.contextmanager
@@ -122,9 +123,9 @@ class _TooLargeError(Exception):
     """A whole message of our own, raised from inside of transformers."""
 
 
-def _first_line(error: BaseException) -> str:
+def _said(error: BaseException) -> str:
     """What an error says first, cut where it shows a whole file; its kind, where that tells more than a ValueError."""
-    said = next(iter(str(error).strip().splitlines()), "")[:300]
+    said = first_line(error)[:300]
     if not (said and isinstance(error, OSError | ValueError)):
         said = ": ".join(filter(None, [type(error).__name__, said]))
     return said + ("; give --trust_remote_code if you trust it" if "trust_remote_code=True" in str(error) else "")

@@ -27,6 +27,11 @@ def listed(values: Iterable[Any], most: int = 20) -> str:
     return ", ".join(map(quoted, found[:most])) + more
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first; empty where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 def cut(text: str, most: int) -> str:
     """At most so many characters."""
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.messages import first_line
 from ds_trainer.tasks.task import Batch
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def session(path: Path, threads: int) -> InferenceSession:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own classes have no common one below this
-        raise ValueError(f"onnxruntime cannot load {path}: {_first_line(error)}") from error
+        said = first_line(error) or type(error).__name__
+        raise ValueError(f"onnxruntime cannot load {path}: {said[:300]}") from error
 
 
 def outputs(opened: InferenceSession, inputs: Inputs) -> tuple[Array, ...]:
@@ -270,7 +272,3 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
     finally:
         for config, implementation in zip(fused, before, strict=True):
             config._attn_implementation = implementation
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
