@@ -9,7 +9,6 @@ import contextlib
 import copy
 import importlib.metadata
 import inspect
-import itertools
 import os
 import platform
 import statistics
@@ -29,15 +28,16 @@ from transformers import MODEL_MAPPING, AutoModel
 import ds_trainer
 from ds_trainer import distributed
 from ds_trainer.benchmark_backends import compiled, compiling, onnx, placed
-from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
+from ds_trainer.benchmark_command import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import show, write, write_numbers
+from ds_trainer.benchmark_settings import Setting, left_out, settings
 from ds_trainer.evaluate import evaluate
 from ds_trainer.flops import encoder_flops
 from ds_trainer.latency import Run, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.loading import told
 from ds_trainer.messages import first_line
 from ds_trainer.models import count_weights
-from ds_trainer.onnx_file import check_onnx, predictor, session, write_onnx
+from ds_trainer.onnx_file import check_onnx, predictor, quantise, session, write_onnx
 from ds_trainer.shrunk_model import blocks_of, layers_of
 from ds_trainer.tasks import build_task
 from ds_trainer.tasks.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
@@ -56,22 +56,6 @@ _HEADLESS = HeadKind("model without a head", AutoModel, MODEL_MAPPING)
 Inputs = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What times are taken at."""
-
-    backend: str
-    device: str
-    dtype: str
-    threads: int
-    length: int | str
-    batch_size: int
-
-    def __str__(self) -> str:
-        tokens = "the task's texts" if self.length == OF_THE_TASK else f"{self.length} tokens"
-        return f"{self.backend}, {self.device}, {self.dtype}, threads {self.threads}, {tokens}, batch {self.batch_size}"
-
-
 @dataclass
 class Subject:
     """A folder, its model on the CPU in fp32, the task that reads texts as it needs them, and how it exits early."""
@@ -80,7 +64,8 @@ class Subject:
     model: Any
     task: Task | None = None
     early: EarlyExitModel | None = None
-    onnx_file: Path | None = None
+    onnx_files: dict[str, Path] = field(default_factory=dict)
+    """By what the weights are in."""
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def inputs(self, length: int | str, size: int) -> list[dict[str, Tensor]]:
@@ -111,17 +96,12 @@ def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _
     """
     devices = _devices(job)
     chosen = settings(job, devices)
-    if not chosen:
-        raise ValueError(
-            "there is nothing to measure: onnxruntime runs here on the CPU in fp32: give --dtypes fp32 and --devices "
-            "cpu, or another backend"
-        )
     with tempfile.TemporaryDirectory() as aside:
         subjects = _load(job, devices)
         _check_lengths(job, subjects)
-        notes = [*_left_out(job, devices)]
+        notes = [*left_out(job, devices)]
         if "onnxruntime" in job.backends:
-            notes += _export(subjects, Path(aside))
+            notes += _export(subjects, Path(aside), INT8 in job.dtypes)
         if job.task:
             _score(subjects, job.eval_batch_size)
         folders = {label: _described(subject, job.lengths) for label, subject in subjects.items()}
@@ -137,29 +117,6 @@ def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _
             measurements.append(_measured(subjects, setting, job.seconds))
             keep(found)
         return found
-
-
-def settings(job: BenchmarkJob, devices: Sequence[str]) -> list[Setting]:
-    """Every combination that there is: onnxruntime on the CPU in fp32, a GPU with the first number of threads."""
-    every = itertools.product(job.backends, devices, job.dtypes, job.threads, job.lengths, job.batch_sizes)
-    return [
-        setting
-        for setting in itertools.starmap(Setting, every)
-        if not (setting.backend == "onnxruntime" and (setting.device, setting.dtype) != ("cpu", "fp32"))
-        and not (setting.device == "cuda" and setting.threads != job.threads[0])
-    ]
-
-
-def _left_out(job: BenchmarkJob, devices: Sequence[str]) -> Iterator[str]:
-    """Of the combinations that were asked for, those that `settings` has not."""
-    if "onnxruntime" in job.backends:
-        types, others = (
-            [value for value in values if value not in ("fp32", "cpu")] for values in (job.dtypes, devices)
-        )
-        if types or others:
-            yield f"onnxruntime, {', '.join([*types, *others])}: not measured: it runs here on the CPU in fp32"
-    if "cuda" in devices and job.threads[1:]:
-        yield f"cuda: measured with threads {job.threads[0]} alone, which are the host's"
 
 
 def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
@@ -261,15 +218,18 @@ def _check_lengths(job: BenchmarkJob, subjects: Mapping[str, Subject]) -> None:
                 told(f"{label} cannot be run on {length} tokens", partial(eager(subject.model), inputs))
 
 
-def _export(subjects: Mapping[str, Subject], aside: Path) -> Iterator[str]:
-    """Write the .onnx file of each folder; gives a line for each that has none."""
+def _export(subjects: Mapping[str, Subject], aside: Path, int8: bool) -> Iterator[str]:
+    """Write the .onnx file of each folder, and a copy in int8 if wanted; gives a line for each that has none."""
     for number, (label, subject) in enumerate(subjects.items()):
         path = aside / str(number) / "model.onnx"
         path.parent.mkdir()
         try:
             write_onnx(subject.model, random_inputs(subject.model, _TRACED, 2), path)
             check_onnx(subject.model, path, [_padded(subject.model)])
-            subject.onnx_file = path
+            subject.onnx_files["fp32"] = path
+            if int8:
+                quantise(path, quantised := path.with_name(f"model.{INT8}.onnx"))
+                subject.onnx_files[INT8] = quantised
         except Exception as error:  # noqa: BLE001 - whatever an exporter trips over, other backends are measured
             yield f"{label}: no ONNX file: {_named(error)}"
         if subject.task and subject.task.own_inputs:
@@ -289,7 +249,7 @@ def _padded(model: Any) -> dict[str, Tensor]:
 
 
 def _score(subjects: Mapping[str, Subject], batch_size: int) -> None:
-    """Score each folder on the task: by torch, where it exits early so too, and by onnxruntime where it has a file."""
+    """Score each folder on the task: by torch, where it exits early so too, and by onnxruntime where it has files."""
     for label, subject in subjects.items():
         assert subject.task is not None, "there is one for each or for none"
         distributed.info(f"{label}: scoring")
@@ -297,11 +257,16 @@ def _score(subjects: Mapping[str, Subject], batch_size: int) -> None:
         ways: dict[str, Predict] = {"torch": partial(_by_model, placed(subject.model, device, torch.float32))}
         if subject.early:
             ways["torch, early exit"] = partial(_by_model, placed(subject.early, device, torch.float32))
-        if subject.onnx_file:
-            opened = session(subject.onnx_file, torch.get_num_threads())
-            ways["onnxruntime"] = partial(_by_file, predictor(opened))
+        for dtype, path in subject.onnx_files.items():
+            opened = session(path, torch.get_num_threads())
+            ways[_in("onnxruntime", dtype)] = partial(_by_file, predictor(opened))
         for way, predict in ways.items():
             subject.scores[way] = evaluate(predict, subject.task, batch_size).scores
+
+
+def _in(name: str, dtype: str) -> str:
+    """As scores and sizes are called: fp32 goes without saying."""
+    return name if dtype == "fp32" else f"{name}, {dtype}"
 
 
 def _by_model(model: Any, batch: Batch) -> Any:
@@ -366,10 +331,11 @@ def _calls(make: Callable[[], Run], inputs: Sequence[Inputs]) -> tuple[list[part
 
 def _ways(label: str, subject: Subject, setting: Setting) -> dict[str, Callable[[], Run]]:
     """How a folder is run at a setting, by the row's label: each makes its `Run`."""
+    if setting.backend == "onnxruntime":
+        path = subject.onnx_files.get(setting.dtype)
+        return {label: partial(onnx, path, setting.threads)} if path else {}
     place = torch.device(setting.device), getattr(torch, DTYPES[setting.dtype])
     of_the_task = setting.length == OF_THE_TASK
-    if setting.backend == "onnxruntime":
-        return {label: partial(onnx, subject.onnx_file, setting.threads)} if subject.onnx_file else {}
     if setting.backend == "compile":
         return {label: lambda: compiled(placed(subject.model, *place), not of_the_task)}
     ways: dict[str, Callable[[], Run]] = {label: lambda: eager(placed(subject.model, *place))}
@@ -407,8 +373,7 @@ def _described(subject: Subject, lengths: Sequence[int | str]) -> dict[str, Any]
     """What a folder is, without a clock."""
     weights = count_weights(subject.model)
     files = bytes_by_form(subject.folder)
-    if subject.onnx_file:
-        files["onnx"] = sum(path.stat().st_size for path in subject.onnx_file.parent.iterdir())
+    files |= {_in("onnx", dtype): path.stat().st_size for dtype, path in subject.onnx_files.items()}
     flops = {}
     for length in lengths:
         tokens = [batch["input_ids"].shape[1] for batch in subject.inputs(length, 1)]

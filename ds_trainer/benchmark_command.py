@@ -26,6 +26,8 @@ BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """How the flag says them, and torch."""
+INT8 = "int8"
+"""Weights of onnxruntime, quantised dynamically; `DTYPES` are torch's, of which it has fp32."""
 _MOST = 2**20
 _SCORED_AT = 64
 T = TypeVar("T")
@@ -153,7 +155,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=_count, default=[cores], help="of the CPU (all cores)", **several)
     parser.add_argument("--devices", nargs="+", choices=DEVICES, help="by default those that are there")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="onnxruntime runs fp32 alone")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=[*DTYPES, INT8],
+        default=["fp32"],
+        help="onnxruntime runs fp32 and int8, torch all but int8",
+    )
     parser.add_argument("--backends", nargs="+", choices=(*BACKENDS, "all"), default=["torch"])
     parser.add_argument(
         "--seconds", type=_seconds, default=20.0, metavar="X", help="of calls at a setting, all folders together (20)"

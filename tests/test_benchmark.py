@@ -23,10 +23,11 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from ds_trainer import benchmark, benchmark_page
-from ds_trainer.benchmark import measure, random_inputs, ratios, settings
+from ds_trainer import benchmark, benchmark_backends, benchmark_page
+from ds_trainer.benchmark import measure, random_inputs, ratios
 from ds_trainer.benchmark_backends import compiled, compiling
 from ds_trainer.benchmark_command import benchmark_command, read_benchmark_job
+from ds_trainer.benchmark_settings import left_out, settings
 from ds_trainer.command import run_command
 from ds_trainer.flops import encoder_flops
 from ds_trainer.latency import summary
@@ -208,6 +209,25 @@ def test_onnxruntime_runs_what_was_exported(plain: Path, task_flags: list[str], 
     assert not list(plain.glob("*.onnx"))
 
 
+def test_int8_is_another_model_of_onnxruntime(
+    plain: Path, task_flags: list[str], clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file, score and times are its own, and torch runs none."""
+    opened = []
+    monkeypatch.setattr(
+        benchmark, "onnx", lambda path, threads: opened.append(path.name) or benchmark_backends.onnx(path, threads)
+    )
+    flags = [*FAST, *task_flags, "--backends", "torch", "onnxruntime", "--dtypes", "int8", "fp32"]
+    told = found(plain, *flags)
+    described = told["folders"]["model"]
+    assert described["bytes"]["onnx, int8"] != described["bytes"]["onnx"]
+    assert described["scores"].keys() == {"torch", "onnxruntime", "onnxruntime, int8"}
+    at = [(one["backend"], one["dtype"], [*one["folders"]]) for one in told["measurements"]]
+    assert at == [(*way, ["model"]) for way in (("torch", "fp32"), ("onnxruntime", "int8"), ("onnxruntime", "fp32"))]
+    assert opened == ["model.int8.onnx", "model.onnx"]
+    assert told["notes"] == ["torch, int8: not measured: it is for onnxruntime"]
+
+
 def test_a_folder_that_cannot_be_exported_is_noted(
     plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,16 +243,21 @@ def test_a_folder_that_cannot_be_exported_is_noted(
 
 
 def test_settings_are_those_that_there_are(plain: Path) -> None:
-    """onnxruntime runs on the CPU in fp32; the threads of the CPU are not varied on a GPU."""
+    """onnxruntime on the CPU in fp32 and int8, torch in all but int8; a GPU with one number of the CPU's threads."""
     job = read_benchmark_job(
-        [str(plain), "--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "--batch_sizes", "1"]
+        [str(plain), "--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "int8", "--batch_sizes", "1"]
     )
     job = benchmark.BenchmarkJob(**vars(job) | {"threads": (1, 2)})
     at = [(one.backend, one.device, one.dtype, one.threads) for one in settings(job, ["cpu", "cuda"])]
     assert at == [
         *[("torch", "cpu", dtype, threads) for dtype in ("fp32", "bf16") for threads in (1, 2)],
         *[("torch", "cuda", dtype, 1) for dtype in ("fp32", "bf16")],
-        *[("onnxruntime", "cpu", "fp32", threads) for threads in (1, 2)],
+        *[("onnxruntime", "cpu", dtype, threads) for dtype in ("fp32", "int8") for threads in (1, 2)],
+    ]
+    assert [*left_out(job, ["cpu", "cuda"])] == [
+        "onnxruntime, bf16, cuda: not measured: it runs here on the CPU in fp32 and int8",
+        "torch, int8: not measured: it is for onnxruntime",
+        "cuda: measured with threads 1 alone, which are the host's",
     ]
 
 
@@ -307,10 +332,11 @@ def test_flops_of_unknown_families_are_not_told(tmp_path: Path, clock: SimpleNam
 
 def test_what_is_not_measured_is_said(plain: Path, clock: SimpleNamespace) -> None:
     """Nothing at all is a mistake; a part of what was asked for is a line."""
-    with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
-        found(plain, *FAST, "--backends", "onnxruntime", "--dtypes", "bf16")
+    for backend, dtype in (("onnxruntime", "bf16"), ("torch", "int8")):
+        with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
+            found(plain, *FAST, "--backends", backend, "--dtypes", dtype)
     told = found(plain, *FAST, "--backends", "onnxruntime", "--dtypes", "bf16", "fp32")
-    assert told["notes"] == ["onnxruntime, bf16: not measured: it runs here on the CPU in fp32"]
+    assert told["notes"] == ["onnxruntime, bf16: not measured: it runs here on the CPU in fp32 and int8"]
 
 
 def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ LAYERS = [
         "latency",
         "benchmark_backends",
         "benchmark_page",
+        "benchmark_settings",
         "figure",
         "plots",
         "size_plots",
