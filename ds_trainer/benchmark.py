@@ -28,14 +28,16 @@ from transformers import MODEL_MAPPING, AutoModel
 import ds_trainer
 from ds_trainer import distributed
 from ds_trainer.benchmark_backends import compiled, compiling, onnx, placed
-from ds_trainer.benchmark_command import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
-from ds_trainer.benchmark_page import show, write, write_numbers
+from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
+from ds_trainer.benchmark_page import clear, show, write, write_numbers
 from ds_trainer.benchmark_settings import Setting, left_out, settings
 from ds_trainer.evaluate import evaluate
 from ds_trainer.flops import encoder_flops
+from ds_trainer.interrupts import leaving
 from ds_trainer.latency import Run, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.loading import told
 from ds_trainer.messages import first_line
+from ds_trainer.model_folder import INT8
 from ds_trainer.models import count_weights
 from ds_trainer.onnx_file import check_onnx, predictor, quantise, session, write_onnx
 from ds_trainer.shrunk_model import blocks_of, layers_of
@@ -81,14 +83,19 @@ def benchmark(job: BenchmarkJob) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     distributed.keep_freed_memory()  # as training, evaluation and serving of this library do
-    found = measure(job, partial(write_numbers, folder=job.output) if job.output else lambda _: None)
+    if job.output:
+        clear(job.output)
+    with leaving():
+        found = measure(job, partial(write_numbers, folder=job.output) if job.output else lambda _: None)
     show(found)
     if job.output:
         write(found, job.output)
+    if not any(measured["folders"] for measured in found["measurements"]):
+        raise ValueError("nothing could be measured: the lines above say why")
 
 
 def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
-    """What `benchmark.json` holds: `base`, `conditions`, `folders` by label, `measurements` by setting, `notes`.
+    """What `benchmark.json` holds: `finished`, `base`, `conditions`, `folders` by label, `measurements`, `notes`.
 
     It is given to `keep` after each setting. ValueError where a folder cannot be loaded, cannot be run at a length, has
     no trained head for the task, where the models do not fit into memory together, and where there is no setting. What
@@ -111,12 +118,16 @@ def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _
             if not _is_counted(subject.model)
         ]
         measurements: list[dict[str, Any]] = []
-        found: dict[str, Any] = {"base": next(iter(subjects)), "conditions": _conditions(job, devices)}
+        found: dict[str, Any] = {
+            "finished": False,
+            "base": next(iter(subjects)),
+            "conditions": _conditions(job, devices),
+        }
         found |= {"folders": folders, "measurements": measurements, "notes": notes}
         for setting in chosen:
             measurements.append(_measured(subjects, setting, job.seconds))
             keep(found)
-        return found
+        return found | {"finished": True}
 
 
 def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
@@ -412,4 +423,6 @@ def _cpu_name() -> str:
 
 def _named(error: Exception) -> str:
     said = first_line(error)[:200]
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+        return "out of memory: give smaller --batch_sizes or --lengths"
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -14,7 +14,7 @@ from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_common_flags, asked_task, asked_trust
 from ds_trainer.export_command import names_task, onnx_mistakes, output_path
 from ds_trainer.messages import cut, listed
-from ds_trainer.model_folder import folder_mistakes
+from ds_trainer.model_folder import INT8, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import check_output_folder
 from ds_trainer.task_files import check_data_files
@@ -25,9 +25,7 @@ OF_THE_TASK = "task"
 BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""How the flag says them, and torch."""
-INT8 = "int8"
-"""Weights of onnxruntime, quantised dynamically; `DTYPES` are torch's, of which it has fp32."""
+"""How the flag says them, and torch; onnxruntime has fp32 of them, and "int8", weights quantised dynamically."""
 _MOST = 2**20
 _SCORED_AT = 64
 T = TypeVar("T")

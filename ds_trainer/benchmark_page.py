@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from ds_trainer.latency import FOR_P95
 from ds_trainer.size_plots import Point, size_speed_score
 
 FIGURE = "size_speed_score"
+_FIGURES = (f"{FIGURE}.png", f"{FIGURE}.svg")
 _WORDS = ("folder", "backend", "device", "dtype")
 """Columns of text: all others hold numbers, and are flush right."""
 _COLUMNS = {
@@ -32,6 +34,13 @@ Rows: TypeAlias = Sequence[Mapping[str, str]]
 def show(found: Mapping[str, Any]) -> None:
     """Print the tables on standard output."""
     print("\n".join(["", aligned(sizes(found)), "", aligned(times(found)), "", *remarks(found)]), flush=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove the files of an earlier benchmark: a new one that is cut short leaves its own, and no mixture."""
+    for name in ("benchmark.json", "benchmark.md", *_FIGURES):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
 
 
 def write_numbers(found: Mapping[str, Any], folder: Path) -> None:
@@ -158,8 +167,8 @@ def _draw(found: Mapping[str, Any], folder: Path) -> bool:
         check_installed()
         figure = size_speed_score(*points(found))
         if figure:
-            for kind in (".png", ".svg"):
-                figure.save(folder / f"{FIGURE}{kind}")
+            for name in _FIGURES:
+                figure.save(folder / name)
     except Exception as error:  # noqa: BLE001 - all that was measured is written
         distributed.warn(f"the benchmark has no figure: {error}")
         return False

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_trainer.benchmark_command import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
+from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
+from ds_trainer.model_folder import INT8
 
 _OF_ONNX = ("fp32", INT8)
 _ONNX_RUNS = "runs here on the CPU in fp32 and int8"

@@ -11,6 +11,7 @@ import copy
 import errno
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -112,9 +113,11 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
     except Exception as error:  # noqa: BLE001 - the last place to tell of one
         code = exit_code(error)
         with contextlib.suppress(OSError):  # whoever read it may be gone
-            foreseen = code > 1 or (isinstance(error, OSError) and error.errno in _DISK)
-            (_tell if foreseen else _tell_traceback)(error)
+            (_tell if code > 1 or _is_of_the_disk(error) else _tell_traceback)(error)
         return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -123,6 +126,13 @@ def exit_code(error: Exception) -> int:
     if isinstance(error, NonFiniteLossError | LostRankError | StoppedError):
         return error.exit_code
     return USER_ERROR if isinstance(error, ValueError) and _is_told(error) else 1
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Safetensors has an error of its own for what the system says."""
+    if isinstance(error, OSError):
+        return error.errno in _DISK
+    return any(str(error).endswith(f"(os error {number})") for number in _DISK)
 
 
 def _tell(error: Exception) -> None:
@@ -360,8 +370,8 @@ def _calibrate_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_task_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="model folder or hub name")
+def add_task_flags(parser: argparse.ArgumentParser, model: str = "model folder or hub name") -> None:
+    parser.add_argument("model", help=model)
     parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
     parser.add_argument("--batch_size", type=int, default=64, help="examples per rank and forward")
     add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")

@@ -32,9 +32,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_trainer.export_command import FP16, INT8, VALUES
 from ds_trainer.messages import quoted
-from ds_trainer.model_folder import COMPACT_FILE, tensor_shapes
+from ds_trainer.model_folder import COMPACT_FILE, FP16, INT8, VALUES, tensor_shapes
 from ds_trainer.run_folder import MODEL_FILES
 from ds_trainer.whole_file import memory
 
@@ -261,7 +260,11 @@ def _zipped(path: Path, aside: str) -> int:
 
 
 def _write_whole(folder: Path, target: Path) -> None:
+    """The weights in fp32, and a config that says so: transformers would round them to what the first model was in."""
     save_file(read_compact(folder / COMPACT_FILE), target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # as transformers 4 called it
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy(folder: Path, target: Path, patterns: Sequence[str]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_task_flags, asked_task, asked_trust
-from ds_trainer.model_folder import COMPACT_FILE, config_mistakes, folder_mistakes
+from ds_trainer.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.task_files import check_data_files
@@ -26,8 +28,6 @@ REPLACED = (*WEIGHTS, *MODEL_FILES, REPORT)
 """The names of files of a model that goes where another is written in its place."""
 ASIDE = ".export.", ".tmp"
 """How the name of a folder begins and ends that is written aside."""
-FP16, INT8 = VALUES = ("fp16", "int8")
-"""How a compact file can hold numbers."""
 _FOR_ONNX = ("onnx", "onnxruntime")
 
 
@@ -60,10 +60,21 @@ class ExportJob:
 def export_command(arguments: Sequence[str]) -> None:
     """`launch/export.py`: shrink a model folder, write it as ONNX, or as a compact file."""
     job = read_export_job(arguments)
-    from ds_trainer.export_folder import export_folder
+    with _report_alone() as output, trusting(job.trust):
+        from ds_trainer.export_folder import export_folder
 
-    with trusting(job.trust):
-        export_folder(job)
+        export_folder(job, output)
+
+
+@contextlib.contextmanager
+def _report_alone() -> Iterator[TextIO]:
+    """Gives standard output to what is meant to be read by a program; what others print inside goes to standard error.
+
+    DeepSpeed tells of itself on standard output, wherever its first import happens to be.
+    """
+    output = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        yield output
 
 
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
@@ -214,7 +225,7 @@ def _names_in(folder: Path) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
-    add_task_flags(parser)
+    add_task_flags(parser, model="model folder")
     parser.add_argument(
         "--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder"
     )

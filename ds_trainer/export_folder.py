@@ -11,14 +11,13 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -39,9 +38,10 @@ from ds_trainer.export_command import (
     is_aside,
     read_report,
 )
+from ds_trainer.interrupts import held_back, leaving
 from ds_trainer.latency import bytes_on_disk
 from ds_trainer.loading import told
-from ds_trainer.model_folder import COMPACT_FILE
+from ds_trainer.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models import count_weights, save_folder
 from ds_trainer.onnx_file import (
     Inputs,
@@ -58,6 +58,7 @@ from ds_trainer.shrink import shrink
 from ds_trainer.tasks import Task, build_task
 from ds_trainer.tasks.pretrained import check_fits, load_tokenizer, load_trained, pad_token_id, positions_of
 from ds_trainer.techniques.exit_heads import HEADS_FILE, has_exits
+from ds_trainer.whole_file import read_value
 
 _TOLERANCE = 1e-5
 """Of logits, by how much those of a shrunk model may differ, where the largest is 1 or less."""
@@ -72,29 +73,29 @@ _MOST_TOKENS = 160
 """Of those sentences: more than the 128 that some models see around a token."""
 
 
-def export_folder(job: ExportJob) -> None:
-    """Write what a job asks for, and a report of it: `export.json` beside it, and on standard output."""
+def export_folder(job: ExportJob, output: TextIO) -> None:
+    """Write what a job asks for, and a report of it: `export.json` beside it, and to `output`."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with _aside(job.output) as aside:
+    with leaving(), _aside(job.output) as aside:
         made = aside / "made"
         made.mkdir()
         report = {"folder": str(job.model), **(_unpacked(job, made) if job.unpack else _exported(job, made, aside))}
         if not job.writes_folder:
             report |= _earlier(job.output)
         (made / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        _put_in_place(made, job)
-    print(json.dumps(report, indent=2), flush=True)
+        with held_back():  # between the old model and the new one there is none
+            _put_in_place(made, job)
+    print(json.dumps(report, indent=2), file=output, flush=True)
 
 
 @contextlib.contextmanager
 def _aside(output: Path) -> Iterator[Path]:
-    """A folder on the output's own disk, which goes whatever happens, SIGTERM too; so do those of dead processes.
+    """A folder on the output's own disk, which goes whatever happens; so do those of dead processes.
 
     ValueError where there can be none.
     """
     place = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    before = signal.signal(signal.SIGTERM, _leave)
     aside = lock = None
     try:
         with contextlib.suppress(OSError):
@@ -113,11 +114,6 @@ def _aside(output: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _clear_leftovers(place: Path) -> None:
@@ -205,20 +201,31 @@ def _pad(model: Any, tokenizer: Any) -> None:
 
 
 def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
-    save_folder(shrink(model), tokenizer, folder)
+    save_folder(shrink(model).to(_dtype_of(source)), tokenizer, folder)
     if has_exits(source):
         for name in (EXITS_FILE, HEADS_FILE):  # hidden states are as wide as before
             shutil.copyfile(source / name, folder / name)
 
 
+def _dtype_of(folder: Path) -> torch.dtype:
+    """What the weights of a model folder are in. Those of a compact one are no wider file's: fp32 holds them all."""
+    config = {} if is_compact(folder) else read_value(folder / "config.json")
+    said = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return said if isinstance(said, torch.dtype) else torch.float32
+
+
 def _shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> tuple[Any, Any]:
     """The model of the shrunk folder, once its outputs are those of the whole one, and what is reported of it."""
-    reloaded = load_trained(folder).eval()
+    reloaded, dtype = load_trained(folder).eval(), _dtype_of(folder)
     _pad(reloaded, tokenizer)
     found = compare(model, by_torch(reloaded), batches)
-    if found["max_difference"] > _TOLERANCE * max(1.0, found["largest"]):
+    # constants are added to biases, which are rounded to what they are saved in
+    tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
+    if found["max_difference"] > tolerance * max(1.0, found["largest"]):
         raise RuntimeError(f"the shrunk model's outputs differ by {found['max_difference']}")
-    weights = {name: counts for name, counts in count_weights(reloaded).items() if name != "layers"}
+    weights = count_weights(reloaded)
+    for counts in (weights, weights.get("before", {})):
+        counts.pop("layers", None)  # a line for each matrix is more than a report of the whole wants
     return reloaded, found | {"weights": weights}
 
 

@@ -55,7 +55,7 @@ def most_allocated(source: str, held: Held | None) -> Iterator[None]:
     def count(name: str, tensor: torch.Tensor) -> None:
         nonlocal numbers
         numbers += tensor.numel()
-        _check_numbers(source, held, most_bytes, numbers, f" up to {name}")
+        _check_numbers(source, held, most_bytes, numbers)
 
     with _most_tensors(source, held), _each_built(count):
         yield
@@ -69,7 +69,7 @@ def check_cut(source: str, held: Held | None, build: Callable[[], nn.Module]) ->
     with _most_tensors(source, held), torch.device("meta"):
         model = build()
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    _check_numbers(source, held, memory(), numbers, "")
+    _check_numbers(source, held, memory(), numbers)
 
 
 @contextlib.contextmanager
@@ -90,10 +90,10 @@ def _most_tensors(source: str, held: Held | None) -> Iterator[None]:
         yield
 
 
-def _check_numbers(source: str, held: Held | None, most_bytes: int, numbers: int, where: str) -> None:
+def _check_numbers(source: str, held: Held | None, most_bytes: int, numbers: int) -> None:
     if held and numbers > 3 * held.numbers + _SLACK.numbers:
         raise _TooLargeError(
-            f"the config of {source} asks for {numbers:,} numbers{where}, and its weights are {held.numbers:,}: they "
+            f"the config of {source} asks for {numbers:,} numbers or more, and its weights are {held.numbers:,}: they "
             f"do not belong together"
         )
     if numbers * 4 > most_bytes:

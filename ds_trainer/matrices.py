@@ -33,9 +33,18 @@ _HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
 """The dimension of a weight, (out, in), along which the heads lie."""
 
 
-def kept_shares(counts: Counts, model: Path) -> dict[str, dict[int, Array]]:
-    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,)."""
+def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> dict[str, dict[int, Array]]:
+    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
+
+    `before` says how many weights each matrix had before heads and neurons were cut out, where they were: the share is
+    of those, and of whole matrices, since what is left does not say which heads they were.
+    """
     shares: dict[str, dict[int, Array]] = {}
+    if before:
+        for name, whole in before.items():
+            share = counts[name]["kept"] / max(whole, 1) if name in counts else 0.0
+            shares.setdefault(role_of(name), {})[int(layer_of(name) or 0)] = np.array([share])
+        return _in_order(shares)
     heads, size = _heads_of(model) if any(role_of(name) in _HEADS for name in counts) else (0, 0)
     for name, count in counts.items():
         role, layer = role_of(name), int(layer_of(name) or 0)
@@ -45,6 +54,11 @@ def kept_shares(counts: Counts, model: Path) -> dict[str, dict[int, Array]]:
             if len(kept) % size == 0:
                 found = kept.reshape(len(kept) // size, -1).mean(1)
         shares.setdefault(role, {})[layer] = found
+    return _in_order(shares)
+
+
+def _in_order(shares: dict[str, dict[int, Array]]) -> dict[str, dict[int, Array]]:
+    """The roles of attention and feed-forward first, as they come in a layer."""
     order = [role for role in (*_QKV, "output", "ff in", "ff out") if role in shares]
     return {role: shares[role] for role in [*order, *(role for role in shares if role not in order)]}
 

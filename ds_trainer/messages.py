@@ -28,8 +28,9 @@ def listed(values: Iterable[Any], most: int = 20) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; empty where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """What an error says first, and what follows a colon at that line's end; empty where it says nothing."""
+    first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return f"{first} {others[0]}" if first.endswith(":") and others else first
 
 
 def cut(text: str, most: int) -> str:

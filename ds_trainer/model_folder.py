@@ -56,6 +56,8 @@ _BITS = {
 }
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` reads."""
+FP16, INT8 = VALUES = ("fp16", "int8")
+"""How a compact file can hold numbers; an .onnx file knows the latter, too."""
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _KERNELS = {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
@@ -82,7 +84,7 @@ def model_mistakes(name: str, trust: Trust) -> list[str]:
 def folder_mistakes(folder: Path, trust: Trust) -> list[str]:
     """What is wrong with a model folder; empty where it can be loaded, as far as its files alone tell."""
     if not os.path.isdir(folder):
-        return [f"the model folder {folder} does not exist"]
+        return [f"the model folder {folder} " + ("is a file" if os.path.isfile(folder) else "does not exist")]
     mistakes = config_mistakes(folder, trust)
     if not os.path.lexists(folder / "config.json"):
         return mistakes
@@ -229,7 +231,7 @@ def _check_weights(folder: Path, trust: Trust) -> None:
         return
     if not has_safetensors(folder) and not trust.allow_pickle:
         raise ValueError(
-            f"the model folder {folder} has no .safetensors weights of a known name ({_found_instead(folder)})"
+            f"the model folder {folder} has no .safetensors weights of a known name{_found_instead(folder)}"
         )
     for path in _weight_files(folder):
         if path.suffix == ".safetensors":
@@ -240,10 +242,10 @@ def _found_instead(folder: Path) -> str:
     """What a folder without `_SAFE` has of weights, in words."""
     pickles = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
     if pickles:
-        return f"found: {pickles}, which are pickles: convert them, or give --allow_pickle"
+        return f" (found: {pickles}, which are pickles: convert them, or give --allow_pickle)"
     names = {path.name for path in folder.glob("*.safetensors")} - {"exit_heads.safetensors"}
     others = ", ".join(sorted(names)[:3])
-    return f"found: {others}, which transformers does not look for: rename the one to read" if others else "it has none"
+    return f" (found: {others}, which transformers does not look for: rename the one to read)" if others else ""
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -117,15 +117,16 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     return counts
 
 
-def whole_totals(model: Any) -> dict[str, int]:
-    """Weights of the encoder's linear layers and of the model, zeros too; of a shrunk model those before its cut."""
+def whole_totals(model: Any) -> dict[str, Any]:
+    """Weights of each linear layer of the encoder, of the encoder and the model, zeros too; of a shrunk one before."""
     if getattr(model.config, FIELD, None):
         config = copy.deepcopy(model.config)
         delattr(config, FIELD)
         with torch.device("meta"):
             model = whole_class(model)(config)
-    encoder = sum(linear.weight.numel() for linear in _linears(model).values())
-    return {"encoder": encoder, "model": sum(parameter.numel() for parameter in model.parameters())}
+    layers = {name: linear.weight.numel() for name, linear in _linears(model).items()}
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return {"layers": layers, "encoder": sum(layers.values()), "model": everything}
 
 
 def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path], None] = lambda _: None) -> None:

@@ -76,13 +76,14 @@ def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
     return figure
 
 
-def kept_weights(phase: str, counts: Counts, model: Path) -> Figure | None:
+def kept_weights(phase: str, counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> Figure | None:
     """A heat map, layers by matrices, of the share of the weights of a model folder that are not zero.
 
     Of query, key and value for each head's rows, of output for each head's columns, of every other matrix whole, from
-    `counts`. What a head would have in a layer where heads are gone is grey.
+    `counts`; where heads and neurons were cut out, of every matrix its share of the weights `before`. What a head would
+    have in a layer where heads are gone is grey.
     """
-    shares = kept_shares(counts, model)
+    shares = kept_shares(counts, model, before)
     if not shares:
         return None
     layers = sorted({layer for found in shares.values() for layer in found})

@@ -191,7 +191,7 @@ class PruneSpec(Strict):
                 yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
             if asked - WHOLE_BLOCKS.keys():
                 yield f"{name} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
-            if not math.isclose(self.final_threshold, self.target or 0):
+            if len(targets) == 1 and not math.isclose(self.final_threshold, self.target or 0):
                 yield (
                     f"{name} takes the place of final_threshold, which is {self.final_threshold}: leave that out or, "
                     "in a recipe that a run has written, set it to null"

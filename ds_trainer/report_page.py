@@ -142,7 +142,8 @@ def _all_plots(run: Run, failures: list[str]) -> Iterator[_Plot]:
 def _plots(run: Run, phase: str) -> list[_Plot]:
     """The figures that every phase may have; its log or its model decides."""
     records, found = run.records.get(phase, []), run.results.get(phase, {})
-    counts = found.get("weights", {}).get("layers", {})
+    weights = found.get("weights", {})
+    counts, before = weights.get("layers", {}), weights.get("before", {}).get("layers")
     final = found.get("eval", {}).get("teacher/agreement")
     drawn = [
         ("loss", "loss, its terms and the learning rates.", partial(plots.losses, phase, records)),
@@ -151,7 +152,8 @@ def _plots(run: Run, phase: str) -> list[_Plot]:
     ]
     if _is_pruned(found, records):
         caption = "weights kept in the final model; ff is feed-forward, grey a head that is gone."
-        drawn.append(("kept_weights", caption, partial(plots.kept_weights, phase, counts, run.place(phase) / "model")))
+        draw = partial(plots.kept_weights, phase, counts, run.place(phase) / "model", before)
+        drawn.append(("kept_weights", caption, draw))
     return [_plot(phase, name, caption, draw) for name, caption, draw in drawn]
 
 

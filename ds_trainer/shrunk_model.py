@@ -350,17 +350,23 @@ def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
     return blocks
 
 
+def _said(found: Any) -> str:
+    return f"it lists {len(found)}" if isinstance(found, list | tuple) else f"it is {repr(found)[:40]}"
+
+
 def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
     if not isinstance(sizes, Mapping):
         raise ShrunkSizesError(f"the config's {FIELD} is a {type(sizes).__name__}: it must be an object of lists")
     for name, most in whole.items():
         found = sizes.get(name)
         if not isinstance(found, list | tuple) or len(found) != len(most):
-            raise ShrunkSizesError(f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer")
+            raise ShrunkSizesError(
+                f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer: {_said(found)}"
+            )
         for index, (size, limit) in enumerate(zip(found, most, strict=True)):
             if type(size) is not int or not 0 <= size <= limit:
                 raise ShrunkSizesError(
-                    f"the config's {FIELD}.{name} is {str(size)[:40]!r} for layer {index}: allowed are 0 to {limit}"
+                    f"the config's {FIELD}.{name} is {repr(size)[:40]} for layer {index}: allowed are 0 to {limit}"
                 )
 
 

@@ -347,6 +347,36 @@ def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monke
     assert told["measurements"][0]["folders"] == {}
 
 
+def test_an_earlier_benchmark_is_no_part_of_this_one(
+    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is cut short says so, beside no page and figure of other folders; what is whole says that."""
+    arguments = [str(plain), *FAST, "--output_dir", str(tmp_path)]
+    assert run_command(benchmark_command, arguments) == 0
+    assert json.loads((tmp_path / "benchmark.json").read_text())["finished"] is True
+    monkeypatch.setattr(benchmark, "show", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run_command(benchmark_command, arguments) == 130
+    assert json.loads((tmp_path / "benchmark.json").read_text())["finished"] is False
+    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
+
+
+def test_nothing_measured_is_no_success(
+    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """More than the memory holds, say, at every setting: why stands in the tables, and the code is no 0."""
+
+    def too_large(_: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(benchmark, "eager", lambda _: too_large)
+    monkeypatch.setattr(benchmark, "_check_lengths", lambda *_: None)
+    assert run_command(benchmark_command, [str(plain), *FAST, "--output_dir", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "out of memory: give smaller --batch_sizes or --lengths" in printed.out
+    assert "nothing could be measured" in printed.err
+    assert (tmp_path / "benchmark.md").is_file()
+
+
 def test_what_was_measured_is_kept(
     plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,8 +390,7 @@ def test_what_was_measured_is_kept(
         return measured(subjects, setting, limit)
 
     monkeypatch.setattr(benchmark, "_measured", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        run_command(benchmark_command, arguments)
+    assert run_command(benchmark_command, arguments) == 130
     assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["measurements"]) == 1
     monkeypatch.setattr(benchmark, "_measured", measured)
     monkeypatch.setattr(benchmark_page, "size_speed_score", lambda *_: 1 / 0)

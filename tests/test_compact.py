@@ -19,6 +19,7 @@ from ds_trainer import compact
 from ds_trainer.compact import read_compact, unpack_compact, write_compact, write_compact_folder
 from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.models import save_folder
+from ds_trainer.shrunk_model import sizes_of
 from ds_trainer.tasks.pretrained import load_trained
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
@@ -145,6 +146,21 @@ def test_a_folder_loads_again(folder, tmp_path, values):
     assert all(torch.equal(again.state_dict()[name], weight) for name, weight in loaded.state_dict().items())
 
 
+@pytest.mark.parametrize("values", ["fp16", "int8"])
+def test_what_a_bf16_model_unpacks_to_is_not_rounded_again(folder, tmp_path, values):
+    """Its config says float32: transformers goes by that, and bf16 would hold neither fp16 nor a scale's multiples."""
+    for name in ("source", "compact", "unpacked"):
+        (tmp_path / name).mkdir()
+    load_trained(folder).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    assert json.loads((tmp_path / "source" / "config.json").read_text())["dtype"] == "bfloat16"
+    write_compact_folder(tmp_path / "source", load_trained(tmp_path / "source"), tmp_path / "compact", values)
+    unpack_compact(tmp_path / "compact", tmp_path / "unpacked")
+    loaded = load_trained(tmp_path / "compact")
+    again = type(loaded).from_pretrained(tmp_path / "unpacked")
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+
+
 def test_a_shrunk_folder_loads_again(tmp_path):
     """Sizes of layers and emptied blocks come through."""
     source = exported_models.save("qa", tmp_path / "shrunk", cut=True)
@@ -152,8 +168,11 @@ def test_a_shrunk_folder_loads_again(tmp_path):
     (tmp_path / "compact").mkdir()
     write_compact_folder(source, model, tmp_path / "compact", "fp16")
     loaded = load_trained(tmp_path / "compact").eval()
+    assert sizes_of(loaded) == sizes_of(model)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.half().float())
     asked = exported_models.inputs(2, 6)
-    assert torch.allclose(loaded(**asked).start_logits, model(**asked).start_logits, atol=0.05)
+    torch.testing.assert_close(loaded(**asked).start_logits, model.half().float()(**asked).start_logits)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from exported_models import emptied, inputs
 from launching import run_python
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from squad_examples import SMALL, hard_questions, word_pieces
 from test_squad import write
@@ -22,7 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 from ds_trainer import export_folder, load_model
 from ds_trainer.command import run_command
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.export_command import export_command, read_export_job
+from ds_trainer.export_command import export_command, is_aside, read_export_job
 from ds_trainer.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models import save_folder
 from ds_trainer.onnx_file import by_torch, outputs, session
@@ -67,7 +69,7 @@ def test_the_command_writes_and_scores_all_at_once(model, task, tmp_path):
     command = ["launch/export.py", str(model), "--shrink", "--onnx", "--quantize", "int8", "--output_dir", str(out)]
     done = run_python(*command, *task)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout[done.stdout.index("{") :])  # DeepSpeed writes of itself before it
+    report = json.loads(done.stdout)  # what DeepSpeed writes of itself is not there
     assert report == json.loads((out / "export.json").read_text())
     assert report["scores"].keys() == {"model", "onnx", "int8"}
     assert report["scores"]["onnx"] == report["scores"]["model"]
@@ -117,9 +119,26 @@ def test_shrunk_and_compact(model, tmp_path):
     """Both at once: the compact file is of the shrunk model."""
     assert exported(model, "--shrink", "--compact", "int8", "--output_dir", tmp_path / "out") == 0
     assert is_compact(tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert report["shrunk"]["weights"]["sizes"] == {"heads": [1, 0], "neurons": [32, 0]}
     assert exported(tmp_path / "out", "--unpack", "--output_dir", tmp_path / "back") == 0
-    logits = [load_model(folder)(**inputs(2, 8)).logits for folder in (model, tmp_path / "back")]
-    assert torch.allclose(*logits, atol=0.3)
+    assert exported(model, "--shrink", "--output_dir", tmp_path / "cut") == 0
+    cut, back = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "back"))
+    assert cut.keys() == back.keys()
+    for name, weight in cut.items():
+        assert torch.allclose(back[name], weight, rtol=0, atol=report["compact"]["max_error"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_shrunk_folder_is_as_precise_as_its_source(model, tmp_path, dtype):
+    """Half of fp32's bytes stay half: what is cut is never larger than what it was cut from."""
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    load_model(model).to(getattr(torch, dtype)).save_pretrained(source)
+    assert exported(source, "--shrink", "--output_dir", tmp_path / "cut") == 0
+    kinds = {str(weight.dtype) for weight in load_file(tmp_path / "cut" / "model.safetensors").values()}
+    assert kinds == {f"torch.{dtype}"}
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (source, tmp_path / "cut")]
+    assert sizes[1] < sizes[0]
 
 
 def test_overwriting_replaces_the_model_and_nothing_else(model, tmp_path):
@@ -156,6 +175,43 @@ def test_a_folder_in_the_place_of_a_file_is_told(model, folders, tmp_path, name,
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number, code):
+    """The old one is gone then: the new one is put in place whole before the process ends as asked."""
+    out = Path(shutil.copytree(model, tmp_path / "out"))
+    replace, moved = Path.replace, []
+
+    def signalled(path: Path, target: Path) -> Path:
+        moved.append(target.name)
+        signal.raise_signal(number)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", signalled)
+    if number == signal.SIGINT:
+        assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == code
+    else:
+        with pytest.raises(SystemExit, match=str(code)):
+            exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite")
+    assert len(moved) > 3
+    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
+    assert names(tmp_path) >= {"out"}
+    assert not [name for name in names(tmp_path) if is_aside(name)]
+    assert load_model(out)(**inputs(2, 8)).logits.shape == (2, 3)
+
+
+def test_a_full_disk_is_one_line(model, tmp_path, monkeypatch, capsys):
+    """Of safetensors, too, whose error is its own; nothing stays behind."""
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("ds_trainer.compact.save_file", full)
+    assert exported(model, "--compact", "fp16", "--output_dir", tmp_path / "out") == 1
+    assert re.fullmatch("error: .*No space left on device.*\n", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+    assert not [name for name in names(tmp_path) if is_aside(name)]
+
+
 def test_the_weights_come_last(model, folders, tmp_path, monkeypatch):
     """An end half-way leaves a folder without weights, never one with those of another model."""
     out = Path(shutil.copytree(folders / "qa", tmp_path / "out"))
@@ -167,8 +223,7 @@ def test_the_weights_come_last(model, folders, tmp_path, monkeypatch):
         return move(path, target)
 
     monkeypatch.setattr(Path, "replace", stop_at_weights)
-    with pytest.raises(KeyboardInterrupt):
-        exported(model, "--shrink", "--output_dir", out, "--overwrite")
+    assert exported(model, "--shrink", "--output_dir", out, "--overwrite") == 130
     assert json.loads((out / "config.json").read_text())["shrunk"] == {"heads": [1, 0], "neurons": [32, 0]}
     assert not list(out.glob("*.safetensors"))
 

@@ -18,6 +18,8 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_i
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 FAMILIES = {
     "bert": SMALL,
+    "roberta": SMALL,
+    "electra": SMALL | {"embedding_size": 16},
     "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64},
     "modernbert": SMALL | SPECIAL,
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 32, "vocab_size": 64},
@@ -187,6 +189,33 @@ def test_parts_of_a_matrix(family, granularity):
             assert bool((weight.unflatten(1, (-1, 4)).sum(2) == 2).all())
 
 
+@pytest.mark.parametrize("granularity", ["row", "column", "block"])
+@pytest.mark.parametrize("method", ["threshold", "sigmoied_threshold", "magnitude", "l0"])
+def test_parts_by_every_method(method, granularity):
+    """Each is kept whole or dropped whole, some of both, and the folded model computes what the masked one does."""
+    thresholds = {"threshold": 0.0, "sigmoied_threshold": 0.5, "magnitude": 0.5, "l0": 1.0}
+    prune, model = pruned(
+        granularity=granularity,
+        block_shape=[8, 16],
+        pruning_method=method,
+        final_threshold=thresholds[method],
+        mask_init="uniform",
+        mask_scale=5.0,
+    )
+    with torch.no_grad():
+        expected = run(model)
+    folded = prune.fold(model)
+    torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+    left = whole = 0
+    for name in prune.layers:
+        weight = folded.get_submodule(name).weight != 0
+        shape = {"row": (1, weight.shape[1]), "column": (weight.shape[0], 1), "block": (8, 16)}[granularity]
+        parts = weight.unflatten(1, (-1, shape[1])).unflatten(0, (-1, shape[0])).transpose(1, 2).flatten(2)
+        assert torch.equal(parts.any(2), parts.all(2))
+        left, whole = left + int(parts.any(2).sum()), whole + parts.shape[0] * parts.shape[1]
+    assert 0 < left < whole
+
+
 def test_two_of_four_comes_by_way_of_three():
     """With the share the kept of every four goes from 4 to 2: the share times four, rounded up."""
     prune = make_prune(granularity="2:4", schedule="linear")
@@ -297,6 +326,72 @@ def test_numbers_that_hardware_likes():
         run(model)
         assert min(kept_of(prune, "attention")) >= 1
         assert all(count % 8 == 0 for count in kept_of(prune, "feed_forward"))
+
+
+@pytest.mark.parametrize("method", ["topK", "magnitude", "threshold", "sigmoied_threshold"])
+def test_numbers_that_hardware_likes_are_the_same_in_every_layer(method):
+    """uniform, min_heads and multiple_of together: nothing passes, everything passes, or about half."""
+    shares = {"topK": (0.01, 0.4, 0.99), "magnitude": (0.01, 0.4, 0.99), "threshold": (9.0, 0.0, -9.0)}
+    for threshold in shares.get(method, (0.9999, 0.5, 0.0001)):
+        spec = {"mask_init": "uniform", "mask_scale": 5.0, "uniform": True, "min_heads": 2, "multiple_of": 8}
+        prune, model = pruned(pruning_method=method, final_threshold=threshold, **spec)
+        run(model)
+        (heads,) = set(kept_of(prune, "attention"))
+        (neurons,) = set(kept_of(prune, "feed_forward"))
+        assert 2 <= heads <= 4
+        assert neurons % 8 == 0
+
+
+def test_the_numbers_follow_the_schedule():
+    """Of 4 heads and 48 neurons, linearly from all to a quarter, in every layer; never up again."""
+    prune, model = pruned(final_threshold=0.25, schedule="linear")
+    counts = []
+    for step in range(11):
+        prune.on_step(step)
+        run(model)
+        share = prune.readings()["prune/threshold"]
+        heads, neurons = (set(kept_of(prune, kind)) for kind in ("attention", "feed_forward"))
+        assert (heads, neurons) == ({round(4 * share)}, {round(48 * share)})
+        counts.append((*heads, *neurons))
+    assert counts[0] == (4, 48)
+    assert counts[-1] == (1, 12)
+    assert counts == sorted(counts, reverse=True)
+    assert len({*counts}) > 3
+
+
+@pytest.mark.parametrize(("groups", "share"), [(1, 0.5), (2, 0.25), (4, 0.1)])
+def test_a_share_of_few_heads_is_one_at_least(groups, share, monkeypatch):
+    """Half of a single group of heads rounds to none, which nobody who asks for half means."""
+    monkeypatch.setitem(FAMILIES, "llama", GROUPED | {"num_key_value_heads": groups})
+    prune, model = pruned("llama", final_threshold=share)
+    run(model)
+    assert kept_of(prune, "attention") == [1] * 3
+
+
+@pytest.mark.parametrize("method", ["threshold", "l0"])
+def test_an_encoder_without_a_head_is_told(method, caplog):
+    """Once, by the kind that is gone everywhere; a layer without any is no more than was asked for."""
+    thresholds = {"threshold": 9.0, "l0": 1.0}
+    prune, model = pruned(pruning_method=method, final_threshold=thresholds[method], mask_init="constant")
+    with torch.no_grad():
+        for name, layer in prune.layers.items():
+            layer.mask_scores.fill_(-99.0 if "attention" in name else 99.0)
+            layer.mask_scores[0] = 99.0
+        first, *others = (layer for name, layer in prune.layers.items() if "attention" in name)
+        for layer in others:
+            layer.mask_scores.fill_(-99.0)
+        for step in (9, 10):
+            prune.on_step(step)
+            run(model)
+            prune.readings()
+        assert "is left in any layer" not in caplog.text
+        first.mask_scores.fill_(-99.0)
+        for step in (9, 10):
+            prune.on_step(step)
+            run(model)
+            prune.readings()
+    assert caplog.text.count("no head is left in any layer") == 1
+    assert "no neuron" not in caplog.text
 
 
 @pytest.mark.parametrize("method", ["topK", "threshold"])

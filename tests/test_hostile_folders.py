@@ -105,7 +105,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "index of missing shards": (index_of("a.safetensors", "b.safetensors"), "2 files, and 2 are missing"),
     "index of numbers": (index_of(5), "has no weight_map"),
     "index deep": (lambda f: (drop(WEIGHTS)(f), put(INDEX, DEEP)(f)), "nested too deeply"),
-    "no weights": (drop("*.safetensors"), "it has none"),
+    "no weights": (drop("*.safetensors"), "no .safetensors weights of a known name"),
     "other weights named": (edit("config.json", transformers_weights="../x.safetensors"), "names other weights"),
     "a distributed checkpoint": (put("shard-00001-model-00001-of-00001.safetensors", ""), "distributed checkpoint"),
     "weights cut in the middle": (cut(WEIGHTS, 0.5), "cut short"),

@@ -76,7 +76,7 @@ LAYERS = [
     {"recipe", "json_file"},
     {"task_specs", "technique_specs"},
     {"exit_specs", "prune_specs"},
-    {"fields", "failures", "launcher", "rank_watch", "stopping", "trust", "messages", "whole_file"},
+    {"fields", "failures", "interrupts", "launcher", "rank_watch", "stopping", "trust", "messages", "whole_file"},
     {"schedules"},
     {"distributed"},
     {"attempts"},

@@ -291,6 +291,16 @@ def test_distilbert_and_layers_that_have_lost_heads(tmp_path):
     assert np.asarray(ff.images[0].get_array())[0, 0] == 12.5
 
 
+def test_what_was_cut_out_is_counted_from_before(tmp_path):
+    """A cell for each matrix: what is left cannot say which heads it were, and an empty block has lost all."""
+    before = dict.fromkeys(NAMES, 64)
+    counts = {name: {"kept": 16, "total": 16} for name in NAMES if "layer.1.attention" not in name}
+    figure = plots.kept_weights("cut", counts, tmp_path, before)
+    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.drawn.axes if axes.get_title()}
+    assert grids["query"].tolist() == grids["output"].tolist() == [[25], [0], [25]]
+    assert grids["ff\nin"].tolist() == [[25]] * 3
+
+
 def test_an_unknown_family_gets_a_cell_for_each_matrix():
     """From the counts of the run alone: its model is not even opened."""
     counts = {f"model.layers.{i}.{n}": {"kept": i, "total": 2} for i in range(3) for n in ("attn.Wqkv", "mlp.Wo")}

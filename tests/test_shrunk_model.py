@@ -136,8 +136,10 @@ def test_every_family_comes_back_from_its_folder(family: str, tokenizer: Any, tm
         torch.testing.assert_close(logits_of(loaded), logits_of(shrunk))
     counts = count_weights(loaded)
     assert counts["sizes"] == sizes_of(shrunk) == shrunk.config.shrunk
+    layers = {name: linear.weight.numel() for name, linear in encoder_linears(model).items()}
     assert counts["before"] == {
-        "encoder": sum(linear.weight.numel() for linear in encoder_linears(model).values()),
+        "layers": layers,
+        "encoder": sum(layers.values()),
         "model": model.num_parameters(),
     }
 
@@ -232,7 +234,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "of different lengths": ({"heads": [0, 1], "neurons": GOOD}, FORM),
     "too short": ({"heads": [0, 1], "neurons": [7, 0]}, r"shrunk\.heads must list 3 sizes, one a layer"),
     "too many": ({"heads": [0] * 10**5, "neurons": [0] * 10**5}, r"shrunk\.heads must list 3 sizes, one a layer"),
-    "more than there are": ({"heads": [0, 1, 4], "neurons": [7, 0, 25]}, r"neurons is '25' for layer 2: .* 0 to 24"),
+    "more than there are": ({"heads": [0, 1, 4], "neurons": [7, 0, 25]}, r"neurons is 25 for layer 2: .* 0 to 24"),
     "others than the weights": ({"heads": [0, 2, 4], "neurons": GOOD}, "of another shape"),
     "emptier than the weights": ({"heads": [0, 0, 4], "neurons": GOOD}, r"1 of the encoder .*of another shape, bert"),
 }

@@ -43,6 +43,13 @@ def test_a_partitioned_teacher_is_held_in_parts(stage, losses, request):
     assert whole / ranks <= parts <= 1.01 * whole / ranks
 
 
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"l0"}))
+def test_the_reference_prunes(method):
+    """Some and not all, so that the agreement of densities says something; the gates of l0 start open, by its paper."""
+    densities = [found["prune/density"] for found in reference_of(Case(method, 0, "fp32"))["readings"]]
+    assert 0 < densities[-1] < 1
+
+
 @pytest.mark.parametrize("method", [*METHODS, *DISTILLED, *EXITS])
 def test_the_reference_learns(method):
     """The cases are no trivial ones: the loss changes at every step, and so the agreement says something."""

@@ -39,7 +39,12 @@ class MaskedLinear(nn.Linear):
     mask_scores: nn.Parameter | None
 
     def __init__(
-        self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
+        self,
+        linear: AnyLinear,
+        initial_scores: Tensor | None,
+        penalty_kind: str | None,
+        grain: Grain | None = None,
+        sizes: Tensor | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
@@ -47,8 +52,8 @@ class MaskedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.grain = grain
-        self.sizes = None if grain is None else grain.sizes()
-        """How many weights each decision is about, in this matrix and others."""
+        self.sizes = grain.sizes() if grain is not None and sizes is None else sizes
+        """How many weights each decision is about, in this matrix and, as `sizes` says, others."""
         self.worth: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind

@@ -108,8 +108,13 @@ def _rule(spec: PruneSpec, site: Site, threshold: float, seed: int) -> MaskRule:
         return KeepShare(threshold) if method in BY_SHARE else KeepAbove(threshold, of_sigmoid)
     sizes = sizes_of(spec, site)
     if method in BY_SHARE:
-        return KeepLargest(round(threshold * math.prod(site.grain.shape)), sizes)
+        return KeepLargest(_of_share(threshold, math.prod(site.grain.shape)), sizes)
     return KeepPassing(threshold, of_sigmoid, 0 if site.granularity in WHOLE_BLOCKS else _LEAST_PASSING, sizes)
+
+
+def _of_share(share: float, whole: int) -> int:
+    """How many of so many decisions: of any share at least one, since half of a layer's only head is not nothing."""
+    return max(1, round(share * whole)) if share else 0
 
 
 def _alike(layers: Layers, sites: Sites, rules: Mapping[str, MaskRule]) -> dict[str, MaskRule]:

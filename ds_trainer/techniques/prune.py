@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -58,6 +58,8 @@ class Prune(Technique):
         self.config: Any = None
         self.counted = Counter[str]()
         self.threshold = self.schedule(0)
+        self.told: set[str] = set()
+        """The granularities of which it was told that nothing is left."""
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
@@ -150,9 +152,12 @@ class Prune(Technique):
                 [f"prune/density/{matrix}" for matrix in (*self.sites[name].inner, name)], count / sizes[name]
             )
         decided = {name: mask for name, mask in masks.items() if isinstance(mask, DecisionMask)}
+        kept_of_kind: Counter[str] = Counter()
         for name, mask in decided.items():
             if self.sites[name].block:
                 readings[f"prune/kept/{self.sites[name].block_name}"] = mask.decisions
+                kept_of_kind[self.sites[name].granularity] += mask.decisions
+        self._warn_of_none(kind for kind, count in kept_of_kind.items() if not count)
         if self.flops and len(decided) == len(self.layers):
             readings["prune/flops"] = self.flops.share({name: mask.open for name, mask in decided.items()})
         return readings
@@ -163,6 +168,15 @@ class Prune(Technique):
             if isinstance(layer.mask, DecisionMask):
                 self.sites[name].clear(model, ~layer.mask.open)
         return model
+
+    def _warn_of_none(self, gone: Iterable[str]) -> None:
+        """One empty block is what was asked for; none left in any layer is a model that reads no text any more."""
+        for kind in {*gone} - self.told:
+            self.told.add(kind)
+            distributed.warn(
+                f"prune: no {kind} is left in any layer: lower final_threshold, or the weight of the penalty "
+                f"(final_lambda), or raise mask_scale" + (", or set min_heads" if kind == "head" else "")
+            )
 
     def _due(self, step: int) -> bool:
         """Whether what is chosen over all layers is chosen anew: every so many steps, and at the end."""
@@ -182,10 +196,8 @@ class Prune(Technique):
 
     def _masked(self, site: Site, index: int) -> MaskedLinear:
         scores = self._initial_scores(site, index)
-        layer = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
-        if site.grain is not None:
-            layer.sizes = site.sizes()
-        return layer
+        sizes = None if site.grain is None else site.sizes()
+        return MaskedLinear(site.linear, scores, self.spec.regularization, site.grain, sizes)
 
     def _initial_scores(self, site: Site, index: int) -> Tensor | None:
         if self.spec.pruning_method == "magnitude":
