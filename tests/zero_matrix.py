@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, BertConfig
+from zeroed import empty
 
 from ds_trainer import distributed, engine
 from ds_trainer.models import train_tokenizer
 from ds_trainer.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.recipe import GroupRule, Phase, parse_recipe
 from ds_trainer.schedules import lr_multiplier
+from ds_trainer.shrink import shrink
 from ds_trainer.tasks.pretrained import CLASSIFIER
 from ds_trainer.techniques import Clock, Forward, build_techniques
 
@@ -98,7 +100,10 @@ DISTILLED = {
     "partitioned": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0, "teacher_zero_stage": 3}},
     "whole": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0}},
     "both": {"prune": METHODS["topK"], "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0}},
+    "filled": {"distill": {"alpha_ce": 1.0, "alpha_distil": 0.9}},
 }
+LEFT = {"filled": {"heads": [0, 1], "neurons": [16, 0]}}
+"""Heads and neurons of a model that was cut before, in which blocks are skipped."""
 _JOINT = {"training": "joint"}
 EXITS = {
     "exits-heads": {"exits": {"training": "heads"}},
@@ -135,6 +140,7 @@ CASES = [Case(method, stage, "fp32") for method, stage in product(METHODS, range
 CASES += [Case("hybrid", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
 CASES += [Case(method, stage, "fp32") for method, stage in product(DISTILLED, range(4))]
 CASES += [Case("both", stage, "autocast") for stage in range(4)]
+CASES += [Case("filled", stage, "bf16") for stage in range(4)]
 CASES += [Case(method, stage, "fp32") for method, stage in product(EXITS, range(4))]
 CASES += [Case("exits-joint", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
 
@@ -202,6 +208,8 @@ def build(method: str):
     torch.manual_seed(0)
     techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5), ToyTask())
     model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
+    if method in LEFT:
+        model = shrink(empty(model, LEFT[method]))
     for technique in techniques:
         model = technique.attach(model)
     rules: list[GroupRule] = [rule for technique in techniques for rule in technique.parameter_rules(model)]
