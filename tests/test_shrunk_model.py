@@ -14,7 +14,7 @@ import torch
 import transformers
 from launching import run_python
 from safetensors.torch import load_file, save_file
-from zeroed import ENCODERS, FAMILIES, VOCABULARY, empty, inputs_of, logits_of, model_of, randomised, uneven
+from zeroed import DECODERS, ENCODERS, FAMILIES, VOCABULARY, empty, inputs_of, logits_of, model_of, randomised, uneven
 
 import ds_trainer
 from ds_trainer.exit_specs import ExitPolicy, SavedExits
@@ -66,6 +66,11 @@ found["said"] = pipeline("text-classification", model=f"{root}/bert", trust_remo
 found["filled"] = pipeline("text-generation", model=f"{root}/gpt2", trust_remote_code=True)(
     "it rains", max_new_tokens=3, do_sample=False
 )
+found["of"] = {}
+for name in sys.argv[2:]:
+    kind, _, family = name.partition(":")
+    auto = AutoModelForCausalLM if kind == "decoder" else AutoModelForSequenceClassification
+    found["of"][family] = load(auto, f"of/{family}")(**inputs).logits.detach()
 torch.save(found, f"{root}/found.pt")
 """
 
@@ -77,13 +82,17 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tokenizer: Any, tmp_path_factory: Any) -> Path:
-    """Shrunk models of uneven sizes: a classifier, one that answers and one that writes."""
+    """Shrunk models of uneven sizes: a classifier, one that answers and one that writes; one `of` each family."""
     root = tmp_path_factory.mktemp("shrunk")
     models = {"bert": model_of("bert"), "gpt2": model_of("gpt2", pad_token_id=0)}
     config = transformers.BertConfig(**ENCODERS["bert"], vocab_size=VOCABULARY)
     models["squad"] = randomised(transformers.BertForQuestionAnswering(config))
     for name, model in models.items():
         save_folder(shrink(empty(model, uneven(model))), tokenizer, root / name)
+    (root / "of").mkdir()
+    for family in FAMILIES:
+        model = model_of(family)
+        save_folder(shrink(empty(model, uneven(model))), tokenizer, root / "of" / family)
     return root
 
 
@@ -103,7 +112,8 @@ def test_a_folder_says_in_its_config_what_can_be_made_of_it(folders: Path) -> No
 def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
     """By the auto classes and in pipelines, in a process that cannot import it; trained on there, it comes back."""
     torch.save(inputs_of(), folders / "inputs.pt")
-    done = run_python("-c", ALONE, str(folders))
+    families = [f"{'decoder' if family in DECODERS else 'encoder'}:{family}" for family in FAMILIES]
+    done = run_python("-c", ALONE, str(folders), *families)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is not supported" not in done.stderr
     found = torch.load(folders / "found.pt")
@@ -112,6 +122,10 @@ def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
         states = ours["bert"].bert(**inputs_of()).last_hidden_state
         answers = ours["squad"](**inputs_of()).start_logits
         written = ours["gpt2"](**inputs_of()).logits
+    assert found["of"].keys() == FAMILIES.keys()
+    for family, logits in found["of"].items():
+        with torch.no_grad():
+            torch.testing.assert_close(logits, ds_trainer.load_model(folders / "of" / family)(**inputs_of()).logits)
     torch.testing.assert_close(found["states"], states)
     torch.testing.assert_close(found["answers"], answers)
     torch.testing.assert_close(found["gpt2"], written)
