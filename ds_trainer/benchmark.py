@@ -83,15 +83,20 @@ def benchmark(job: BenchmarkJob) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     distributed.keep_freed_memory()  # as training, evaluation and serving of this library do
-    if job.output:
-        clear(job.output)
     with leaving():
-        found = measure(job, partial(write_numbers, folder=job.output) if job.output else lambda _: None)
+        found = measure(job, partial(_keep, folder=job.output) if job.output else lambda _: None)
     show(found)
     if job.output:
         write(found, job.output)
     if not any(measured["folders"] for measured in found["measurements"]):
         raise ValueError("nothing could be measured: the lines above say why")
+
+
+def _keep(found: dict[str, Any], folder: Path) -> None:
+    """Write what is measured so far, and beside it nothing of an earlier benchmark."""
+    if len(found["measurements"]) == 1:
+        clear(folder)
+    write_numbers(found, folder)
 
 
 def measure(job: BenchmarkJob, keep: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:

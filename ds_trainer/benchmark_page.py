@@ -37,7 +37,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove the files of an earlier benchmark: a new one that is cut short leaves its own, and no mixture."""
+    """Remove the files of an earlier benchmark."""
     for name in ("benchmark.json", "benchmark.md", *_FIGURES):
         with contextlib.suppress(OSError):
             (folder / name).unlink()

@@ -358,6 +358,8 @@ def test_an_earlier_benchmark_is_no_part_of_this_one(
     assert run_command(benchmark_command, arguments) == 130
     assert json.loads((tmp_path / "benchmark.json").read_text())["finished"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
+    assert run_command(benchmark_command, [*arguments, "--lengths", "9999"]) == 2
+    assert (tmp_path / "benchmark.json").is_file(), "a mistake takes nothing away"
 
 
 def test_nothing_measured_is_no_success(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.messages import kind_of, listed, quoted, shortened, shown
+from ds_trainer.messages import first_line, kind_of, listed, quoted, shortened, shown
 
 
 def test_values_are_cut_where_they_are_long() -> None:
@@ -33,3 +33,12 @@ def test_a_message_keeps_its_beginning_and_says_what_is_left_out() -> None:
     assert many.endswith(f"line {kept - 1}\n... and {3000 - kept:,} lines more")
     assert len(many) < 3600
     assert len(shortened("\n".join(["y" * 5000] * 9))) < 3600
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [("one\ntwo", "one"), ("wrong field:\n  'abc' is no number\nmore", "wrong field: 'abc' is no number"), ("", "")],
+)
+def test_an_error_says_first_what_matters(said: str, line: str) -> None:
+    """Its first line, with the next where that ends with a colon."""
+    assert first_line(ValueError(said)) == line
