@@ -180,6 +180,7 @@ def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number,
     """The old one is gone then: the new one is put in place whole before the process ends as asked."""
     out = Path(shutil.copytree(model, tmp_path / "out"))
     replace, moved = Path.replace, []
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 
     def signalled(path: Path, target: Path) -> Path:
         moved.append(target.name)
@@ -187,11 +188,15 @@ def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number,
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", signalled)
-    if number == signal.SIGINT:
-        assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == code
-    else:
-        with pytest.raises(SystemExit, match=str(code)):
-            exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite")
+    command = [model, "--compact", "fp16", "--output_dir", out, "--overwrite"]
+    try:
+        if number == signal.SIGINT:
+            assert exported(*command) == code
+        else:
+            with pytest.raises(SystemExit, match=str(code)):
+                exported(*command)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert len(moved) > 3
     assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
     assert names(tmp_path) >= {"out"}
