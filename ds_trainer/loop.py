@@ -169,6 +169,8 @@ class Training:
         """The scores of what is exported: the last step, or the best checkpoint where that is asked for."""
         if self.plan.phase.load_best_model_at_end and self.go_back_to_best():
             return self.score()
+        if self.last is None and self.evaluated == self.step:  # by a run that ended after its last checkpoint
+            return self.score()
         return self.last or self.evaluate()
 
     def go_back_to_best(self) -> bool:

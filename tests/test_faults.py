@@ -71,6 +71,18 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole
     assert any(kill.saving for kill in kills)
 
 
+def test_ended_after_the_last_save_it_records_its_last_scores_once(server, words, output, whole):
+    """The last step is scored, then saved: whoever goes on from there scores the model again, for its results alone."""
+    finish(server, output, words)
+    newest = Checkpoints(output).all()[-1]
+    run = server.run(2, output, *words, "--resume", str(newest))
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert resumed_at(run) == trained(whole)
+    assert alike(output, whole)
+    results = [json.loads((folder / "all_results.json").read_text())["prune"]["eval"] for folder in (output, whole)]
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, whole, output, number):
     """Exit code 5 on both, the step is saved though no save was due, it is said; --resume ends as if uninterrupted."""
