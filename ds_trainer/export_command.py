@@ -1,4 +1,4 @@
-"""The command that exports a model folder: its flags, and every check that needs neither torch nor transformers."""
+"""The command that exports a model folder or a checkpoint: its flags, and every check that needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,6 +18,7 @@ from ds_trainer.command import Mistakes, Parser, add_task_flags, asked_task, ask
 from ds_trainer.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import MODEL_FILES, check_output_folder
+from ds_trainer.saved_checkpoint import SavedCheckpoint, is_checkpoint, read_checkpoint
 from ds_trainer.task_files import check_data_files
 from ds_trainer.trust import Trust, trusting
 from ds_trainer.whole_file import read_value
@@ -50,20 +51,33 @@ class ExportJob:
     batch_size: int
     cache_dir: str | None
     trust: Trust
+    checkpoint: SavedCheckpoint | None = None
+    """What becomes the model folder first."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model folder of a checkpoint is the output itself."""
+        return self.checkpoint is not None and not (self.shrink or self.onnx or self.compact)
 
     @property
     def writes_folder(self) -> bool:
         """Whether the output is a model folder."""
-        return self.shrink or self.unpack or self.compact is not None
+        return self.shrink or self.unpack or self.compact is not None or self.plain
 
 
 def export_command(arguments: Sequence[str]) -> None:
-    """`launch/export.py`: shrink a model folder, write it as ONNX, or as a compact file."""
+    """`launch/export.py`: shrink a model folder or a checkpoint, write it as ONNX, or as a compact file."""
     job = read_export_job(arguments)
     with _report_alone() as output, trusting(job.trust):
         from ds_trainer.export_folder import export_folder
 
-        export_folder(job, output)
+        if job.checkpoint is None:
+            export_folder(job, output)
+            return
+        from ds_trainer.checkpoint_model import model_of
+
+        with model_of(job.checkpoint, job.cache_dir) as (folder, _):
+            export_folder(replace(job, model=folder), output)
 
 
 @contextlib.contextmanager
@@ -80,14 +94,18 @@ def _report_alone() -> Iterator[TextIO]:
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
     """Parse and check an export command; a ValueError tells every mistake of it, one a line."""
     flags = _parser().parse_args(list(arguments))
-    mistakes = Mistakes([*_model_mistakes(flags), *_flag_mistakes(flags)])
+    mistakes = Mistakes(_flag_mistakes(flags))
+    checkpoint = mistakes.of(lambda: read_checkpoint(flags.model)) if is_checkpoint(flags.model) else None
+    mistakes += [] if is_checkpoint(flags.model) else _model_mistakes(flags)
     mistakes.tell()
     task, cache_dir = None, flags.cache_dir
-    if names_task(flags):
-        task, cache_dir = asked_task(flags, mistakes)
+    if names_task(flags) or checkpoint:
+        task, cache_dir = asked_task(flags, mistakes, checkpoint)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _place_mistakes(flags)
     mistakes.tell()
+    if checkpoint and task:
+        checkpoint = replace(checkpoint, task=task)
     return ExportJob(
         model=Path(flags.model),
         output=flags.output_dir or Path(flags.model),
@@ -96,10 +114,11 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         quantize=flags.quantize,
         compact=flags.compact,
         unpack=flags.unpack,
-        task=task,
+        task=task if names_task(flags) else None,
         batch_size=flags.batch_size,
         cache_dir=cache_dir,
         trust=asked_trust(flags),
+        checkpoint=checkpoint,
     )
 
 
@@ -121,7 +140,9 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    if not (flags.shrink or flags.onnx or flags.compact or flags.unpack):
+    if flags.unpack and is_checkpoint(flags.model):
+        yield f"--unpack: {flags.model} is a checkpoint, whose weights are whole: there is nothing to unpack"
+    if not (flags.shrink or flags.onnx or flags.compact or flags.unpack or is_checkpoint(flags.model)):
         yield "nothing to do: give --shrink, --onnx, --compact or --unpack"
     if flags.unpack and (flags.shrink or flags.onnx or flags.compact or names_task(flags)):
         yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
@@ -170,13 +191,15 @@ def _place_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     model, output = Path(flags.model), flags.output_dir or Path(flags.model)
     itself = os.path.realpath(output) == os.path.realpath(model)
     unfit = [f"--output_dir: {mistake}" for mistake in check_output_folder(output, overwrite=True)]
-    if flags.shrink or flags.compact or flags.unpack:
-        if flags.output_dir is None:
-            yield "--shrink, --compact and --unpack write a model folder: give --output_dir"
-            return
-        if itself:
-            yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
-            return
+    checkpoint = is_checkpoint(flags.model)
+    writes_folder = flags.shrink or flags.compact or flags.unpack or (checkpoint and not flags.onnx)
+    if flags.output_dir is None and checkpoint:
+        yield f"{model} is a checkpoint, which stays as it is: give --output_dir"
+    elif flags.output_dir is None and writes_folder:
+        yield "--shrink, --compact and --unpack write a model folder: give --output_dir"
+    elif itself and (checkpoint or writes_folder):
+        yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
+    elif writes_folder:
         yield from unfit or _folder_mistakes(output, flags.overwrite)
     else:
         yield from unfit or _file_mistakes(output, itself, flags.overwrite)
@@ -224,8 +247,8 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
-    add_task_flags(parser, model="model folder")
+    parser = Parser(prog="export.py", description="Make of a model or checkpoint what is deployed.", allow_abbrev=False)
+    add_task_flags(parser, model="model folder, or OUT/checkpoint-N")
     parser.add_argument(
         "--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder"
     )

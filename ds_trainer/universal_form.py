@@ -55,6 +55,22 @@ def as_universal(checkpoint: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole state dict of the model of an engine checkpoint, under all names of tied weights, bit by bit.
+
+    `dtype` is what the engine had the model in: ZeRO 3 saves the trained weights as fp32 masters only, of which its
+    model holds rounded copies. All other stages save the model itself.
+    """
+    source = _Source.of(checkpoint)
+    if not source.partitioned:
+        return dict(source.model["module"])
+    for shard in source.shards:
+        shard["optimizer_state_dict"]["state"].clear()  # or the moments, twice as much again, would be joined too
+    weights = {name: state["fp32"].to(dtype) for _, name, state in source.parameters()}
+    weights |= source.untrained(set(weights))
+    return weights | {name: weights[first] for name, first in source.model["shared_params"].items()}
+
+
 @dataclass(frozen=True)
 class _Source:
     """An engine checkpoint: what rank 0 saved of the model, and what every rank saved of its optimizer, if it did."""
@@ -248,5 +264,6 @@ def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
             raise ValueError(
-                f"{where} has {part} on nvme, whose states cannot change ranks or ZeRO stage: offload to cpu"
+                f"{where} has {part} on nvme, whose states can only be read under the same ranks and ZeRO stage, by "
+                f"--resume: offload to cpu"
             )
