@@ -49,7 +49,8 @@ L0 = {
     "mask_scale": 2.197,
     "regularization": "l0",
     "final_lambda": 5.0,
-    **dict.fromkeys(("initial_warmup", "final_warmup"), 0),
+    "initial_warmup": 0,
+    "final_warmup": 0,
 }
 JOINT = {
     "techniques.exits": {"training": "joint"},
