@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ds_trainer.checkpoint import Position
@@ -39,6 +40,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The model folder of a checkpoint, for as long as the context lasts, and what `export` says of it."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
         folder = Path(aside, saved.path.name)
         yield folder, export_checkpoint(saved, cache_dir, folder)

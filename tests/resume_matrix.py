@@ -39,7 +39,8 @@ PRECISIONS = {
     "autocast": ["--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}'],
 }
 CASES = {f"zero{stage}-{precision}": {} for stage, precision in product(range(4), ("fp32", "bf16"))}
-GLOBAL = {"techniques.prune.global_topk": True, "techniques.prune.global_topk_frequency_compute": 7}
+_GLOBAL = "techniques.prune.global_topk"
+GLOBAL = {_GLOBAL: True, f"{_GLOBAL}_frequency_compute": 7}
 HYBRID = GLOBAL | {"techniques.prune.granularity": "hybrid"}
 CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL, "hybrid-zero3-fp32": HYBRID}
 _SIZES = ("num_hidden_layers", "num_attention_heads")
@@ -66,7 +67,8 @@ OTHERS = {
     "all": (JOINT, "zero0-fp32 zero1-bf16 zero2-autocast zero3-fp32 zero3-bf16"),
     "heads": (HEADS, "zero2-fp16 zero3-fp16"),
     "static": (STATIC, "zero0-bf16 zero3-bf16"),
-    "shrunk": (HYBRID | {"shrink": True}, "zero1-bf16 zero3-bf16"),
+    # cut by what was chosen the step before, of which the scores of the checkpoint know nothing
+    "shrunk": (HYBRID | {f"{_GLOBAL}_frequency_compute": 2, "shrink": True}, "zero1-bf16 zero3-bf16"),
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}

@@ -176,6 +176,14 @@ def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
     assert not becomes_model(alone / "checkpoint-4", alone / "model", tmp_path / "of another step")
 
 
+def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
+    """Not of what a later --resume wrote into the recipe: another density, more steps, other rates."""
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    edit_recipe(run, lambda recipe: recipe["phases"][1].update(max_steps=99, learning_rate=1.0))
+    edit_recipe(run, lambda recipe: recipe["phases"][1]["techniques"]["prune"].update(final_threshold=0.9))
+    assert becomes_model(run / "checkpoint-12", run / "model", tmp_path / "target")
+
+
 EVALUATE = """
 import os, sys
 import ds_trainer.run  # loaded once for all
