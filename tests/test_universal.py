@@ -14,6 +14,7 @@ import torch
 from launching import run_deepspeed
 
 from ds_trainer import universal
+from ds_trainer.checkpoint import precision_of
 from ds_trainer.universal_form import MODEL, weights_of
 
 STAGES = range(4)
@@ -145,6 +146,12 @@ def test_a_checkpoint_runs_no_code(tmp_path):
     assert not (tmp_path / "called").exists()
     torch.load(tmp_path / MODEL, weights_only=False)
     assert (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_a_precision_has_one_name(section):
+    """An engine file may say bfloat16, as DeepSpeed's does: its checkpoints are in bf16."""
+    assert precision_of({section: {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
 
 
 class Calls:
