@@ -26,7 +26,7 @@ from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.shrink import check_known
 from ds_trainer.stopping import StopRequests
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Batch, Task, Unit
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
 
@@ -281,8 +281,8 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
     seen = ds_engine.global_samples
     places = batches.between(seen, seen + ds_engine.train_batch_size())
-    for batch in micro_batches(objective.task, places, ds_engine, draw):
-        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
+    for batch, shares in micro_batches(objective.task, places, ds_engine, draw):
+        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step, shares))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only
         report.add(step, terms, batch)
@@ -296,12 +296,20 @@ def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Eng
     report.flush(ds_engine.global_steps, {name: value for found in readings for name, value in found.items()})
 
 
-def micro_batches(task: Task, positions: Positions, ds_engine: engine.Engine, draw: int) -> Iterator[Batch]:
-    """This rank's micro-batches of one optimizer step, on its device; `draw` as in `Task.collate`."""
-    examples = task.examples("train")
+def micro_batches(
+    task: Task, positions: Positions, ds_engine: engine.Engine, draw: int
+) -> Iterator[tuple[Batch, dict[Unit, float]]]:
+    """This rank's micro-batches of one optimizer step, on its device, with `Forward.shares`.
+
+    `positions` are those of the global batch; `draw` is as in `Task.collate`.
+    """
+    examples, world = task.examples("train"), distributed.world_size()
     accumulation = ds_engine.gradient_accumulation_steps()
-    for rows in shard(positions, examples.lengths, distributed.rank(), distributed.world_size(), accumulation):
-        yield task.collate(examples, rows, draw).to(ds_engine.device)
+    totals = task.counts(examples, positions)
+    for rows in shard(positions, examples.lengths, distributed.rank(), world, accumulation):
+        counts = task.counts(examples, rows).items()
+        shares = {unit: count * world * accumulation / max(1, totals[unit]) for unit, count in counts}
+        yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
 def seed_step(seed: int, step: int) -> None:

@@ -74,7 +74,7 @@ def _stretched(concrete: Tensor) -> Tensor:
 
 
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher || student), mean over rows, times T**2. Both logits (rows, classes), any float dtype.
+    """KL(teacher || student), mean over rows, times T**2; 0 of no rows. Both logits (rows, classes), any float dtype.
 
     Overwrites `teacher`: its memory becomes that of the gradient, found in the same pass, so that there are never more
     than two tensors of this size. It can be differentiated once.
@@ -87,7 +87,7 @@ class _DistillationKl(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         needs_gradient = ctx.needs_input_grad[0]
         gradient = _gradient_memory(student, teacher) if needs_gradient else None
-        rows, classes = student.shape
+        rows, classes = max(1, len(student)), student.shape[1]
         size = max(1, _CHUNK.get(student.device.type, _CHUNK["cpu"]) // classes)
         total = torch.zeros((), device=student.device)
         for start in range(0, rows, size):
@@ -122,7 +122,7 @@ def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
     Places that are `PAD_LOGIT` in the teacher's are left out.
     """
     difference = torch.where(teacher != PAD_LOGIT, student.float() - teacher.float(), 0.0)
-    return difference.square().sum() / len(student)
+    return difference.square().sum() / max(1, len(student))
 
 
 def hidden_cosine(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:

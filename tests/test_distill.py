@@ -136,7 +136,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(spec, teacher, tmp_path
     _, model, technique, batch = distillation(spec, teacher, teacher, tmp_path, **terms)
     found = terms_of(model.eval(), technique, batch)
     assert technique.projection is None
-    assert found.keys() == set(technique.term_names)
+    assert found.keys() == set(technique.term_units)
     assert max(float(term.detach()) for term in found.values()) == pytest.approx(0, abs=1e-6)
     assert technique.readings() == {"distill/agreement": 1.0}
     assert technique.readings() == {}

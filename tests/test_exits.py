@@ -108,7 +108,7 @@ def test_joint_training_learns_a_mean_weighted_by_the_layer(folders, weights, tm
     losses = torch.stack([F.cross_entropy(one, forward.batch.labels) for one in said])
     by_layer = torch.tensor(weights or [1.0, 2.0, 3.0])
     torch.testing.assert_close(technique.terms(forward)["exits.heads"], (by_layer * losses).sum() / by_layer.sum())
-    assert technique.term_names == ("exits.heads",)
+    assert technique.term_units == {"exits.heads": "example"}
 
 
 def test_weights_are_by_the_number_of_the_layer_not_of_the_head(folders, tmp_path):
@@ -137,7 +137,7 @@ def test_the_own_head_teaches_the_others(folders, training, tmp_path):
     expected = kls.sum() if training == "heads" else (torch.tensor([1.0, 2.0]) * kls).sum() / 3
     found = technique.terms(forward)
     torch.testing.assert_close(found["exits.distill"], expected)
-    assert found.keys() == {"exits.heads", "exits.distill"} == set(technique.term_names)
+    assert found.keys() == {"exits.heads", "exits.distill"} == set(technique.term_units)
     assert float(expected.detach()) > 0.01
 
 

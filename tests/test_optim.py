@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -63,13 +65,15 @@ def test_only_rates_of_their_own_are_written_into_the_optimizers_groups():
 
 class Toy(Technique):
     name = "toy"
-    term_names = ("toy.a", "toy.b")
+    term_units: ClassVar = {"toy.a": "example", "toy.b": "label"}
 
     def terms(self, forward):
         return {"toy.a": forward.out * 2, "toy.b": forward.out * 3}
 
 
 class ToyTask:
+    loss_unit = "label"
+
     def loss(self, out, batch):
         return out
 
@@ -83,6 +87,14 @@ def test_the_objective_is_the_weighted_sum():
     assert not any(term.requires_grad for term in terms.values())
     loss.backward()
     assert float(value.grad) == 1 + 1 + 30
+
+
+def test_a_term_is_weighed_by_its_share_of_the_units_that_it_is_a_mean_over():
+    """Terms over what every micro-batch has in equal parts are as they are."""
+    forward = Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0})
+    loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(forward)
+    assert {name: float(term) for name, term in terms.items()} == {"task": 0.75, "toy.a": 3.0, "toy.b": 2.25}
+    assert float(loss) == 0.75 + 0.5 * 3 + 10 * 2.25
 
 
 def test_weights_and_terms_must_agree():

@@ -1,7 +1,7 @@
 """A tiny BERT pruned, distilled and with exits for a few steps: under the real engine, and by a plain torch loop.
 
 `deepspeed --num_gpus N tests/zero_matrix.py OUT` runs every case of CASES under the engine and writes the losses; the
-test compares them with `reference(case)`.
+test compares them with `reference(case)`. It also writes the gradients of `batch_cuts.py`, to OUT.pt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from batch_cuts import gradients
 from transformers import AutoModelForSequenceClassification, BertConfig
 from zeroed import empty
 
@@ -149,6 +150,7 @@ class ToyTask:
     """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder."""
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
+    loss_unit = logits_unit = "example"
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
@@ -344,7 +346,9 @@ def reference(case: Case) -> dict[str, list]:
 def main(out: str) -> None:
     distributed.start()
     results = {str(case): under_engine(case) for case in CASES}
+    steps = gradients()
     if distributed.is_main():
+        torch.save(steps, f"{out}.pt")
         Path(out).write_text(json.dumps(results))
     distributed.stop()
 

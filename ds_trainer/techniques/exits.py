@@ -32,7 +32,8 @@ class Exits(Technique):
 
     def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
         self.spec, self.task = spec, task
-        self.term_names = tuple(f"exits.{term}" for term in spec.terms)
+        units = {"heads": task.loss_unit, "distill": task.logits_unit}
+        self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
         self.layers: list[int] = []
         self.heads: dict[int, nn.Module] = {}
         self._module = nn.ModuleDict()

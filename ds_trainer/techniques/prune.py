@@ -48,7 +48,7 @@ class Prune(Technique):
         self.seed = clock.seed
         self.last_step = clock.total
         self.schedule = threshold_schedule(spec, clock)
-        self.term_names = ("prune.penalty",) if spec.regularization else ()
+        self.term_units = {"prune.penalty": "example"} if spec.regularization else {}
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
         self.flops: Costs | None = None
@@ -133,7 +133,7 @@ class Prune(Technique):
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
-        if not self.term_names:
+        if not self.term_units:
             return {}
         penalties = [layer.penalty for layer in self.layers.values() if layer.penalty is not None]
         ramp = self.threshold / self.spec.final_threshold
