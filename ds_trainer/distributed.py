@@ -1,4 +1,7 @@
-"""Who and where this process is: rank, world, device, threads, collectives over plain values, rank-0 log.
+"""Who and where this process is: rank, world, device, threads, collectives, rank-0 log.
+
+All collectives of this library are here. Those over tensors take them to `device()` first, those over plain values go
+by objects, which torch takes there, or through a group of the hosts' own.
 
 Works with no process group too (world size 1). The environment of the `deepspeed` launcher or `torchrun` is read
 before torch is loaded, so that mistakes are told by one rank only.
@@ -286,8 +289,9 @@ def _host_group() -> Any:
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
-def mean_(values: torch.Tensor) -> torch.Tensor:
-    """Average a tensor over the ranks, in place."""
+def mean(values: torch.Tensor) -> torch.Tensor:
+    """The average of a tensor over the ranks, on this rank's device: NCCL has no collective for what the host holds."""
+    values = values.to(device(), copy=True)
     if world_size() > 1:
         import torch.distributed as dist
 

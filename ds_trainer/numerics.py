@@ -120,7 +120,7 @@ class StepWatch:
 def _non_finite(norms: list[Any], engine: Engine) -> list[float]:
     """By norm, the share of the ranks on which it is not finite; -1 is DeepSpeed's own word for that."""
     values = torch.stack([torch.as_tensor(norm, device=engine.device).float().reshape(()) for norm in norms])
-    return distributed.mean_((~values.isfinite() | (values < 0)).float()).tolist()
+    return distributed.mean((~values.isfinite() | (values < 0)).float()).tolist()
 
 
 def _largest_weight(engine: Engine) -> Tensor:

@@ -145,7 +145,7 @@ class Report:
         rows = [torch.tensor(self._carried, dtype=torch.float64)] if self._carried else []
         if self._pending:
             own = torch.stack([micro.terms for micro in self._pending]).double()
-            rows.append(distributed.mean_(own).cpu())
+            rows.append(distributed.mean(own).cpu())
         return torch.cat(rows)
 
     def _first_non_finite(self) -> tuple[int, int, str, float, list[int]] | None:

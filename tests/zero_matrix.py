@@ -276,7 +276,7 @@ def under_engine(case: Case) -> dict[str, list]:
             ds_engine.step()
             total += loss.detach().float() / ACCUMULATION
         assert ds_engine.global_steps == step + 1
-        losses.append(float(distributed.mean_(total)))
+        losses.append(float(distributed.mean(total)))
         readings.append(readings_of(techniques))
     held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
     for technique in techniques:

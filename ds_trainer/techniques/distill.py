@@ -123,7 +123,7 @@ class Distill(Technique):
         """Rows on which both agree, and rows compared; the mean over all ranks."""
         agreed, compared = self._counts
         pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
-        return distributed.mean_(pair).tolist()
+        return distributed.mean(pair).tolist()
 
     def views(self, forward: Forward) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}

@@ -97,7 +97,7 @@ class Exits(Technique):
 
     def _mean_losses(self) -> Tensor:
         """(micro-batches, heads), each the mean over all ranks, in fp64."""
-        return distributed.mean_(torch.stack([row.double() for row in self._losses]))
+        return distributed.mean(torch.stack([row.double() for row in self._losses]))
 
     def views(self, forward: Forward) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
