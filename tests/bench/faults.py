@@ -95,7 +95,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Provoke faults and count what became of the runs.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--others", type=int, default=5, help="how often each of the other faults")
+    parser.add_argument("--quick", action="store_true", help="each fault once: shows that it works")
     flags = parser.parse_args()
+    if flags.quick:
+        flags.kills = flags.others = 1
     rows = []
     with tempfile.TemporaryDirectory() as place, ForkServer() as server:
         folder, begun = Path(place), time.monotonic()

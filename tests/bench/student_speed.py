@@ -42,4 +42,4 @@ def main(teacher: str, student: str, data_dir: str = str(SHARED / "data")) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(argument for argument in sys.argv[1:] if argument != "--quick"))
