@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from figures import Figure, is_quick, report
+from figures import Figure, is_quick, report, use_threads
 from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
@@ -112,7 +111,7 @@ def our_batches(plan: PhasePlan) -> list[list[int]]:
 def main() -> None:
     distributed.start_logging()
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = planned(ENGINE_FILE, folder)

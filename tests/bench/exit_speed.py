@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Figure, is_quick, ratio, report
+from figures import Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer import distributed
 from ds_trainer.data import spread
@@ -38,7 +38,7 @@ def main(folder: str, data_dir: str = str(SHARED / "data" / "glue" / "SST-2")) -
         early = with_exits(task.build_model(folder), Path(folder)).eval()
         examples = task.examples("validation")
         for threads in (1, 2):
-            torch.set_num_threads(threads)
+            use_threads(threads)
             for size in (1, 8, 32, 128):
                 chosen = spread(len(examples), EXAMPLES[size])
                 batches = [task.collate(examples, chosen[i : i + size]).inputs for i in range(0, len(chosen), size)]

@@ -25,7 +25,7 @@ from conftest import WORDS
 from forked_ranks import ForkServer
 from killing import Kill, alike, arguments, finish, kill_often, trained, write
 
-EVERY, STEPS = 4, 60
+EVERY, STEPS = 4, 12 if "--quick" in sys.argv else 60
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,

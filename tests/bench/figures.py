@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -29,6 +31,11 @@ class Figure:
 
 def is_quick() -> bool:
     return "--quick" in sys.argv
+
+
+def use_threads(number: int) -> None:
+    """Have torch compute on so many; on one where the run is quick, for threads wait for what runs beside it."""
+    torch.set_num_threads(1 if is_quick() else number)
 
 
 def bert_shape(hidden: int, layers: int, heads: int) -> dict[str, int]:

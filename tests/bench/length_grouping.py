@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import Figure, bert_shape, is_quick, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from ds_trainer.data import Array, BatchPlan, Positions
@@ -120,7 +120,7 @@ def main() -> None:
     if not SHARED.is_dir():
         print(f"length_grouping: skipped, {SHARED} is not there: it holds SST-2, wikitext-2 and a tokenizer")
         return
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tasks = tasks_of(folder)

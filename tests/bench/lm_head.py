@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from figures import Figure, bert_shape, is_quick, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
@@ -109,7 +109,7 @@ class Reference:
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(2)
+    use_threads(2)
     distributed.keep_freed_memory()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.nn.functional as F
-from figures import Figure, bert_shape, ratio, report
+from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer import distributed, engine
 from ds_trainer.command import TrainJob
@@ -137,7 +136,7 @@ def record_of(plan: PhasePlan) -> Report:
 def main() -> None:
     distributed.start_logging()
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
         with record_of(plan) as record, StopRequests() as stop:

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from figures import Figure, bert_shape, ratio, report
+from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer import distributed, engine
 from ds_trainer.optim import Hyperparameters, parameter_groups
@@ -102,7 +102,7 @@ def extra_memory(plain: Run, masked: Run) -> float:
 
 def main() -> None:
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     figures = []
     for accumulation, bar in ((1, 1.15), (4, 1.08)):
         plain, masked = Run(False, accumulation), Run(True, accumulation)

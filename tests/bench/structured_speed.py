@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from figures import Figure, bert_shape, is_quick, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from torch import nn
 
 from ds_trainer import distributed, engine
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of a small model: shows that it works")
     flags = parser.parse_args()
     distributed.start()
-    torch.set_num_threads(THREADS)
+    use_threads(THREADS)
     distributed.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         figures = speed(flags, Path(folder))

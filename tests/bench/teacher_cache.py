@@ -10,8 +10,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import torch
-from figures import Figure, ratio, report
+from figures import Figure, ratio, report, use_threads
 from loop_overhead import BERT, LOG_EVERY, ROOT, Loop, planned, record_of
 from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -33,7 +32,7 @@ def make_teacher(plan, folder: Path) -> str:
 def main() -> None:
     distributed.start_logging()
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         folder, engine_file = Path(name), ROOT / "ds_configs/zero0.json"
         (folder / "plain").mkdir()
