@@ -81,7 +81,7 @@ def mistakes_of(data) -> str:
         ),
         (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
         (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
-        (with_task(name="squad", doc_stride=320), ["doc_stride is 320", "max_seq_length - max_query_length is 320"]),
+        (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="clm", text_columns=["a"]), ["task.text_columns", '"text_column"']),
