@@ -68,7 +68,7 @@ class SquadSpec(TaskBase):
     def gap_beside(self, question: int, special: int) -> str | None:
         """Why parts of a long context are in no window beside a question and special tokens; None where none are.
 
-        Both are numbers of tokens. A window holds what these leave of `max_seq_length`, and windows are `doc_stride` apart.
+        Both are numbers of tokens. A window holds what they leave of `max_seq_length`; windows are `doc_stride` apart.
         """
         room = self.max_seq_length - special - question
         if self.doc_stride <= room:
@@ -80,9 +80,9 @@ class SquadSpec(TaskBase):
             f"raise max_seq_length to {self.doc_stride + special + question} or more",
         ]
         return (
-            f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens to "
-            f"the context beside {special} special ones and {question} of a question: parts of the context would be in no "
-            f"window; {', or '.join(filter(None, ways_out))}"
+            f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens "
+            f"to the context beside {special} special ones and {question} of a question: parts of the context would "
+            f"be in no window; {', or '.join(filter(None, ways_out))}"
         )
 
 

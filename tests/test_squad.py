@@ -423,11 +423,15 @@ def test_windows_that_leave_gaps_beside_the_longest_question_are_refused(
         seen = {(start, end) for row in rows for start, end in zip(row["char_start"], row["char_end"], strict=True)}
         assert seen >= set(zip(context.starts, context.ends, strict=True))
     assert max(len(context.ids) for context in contexts) > 62  # three windows or more
-    with pytest.raises(ValueError, match=r"question 'q6' is the longest: .* leaves 31 .*; lower doc_stride to 31 or less, "):
+    with pytest.raises(
+        ValueError, match=r"question 'q6' is the longest: .* leaves 31 .*; lower doc_stride to 31 or less, "
+    ):
         squad(tmp_path, questions, encoder, doc_stride=32).examples("train")
     cut = squad(tmp_path, questions, encoder, doc_stride=32, max_query_length=5)
     assert len(cut.examples("train")) >= len(questions)
-    with pytest.raises(ValueError, match=r"max_seq_length 40 leaves 36 tokens to the context beside 3 special ones and 1 "):
+    with pytest.raises(
+        ValueError, match=r"max_seq_length 40 leaves 36 tokens to the context beside 3 special ones and 1 "
+    ):
         squad(tmp_path, questions, encoder, doc_stride=37)
 
 

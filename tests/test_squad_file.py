@@ -171,8 +171,14 @@ def test_a_name_that_is_too_long_is_that_of_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_seq_length": 40}, "leaves 38 .*; lower doc_stride to 38 or less, or raise max_seq_length to 130 or more$"),
-        ({"max_seq_length": 4, "doc_stride": 3}, "leaves 2 .*; lower doc_stride to 2 or less, or raise max_seq_length to 5"),
+        (
+            {"max_seq_length": 40},
+            "leaves 38 .*; lower doc_stride to 38 or less, or raise max_seq_length to 130 or more$",
+        ),
+        (
+            {"max_seq_length": 4, "doc_stride": 3},
+            "leaves 2 .*; lower doc_stride to 2 or less, or raise max_seq_length to 5",
+        ),
     ],
 )
 def test_windows_that_would_leave_gaps_are_told_with_every_way_out(fields: dict[str, int], words: str) -> None:
