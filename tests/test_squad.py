@@ -41,7 +41,8 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_trainer import distributed
+from ds_trainer import distributed, run
+from ds_trainer.command import read_train_job
 from ds_trainer.data import Examples, evaluation_shard
 from ds_trainer.squad_file import Answer, Question
 from ds_trainer.task_specs import SquadSpec
@@ -433,6 +434,25 @@ def test_windows_that_leave_gaps_beside_the_longest_question_are_refused(
         ValueError, match=r"max_seq_length 40 leaves 36 tokens to the context beside 3 special ones and 1 "
     ):
         squad(tmp_path, questions, encoder, doc_stride=37)
+
+
+def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path, tmp_path: Path) -> None:
+    """Its longest question need not be that of the training split."""
+    write(tmp_path / "data", [question._replace(question="what?") for question in hard_questions(0, 3)])
+    asked = json.loads((tmp_path / "data" / "dev-v1.1.json").read_text())
+    asked["data"][0]["paragraphs"][1]["qas"][0]["question"] = "year " * 9
+    (tmp_path / "data" / "dev-v1.1.json").write_text(json.dumps(asked))
+    task = {"name": "squad", "max_seq_length": 40, "doc_stride": 30, "data_dir": str(tmp_path / "data")}
+    recipe = {
+        "task": task,
+        "phases": [{"max_steps": 2, "train_batch_size": 2}],
+        "model": {"name_or_path": str(encoder)},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
+    job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"is the longest: doc_stride is 30, and .* 9 of a question"):
+        list(run._rehearsed(job))
 
 
 def test_a_slow_tokenizer_is_refused(encoder: Path, tmp_path: Path) -> None:
