@@ -210,6 +210,8 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
         models = StartingModels(job.recipe, aside)
         for phase in job.recipe.phases:
             plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+            for split in plan.task.splits:  # what is wrong with one would show after the training else
+                plan.task.examples(split)
             if plan.teacher and not models.teacher_is_to_come(phase):
                 plan.task.check_trained(plan.teacher)
             models.left[phase.name] = plan.source

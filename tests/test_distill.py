@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,6 +284,30 @@ def test_position_and_token_type_embeddings_can_be_frozen(spec, student, teacher
     ]
     with pytest.raises(ValueError, match="freeze_pos_embs is true, and the student has no such"):
         technique.parameter_rules(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [
+        ("distilbert", {"distilbert.embeddings.position_embeddings.weight"}),
+        ("roberta", {"roberta.embeddings.position_embeddings.weight"}),
+        ("gpt2", {"transformer.wpe.weight"}),
+        ("opt", {"model.decoder.embed_positions.weight"}),
+        ("llama", set()),
+    ],
+)
+def test_positions_are_frozen_in_any_family_that_has_them(family, frozen, spec, student, teacher, tmp_path):
+    """DistilBERT's script passes over the flag for other students than RoBERTa and GPT-2; here none is passed over."""
+    technique = distillation(spec, student, teacher, tmp_path, freeze_pos_embs=True)[2]
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family))
+    if not frozen:
+        with pytest.raises(ValueError, match="freeze_pos_embs is true, and the student has no such"):
+            technique.parameter_rules(model)
+        return
+    rules = technique.parameter_rules(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert {name for name in names if any(fnmatchcase(name, rule.params) for rule in rules)} == frozen
 
 
 def test_folding_leaves_a_plain_model(spec, student, teacher, tmp_path):

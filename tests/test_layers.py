@@ -23,6 +23,7 @@ LAYERS = [
         "run_status",
         "export",
         "export_folder",
+        "foreign_folders",
         "onnx_file",
         "checkpoint",
         "report",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT
 
-from ds_trainer.json_file import read_json
 from ds_trainer.recipe import Recipe, parse_recipe, parse_task, recipe_schema, task_of
 
 
@@ -84,7 +81,7 @@ def mistakes_of(data) -> str:
         ),
         (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
         (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
-        (with_task(name="squad", doc_stride=320), ["doc_stride is 320", "max_seq_length - max_query_length is 320"]),
+        (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="clm", text_columns=["a"]), ["task.text_columns", '"text_column"']),
@@ -204,12 +201,6 @@ def test_a_resolved_recipe_reads_back_as_itself():
     for data in (prune, distill, with_task(name="squad")):
         recipe = parse_recipe(data)
         assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs" / "recipes").glob("*.json")), ids=lambda path: path.stem)
-def test_shipped_recipes_are_valid(path: Path):
-    """Every recipe of ds_configs/recipes parses."""
-    assert isinstance(parse_recipe(read_json(path, "the recipe")), Recipe)
 
 
 def test_the_schema_knows_every_field():
