@@ -178,9 +178,8 @@ class _MaskedLinear(torch.autograd.Function):
                 weight_gradient = _weight_gradient(rows, seen, ctx.plain).to(weight.dtype)
                 del seen
             if needs_scores:
-                scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores)
-                if ctx.kind:
-                    scores_gradient += penalty_gradient * score_penalty_slope(scores, ctx.kind)
+                penalty = score_penalty_slope(scores, ctx.kind).mul_(penalty_gradient) if ctx.kind else None
+                scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores, penalty)
             weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
         return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None
