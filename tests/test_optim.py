@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from zero_matrix import build
 
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Hyperparameters, as_torch, parameter_groups
@@ -92,6 +95,17 @@ def test_what_techniques_add_is_reached_by_its_name_alone(rule):
         assert (settings[f"{name}.weight"], settings[f"{name}.bias"]) == ((1e-3, 0.1), (1e-3, 0.0))
     reached = [name for name in ("body.weight", "emb.weight") if settings.get(name) != (1e-3, 0.1)]
     assert reached == (["body.weight"] if "body" in rule["params"] else ["body.weight", "emb.weight"])
+
+
+def test_all_that_the_techniques_add_trains_in_a_frozen_model():
+    """Of a phase with all three: the scores at their rate and without decay, the heads and the projection."""
+    _, techniques, model, _ = build("all")
+    rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
+    groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
+    found = {group.name: (group.learning_rate, group.weight_decay) for group in groups if group.name == "*.mask_scores"}
+    assert found == {"*.mask_scores": (1e-2, 0.0)}
+    kinds = {re.findall("mask_scores|exit_heads|distill_projection|$", n)[0] for g in groups for n in g.parameters}
+    assert kinds == {"mask_scores", "exit_heads", "distill_projection"}
 
 
 def test_a_rule_that_names_what_a_technique_adds_decides_on_it():
