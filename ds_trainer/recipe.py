@@ -75,7 +75,10 @@ class ModelSpec(Strict):
 class GroupRule(Strict):
     """What holds for the parameters whose names match; the first rule that matches a parameter decides."""
 
-    params: str = Field(description='name pattern with * and ?, e.g. "*.embeddings.*"')
+    params: str = Field(
+        description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
+        'distill_projection) is reached only by patterns that contain its name, e.g. "*.mask_scores"'
+    )
     learning_rate: Rate | None = None
     weight_decay: Rate | None = None
     frozen: bool = False

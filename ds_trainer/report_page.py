@@ -341,6 +341,7 @@ def _metric(name: str) -> str:
     words = {
         "teacher/agreement": "agreement with the teacher",
         "teacher/": "teacher's ",
+        "final_threshold/": "at the final threshold, ",
         "early_exit/": "early exit, ",
         "mean_layers": "mean layers",
         "expected_saving": "share of layers used",

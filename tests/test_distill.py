@@ -151,7 +151,7 @@ def test_agreement_counts_the_rows_of_equal_answers(spec, student, teacher, tmp_
         same = model(**batch.inputs).logits.argmax(-1) == teacher_model(**batch.inputs).logits.argmax(-1)
     terms_of(model, technique, batch)
     assert technique.readings()["distill/agreement"] == pytest.approx(float(same.float().mean()))
-    viewed = technique.views(Forward(batch, None, 0))
+    viewed = technique.views(Forward(batch, None, 0), None)
     assert viewed.keys() == {"teacher"}
     assert task.answers(viewed["teacher"], batch).keys() == set(range(10))
 
@@ -388,10 +388,10 @@ def test_a_cached_teacher_is_not_kept_in_memory(spec, student, teacher, tmp_path
     """Once its answers are on disk the model is freed; it comes back for the evaluation of the teacher itself."""
     *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
     assert technique._teacher._model is None
-    technique.views(Forward(batch, None, 0))
+    technique.views(Forward(batch, None, 0), None)
     assert technique._teacher._model is not None
     technique.stop()
-    assert technique.views(Forward(batch, None, 0)) == {}
+    assert technique.views(Forward(batch, None, 0), None) == {}
 
 
 def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher, tmp_path):

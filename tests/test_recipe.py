@@ -120,17 +120,35 @@ def test_the_originals_spellings_are_taken():
         ("magnitude", (1, 0.15)),
         ("threshold", (0, 0.1)),
         ("sigmoied_threshold", (0, 0.1)),
-        ("l0", (0, 1)),
+        ("l0", (1, 1)),
     ],
 )
 def test_thresholds_follow_the_method(method, thresholds):
-    """A method that keeps a share starts at 1, one that compares scores at 0; a value that is said wins."""
+    """A method that keeps a share starts at 1, one that compares scores at 0, l0's stay; a value that is said wins."""
     prune = parse_recipe(with_prune(pruning_method=method)).phases[0].techniques.prune
     assert (prune.initial_threshold, prune.final_threshold) == thresholds
     assert (
         parse_recipe(with_prune(pruning_method=method, final_threshold=0.5)).phases[0].techniques.prune.final_threshold
         == 0.5
     )
+
+
+def test_scores_follow_the_method():
+    """L0's start and rate are those of its published command, threshold's are above it; what is written back stays."""
+    for method, defaults in {"topK": (0, 1e-2), "threshold": (1, 1e-2), "l0": (2.197, 0.1)}.items():
+        prune = parse_recipe(with_prune(pruning_method=method)).phases[0].techniques.prune
+        assert (prune.mask_scale, prune.mask_scores_learning_rate) == defaults
+        assert parse_recipe(with_prune(**prune.model_dump())).phases[0].techniques.prune == prune
+    said = parse_recipe(with_prune(pruning_method="l0", mask_scale=0.0)).phases[0].techniques.prune
+    assert said.mask_scale == 0
+
+
+def test_a_penalty_that_would_begin_as_a_reward_is_refused():
+    """Its weight follows the threshold, which must not change its sign on the way."""
+    spec = {"pruning_method": "threshold", "regularization": "l1", "final_lambda": 1, "initial_threshold": -1.0}
+    with pytest.raises(ValueError, match=r"initial_threshold is -1\.0 and final_threshold 0\.1, .* as a reward: raise"):
+        parse_recipe(with_prune(**spec))
+    parse_recipe(with_prune(**spec | {"final_threshold": -0.1}))
 
 
 def test_final_lambda_becomes_the_loss_weight():

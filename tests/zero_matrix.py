@@ -41,7 +41,7 @@ METHODS = {
         "global_topk_frequency_compute": 2,
         "mask_init": "kaiming",
     },
-    "threshold": {"pruning_method": "threshold", "final_threshold": 0.01},
+    "threshold": {"pruning_method": "threshold", "final_threshold": 0.01, "mask_scale": 0.005},
     "sigmoied": {
         "pruning_method": "sigmoied_threshold",
         "final_threshold": 0.51,

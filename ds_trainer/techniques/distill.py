@@ -20,7 +20,7 @@ from ds_trainer.tasks.pretrained import load_config, load_tokenizer
 from ds_trainer.tasks.task import Task, Unit
 from ds_trainer.techniques.teacher import Outputs, Teacher, Teaches, Wanted, check_vocabulary
 from ds_trainer.techniques.teacher_cache import cached_teacher
-from ds_trainer.techniques.technique import Clock, Forward, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
 _PROJECTION = "distill_projection"
 _LAYER_UNITS: dict[str, Unit] = {"cos": "token", "hidden": "token", "attention": "pair"}
@@ -125,7 +125,7 @@ class Distill(Technique):
         pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
         return distributed.mean(pair).tolist()
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
 
     def fold(self, model: nn.Module) -> nn.Module:

@@ -21,14 +21,14 @@ from ds_trainer.models import encoder_layers
 from ds_trainer.recipe import ExitsSpec, GroupRule
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exit_heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
-from ds_trainer.techniques.technique import Clock, Forward, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
 _HEADS = "exit_heads"
 
 
 class Exits(Technique):
     name: ClassVar[str] = "exits"
-    cheap_views: ClassVar[bool] = True
+    cheap_views = True
 
     def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
         self.spec, self.task = spec, task
@@ -99,7 +99,7 @@ class Exits(Technique):
         """(micro-batches, heads), each the mean over all ranks, in fp64."""
         return distributed.mean(torch.stack([row.double() for row in self._losses]))
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
 
     def fold(self, model: nn.Module) -> nn.Module:

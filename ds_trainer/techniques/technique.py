@@ -46,8 +46,8 @@ class Forward:
 
 class Technique:
     name: ClassVar[str]
-    cheap_views: ClassVar[bool] = False
-    """Whether `views` costs little beside the model's own forward, so that evaluations while training have them too."""
+    cheap_views: bool = False
+    """Whether evaluations while training have `views` too: they cost little, or the recipe asks for them."""
     term_units: Mapping[str, Unit] = MappingProxyType({})
     """The loss terms on offer, as this object is set up, and what each is a mean over."""
 
@@ -56,7 +56,11 @@ class Technique:
         return model
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
-        """Rates and freezing of the parameters it cares about; the recipe's own rules come first."""
+        """Rates and freezing of the parameters it cares about; the recipe's own rules come first.
+
+        A rule that does not freeze is about what the technique has added, by its name between wildcards: of the
+        recipe's rules those alone reach it that contain this name.
+        """
         return ()
 
     def start(self, device: torch.device) -> None:
@@ -83,10 +87,10 @@ class Technique:
         """What to log at a flush: density, threshold, ..."""
         return {}
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         """Other outputs for the batch, to evaluate beside the model's own: a teacher's, an early exit's.
 
-        `forward` is the model's latest.
+        `forward` is the model's own; `predict` runs the model once more, on every rank alike.
         """
         return {}
 
