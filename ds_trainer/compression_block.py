@@ -58,7 +58,10 @@ def _reduced(block: Any, missing: list[str]) -> dict[str, Any]:
 def _pruned(block: Any, missing: list[str]) -> dict[str, Any]:
     """The pruning groups in one `prune`: those that agree with the first on method, density and start."""
     snip = _snip(_at(block, "sparse_pruning"), missing)
-    groups = [] if snip else [group for kind in _PRUNERS for group in _groups(_at(block, kind), kind, missing)]
+    kinds = [kind for kind in _PRUNERS if _is_on(_at(block, kind, "shared_parameters"))]
+    if snip:
+        missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
+    groups = [] if snip else [group for kind in kinds for group in _groups(_at(block, kind), kind, missing)]
     if _is_on(_at(block, "channel_pruning", "shared_parameters")):
         missing.append("channel_pruning, which is for convolutions: heads and neurons are what transformers have")
     if snip:
@@ -106,10 +109,8 @@ def _snip(sparse: dict[str, Any], missing: list[str]) -> dict[str, Any]:
 
 
 def _groups(pruning: dict[str, Any], kind: str, missing: list[str]) -> Iterator[_Group]:
-    """The groups of a pruning block that is on."""
+    """The groups of a pruning block."""
     shared = _at(pruning, "shared_parameters")
-    if not _is_on(shared):
-        return
     method = "topK" if shared.get("method", "topk" if kind == "head_pruning" else "l1") == "topk" else "magnitude"
     named = {name: group for name, group in _at(pruning, "different_groups").items() if isinstance(group, dict)}
     for name, group in named.items():

@@ -118,6 +118,7 @@ def test_snip_momentum_becomes_blocks_chosen_over_all_layers(pattern, granularit
     assert prune.granularity == granularity
     if pattern == "4x1":
         assert (prune.block_shape, prune.final_threshold, prune.global_topk) == ([4, 1], 0.4, True)
+    assert "head_pruning beside snip_momentum" in refusal(sparse_pruning=snip, head_pruning=HEAD)
     assert all(word in text for word in ("criterion snip_momentum", "schedule_offset_end 90", "excluded_modules"))
 
 
