@@ -2,9 +2,10 @@
 
 The table, `engine_keys.json`, is written from DeepSpeed by `tests/tools/dump_engine_keys.py`. An entry has
 the `types` and `enum` values that it takes, its limits, `items` of a list, `keys` of a section, `open` where
-other keys may stand too, `alias_of` and `deprecated` for a second name, `default`, and how "auto" is meant:
-`own_auto` where it is DeepSpeed's own word, `auto_is_default` for a section in which DeepSpeed drops it and
-takes the default. Does not know what keys mean together: see `engine_blocks.py`.
+other keys may stand too, `alias_of` and `deprecated` for a second name, `default`, `on_by_presence` for a section
+that is on wherever it stands, and how "auto" is meant: `own_auto` where it is DeepSpeed's own word,
+`auto_is_default` for a section in which DeepSpeed drops it and takes the default. Does not know what keys mean
+together (see `engine_blocks.py`), nor which have an effect here (see `engine_verdicts.py`).
 """
 
 import difflib

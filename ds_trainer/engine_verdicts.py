@@ -2,8 +2,7 @@
 
 A key of `REFUSED` can have no effect here, whatever else the file says, so it is an error with what to do instead. A
 key of `NEEDS` has none in this file; people share files among stages and machines, so it is named in a warning. Every
-other key of `engine_keys.json` is honoured. `docs/engine_files.md` is written from these tables. What was found out by
-running the engine is in `tests/test_engine_effects.py`.
+other key of `engine_keys.json` is honoured. `docs/engine_files.md` is written from these tables.
 """
 
 from collections.abc import Callable, Iterator
@@ -284,6 +283,8 @@ def _asks(value: Any, entry: dict[str, Any]) -> bool:
     if isinstance(value, dict):
         if "enabled" in value and not is_auto(value["enabled"]):
             return bool(value["enabled"])
+        if entry.get("on_by_presence"):
+            return True
         asking = (_asks(inner, entry.get("keys", {}).get(key, {})) for key, inner in value.items())
         return value.get("device") != "none" and any(asking)
     return value is not None and value != entry.get("default", False) and value != []

@@ -79,6 +79,13 @@ def test_what_asks_for_nothing_is_dropped(path):
             assert resolved is None
 
 
+@pytest.mark.parametrize("path", ["zero_optimization.zenflow", "checkpoint.writer", "datastates_ckpt"])
+def test_a_section_that_is_on_wherever_it_stands_asks(path):
+    """DeepSpeed turns these on for an empty object, so that it is refused, too."""
+    (mistake,) = check_engine_file(nested(path, {}), Said(), 1)
+    assert mistake.startswith(f"{path} is refused")
+
+
 def test_a_file_for_another_stage_is_named_in_one_line():
     """Stage 3's keys in a file of stage 2, aliases too, an offload's without it, and a block that nobody turned on."""
     zero = {"stage": 2, "stage3_max_live_parameters": 5, "max_reuse_distance": 3, "sub_group_size": 10**9}

@@ -93,7 +93,7 @@ BY_HAND: dict[str, dict] = {
     "allgather_size": {"types": ["int"]},
     # read by transformers, ignored by the training engine
     "inference": {"types": ["dict"], "open": True},
-    "datastates_ckpt": {"types": ["bool", "dict", "null"], "open": True},
+    "datastates_ckpt": {"types": ["bool", "dict", "null"], "open": True, "on_by_presence": True},
     # read with copy.copy of whole blocks: their keys depend on the user's metrics and schedules
     "data_efficiency": {"types": ["dict"], "open": True},
     # get_pipeline_config keeps whatever it is given
@@ -107,7 +107,7 @@ BY_HAND: dict[str, dict] = {
     "torch_autocast.dtype": {"types": ["str"], "enum": DTYPES},
     "torch_autocast.lower_precision_safe_modules": {"types": ["list"], "items": {"types": ["str"]}},
     "checkpoint.tag_validation": {"types": ["str"], "enum": ["WARN", "IGNORE", "FAIL"], "any_case": True},
-    "checkpoint.writer": {"types": ["dict", "null"]},
+    "checkpoint.writer": {"types": ["dict", "null"], "on_by_presence": True},
     "checkpoint.writer.type": {
         "types": ["str", "null"],
         "enum": ["MOCK", "PYTHON", "FAST"],
@@ -134,6 +134,7 @@ BY_HAND: dict[str, dict] = {
     "scheduler.params": {"types": ["dict"], "open": True},
     # a field validator: float(v) >= 0
     "fp16.loss_scale": {"min": 0},
+    "zero_optimization.zenflow": {"on_by_presence": True},
     # model validators of ZenFlowConfig
     "zero_optimization.zenflow.select_strategy": {"enum": ["auto", "step", "epoch"], "own_auto": True},
     "zero_optimization.zenflow.select_interval": {"types": ["int"], "own_auto": True},
