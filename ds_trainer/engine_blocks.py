@@ -204,30 +204,30 @@ def _zero_mistakes(config: dict[str, Any]) -> Iterator[str]:
         yield f"zero_optimization.offload_optimizer.ratio is {ratio}, which needs zero_optimization.stage 3"
     if flag_at(config, "zero_optimization.compute_grad_norm") is False and stage not in (1, 2):
         yield f"zero_optimization.compute_grad_norm is false, which needs stage 1 or 2, not {stage}"
+    yield from _master_weight_mistakes(config, stage)
     yield from _scaling_mistakes(config, stage)
-    for path in (
-        "fp16.fp16_master_weights_and_grads",
-        "bf16.bf16_master_weights_and_grads",
-        "bfloat16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-    ):
-        if flag_at(config, path) and stage == 0:
-            yield f"{path} needs zero_optimization.stage 1, 2 or 3, not 0"
-        elif flag_at(config, path) and not offloads(config, "optimizer") and not path.startswith("bf16.bf16_opt"):
-            section = path.split(".")[0]
-            if not flag_at(config, f"{section}.bf16_optimizer_states"):
-                states = "" if section == "fp16" else f", or {section}.bf16_optimizer_states"
-                yield f"{path} needs zero_optimization.offload_optimizer with Adam or AdamW{states}"
-    for section in ("bf16", "bfloat16"):
-        masters = flag_at(config, f"{section}.bf16_master_weights_and_grads")
-        if flag_at(config, f"{section}.bf16_optimizer_states") and not masters:
-            yield f"{section}.bf16_optimizer_states needs {section}.bf16_master_weights_and_grads"
+
+
+def _master_weight_mistakes(config: dict[str, Any], stage: int) -> Iterator[str]:
+    """Master weights in 16 bits: with ZeRO, and on the CPU unless the states of the optimizer are in bf16, too."""
+    for section, kind in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        masters, states = f"{section}.{kind}_master_weights_and_grads", f"{section}.bf16_optimizer_states"
+        for path in (masters, states):
+            if flag_at(config, path) and stage == 0:
+                yield f"{path} needs zero_optimization.stage 1, 2 or 3, not 0"
+        if flag_at(config, states) and not flag_at(config, masters):
+            yield f"{states} needs {masters}"
+        alone = flag_at(config, masters) and not flag_at(config, states) and not offloads(config, "optimizer")
+        if alone and stage > 0:
+            instead = "" if kind == "fp16" else f", or {states}"
+            yield f"{masters} needs zero_optimization.offload_optimizer with Adam or AdamW{instead}"
 
 
 def _scaling_mistakes(config: dict[str, Any], stage: int) -> Iterator[str]:
-    """Scaling before the reduction: an AssertionError of stages 2 and 3, without effect in 1; stage 3 gets it wrong.
+    """Scaling before the reduction, which reduce_scatter leaves out in stage 1 and does not accept in stage 2.
 
-    There a factor equal to the number of ranks is divided by and not multiplied with again, reduce_scatter or not.
+    Stage 3 does not accept it either, and without reduce_scatter it gets a factor wrong that equals the number of
+    ranks: the gradients are divided by it, and not multiplied by it afterwards.
     """
     scatters = flag_at(config, "zero_optimization.reduce_scatter") is not False
     for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):

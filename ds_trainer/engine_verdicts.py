@@ -87,80 +87,64 @@ def _is_on_nvme(config: dict[str, Any], what: str) -> bool:
     return value_at(config, f"zero_optimization.offload_{what}.device") == "nvme"
 
 
-def _zero(*names: str) -> tuple[str, ...]:
-    return tuple(f"zero_optimization.{name}" for name in names)
+def _under(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
 
 
-_OFFLOADED = {what: f"zero_optimization.offload_{what}" for what in ("optimizer", "param")}
+_ZERO = "zero_optimization"
+_OPTIMIZER, _PARAM = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
 # of one key, the first need that does not hold is told
 NEEDS: tuple[Need, ...] = (
     Need(
-        "zero_optimization.stage 1, 2 or 3",
+        f"{_ZERO}.stage 1, 2 or 3",
         lambda config: zero_stage(config) > 0,
-        _zero(
-            *("contiguous_gradients", "load_from_fp32_weights"),
-            *("overlap_comm", "reduce_bucket_size", "reduce_scatter"),
-        ),
+        _under(_ZERO, "contiguous_gradients load_from_fp32_weights overlap_comm reduce_bucket_size reduce_scatter"),
     ),
     Need(
-        "zero_optimization.stage 1 or 2",
+        f"{_ZERO}.stage 1 or 2",
         lambda config: zero_stage(config) in (1, 2),
         (
-            *(f"{section}.check_grad_overflow" for section in ("bf16", "bfloat16")),
-            *_zero("allgather_bucket_size", "parameter_alignment"),
-            *_zero("round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+            *("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"),
+            *_under(_ZERO, "allgather_bucket_size parameter_alignment round_robin_gradients"),
+            *_under(_ZERO, "use_multi_rank_bucket_allreduce"),
         ),
     ),
+    Need(f"{_ZERO}.stage 2", lambda config: zero_stage(config) == 2, _under(_ZERO, "ignore_unused_parameters")),
     Need(
-        "zero_optimization.stage 2",
-        lambda config: zero_stage(config) == 2,
-        _zero("ignore_unused_parameters"),
-    ),
-    Need(
-        "zero_optimization.stage 3",
+        f"{_ZERO}.stage 3",
         lambda config: zero_stage(config) == 3,
-        _zero(
-            *("enable_sanity_checks", "leaf_module", "log_trace_cache_warnings", "memory_efficient_linear"),
-            *("offload_optimizer.super_offload", "pipeline_loading_checkpoint"),
-            *("save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential"),
-            *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
-            *("stage3_module_granularity_threshold", "stage3_param_persistence_threshold"),
-            *("stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size"),
-            *("zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+        _under(
+            _ZERO,
+            "enable_sanity_checks leaf_module log_trace_cache_warnings memory_efficient_linear "
+            "offload_optimizer.super_offload pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory "
+            "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save "
+            "stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance "
+            "stage3_model_persistence_threshold stage3_module_granularity_threshold "
+            "stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params "
+            "sub_group_size zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights "
             "zero_quantized_weights",
         ),
     ),
     Need(
-        "zero_optimization.stage 1 with bf16 and data_types.grad_accum_dtype fp32",
+        f"{_ZERO}.stage 1 with bf16 and data_types.grad_accum_dtype fp32",
         lambda config: zero_stage(config) == 1 and bool(value_at(config, "data_types.grad_accum_dtype")),
         ("bf16.immediate_grad_update", "bfloat16.immediate_grad_update"),
     ),
     Need(
-        "bf16 or fp16 where zero_optimization.stage is 2",
+        f"bf16 or fp16 where {_ZERO}.stage is 2",
         lambda config: zero_stage(config) != 2 or _is_16bit(config),
         ("data_types.grad_accum_dtype",),
     ),
-    Need(
-        "bf16 or fp16",
-        _is_16bit,
-        ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules"),
-    ),
+    Need("bf16 or fp16", _is_16bit, _under("data_types", "buffer_dtype keep_in_fp32_modules")),
     Need(
         "a dynamic loss scale, fp16.loss_scale 0",
         lambda config: not value_at(config, "fp16.loss_scale"),
-        tuple(
-            f"fp16.{name}"
-            for name in (
-                *("consecutive_hysteresis", "hysteresis", "initial_scale_power"),
-                *("loss_scale_window", "min_loss_scale"),
-            )
-        ),
+        _under("fp16", "consecutive_hysteresis hysteresis initial_scale_power loss_scale_window min_loss_scale"),
     ),
     Need(
-        "zero_optimization.stage 1, 2 or 3",
+        f"{_ZERO}.stage 1, 2 or 3",
         lambda config: zero_stage(config) > 0,
-        ("fp16.consecutive_hysteresis", "fp16.hysteresis"),
+        _under("fp16", "consecutive_hysteresis hysteresis"),
     ),
     Need(
         "no torch_autocast beside ZeRO, which sends gradients in the type of autocast",
@@ -168,43 +152,38 @@ NEEDS: tuple[Need, ...] = (
         ("communication_data_type",),
     ),
     Need(
-        f"{_OFFLOADED['optimizer']}.device cpu or nvme",
+        'gradient_allreduce_op "mean", and reduce_scatter false in zero_optimization.stage 1 and 2; not with 3',
+        lambda config: str(value_at(config, "gradient_allreduce_op")).lower() != "sum",
+        ("gradient_predivide_factor", "prescale_gradients"),
+    ),
+    Need(
+        f"{_OPTIMIZER}.device cpu or nvme",
         lambda config: offloads(config, "optimizer"),
-        (
-            *("optimizer.params.fp32_optimizer_states", "zero_force_ds_cpu_optimizer"),
-            "zero_optimization.offload_optimizer.pin_memory",
-        ),
+        ("optimizer.params.fp32_optimizer_states", "zero_force_ds_cpu_optimizer", f"{_OPTIMIZER}.pin_memory"),
     ),
     Need(
-        f"{_OFFLOADED['optimizer']}.super_offload",
-        lambda config: bool(flag_at(config, f"{_OFFLOADED['optimizer']}.super_offload")),
-        (f"{_OFFLOADED['optimizer']}.cpuadam_cores_perc",),
+        f"{_OPTIMIZER}.super_offload",
+        lambda config: bool(flag_at(config, f"{_OPTIMIZER}.super_offload")),
+        (f"{_OPTIMIZER}.cpuadam_cores_perc",),
     ),
     Need(
-        f"{_OFFLOADED['optimizer']}.device nvme",
+        f"{_OPTIMIZER}.device nvme",
         lambda config: _is_on_nvme(config, "optimizer"),
-        tuple(
-            f"{_OFFLOADED['optimizer']}.{name}"
-            for name in ("buffer_count", "fast_init", "nvme_path", "pipeline_read", "pipeline_write")
-        ),
+        _under(_OPTIMIZER, "buffer_count fast_init nvme_path pipeline_read pipeline_write"),
     ),
+    Need(f"{_PARAM}.device cpu or nvme", lambda config: offloads(config, "param"), (f"{_PARAM}.pin_memory",)),
     Need(
-        f"{_OFFLOADED['param']}.device cpu or nvme",
-        lambda config: offloads(config, "param"),
-        (f"{_OFFLOADED['param']}.pin_memory",),
-    ),
-    Need(
-        f"{_OFFLOADED['param']}.device nvme",
+        f"{_PARAM}.device nvme",
         lambda config: _is_on_nvme(config, "param"),
-        tuple(f"{_OFFLOADED['param']}.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")),
+        _under(_PARAM, "buffer_count buffer_size max_in_cpu nvme_path"),
     ),
     Need(
         "an offload with device nvme",
-        lambda config: any(_is_on_nvme(config, what) for what in _OFFLOADED),
+        lambda config: _is_on_nvme(config, "optimizer") or _is_on_nvme(config, "param"),
         ("aio",),
     ),
     Need(
-        "fp16, zero_optimization.stage 0 and an optimizer block of type Adam or AdamW",
+        f"fp16, {_ZERO}.stage 0 and an optimizer block of type Adam or AdamW",
         lambda config: (
             bool(flag_at(config, "fp16.enabled"))
             and zero_stage(config) == 0
@@ -217,12 +196,7 @@ NEEDS: tuple[Need, ...] = (
         lambda config: str(value_at(config, "log_level")).lower() in ("info", "debug"),
         ("comms_logger.verbose", "dump_state", "steps_per_print", "timers.throughput.synchronized"),
     ),
-    Need(
-        'gradient_allreduce_op "mean", and reduce_scatter false in zero_optimization.stage 1 and 2; not with 3',
-        lambda config: str(value_at(config, "gradient_allreduce_op")).lower() != "sum",
-        ("gradient_predivide_factor", "prescale_gradients"),
-    ),
-    Need("zero_optimization true", lambda config: config.get("zero_optimization") is True, ("allgather_size",)),
+    Need(f"{_ZERO} true", lambda config: config.get(_ZERO) is True, ("allgather_size",)),
 )
 
 
