@@ -148,7 +148,14 @@ def readings(engine: Engine) -> dict[str, float]:
 
 
 def stop_engine(engine: Engine) -> None:
-    """Release hooks and buffers, so that the next phase may start an engine of its own."""
+    """Release hooks and buffers, so that the next phase may start an engine of its own; collective.
+
+    The `comms_logger` of the engine file prints its summary only where a program asks for it.
+    """
+    if engine.config.get("comms_logger", {}).get("enabled"):
+        import deepspeed
+
+        deepspeed.comm.log_summary()
     engine.destroy()
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():

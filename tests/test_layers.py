@@ -55,6 +55,8 @@ LAYERS = [
         "engine_file",
         "engine_blocks",
         "engine_keys",
+        "engine_verdicts",
+        "compression_block",
         "exit_command",
         "readers",
         "sources",

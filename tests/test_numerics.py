@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launching import run_deepspeed
-from numerics_matrix import DECAY, RANKS, SKIPPING, SOUND, SPOILT, STOPPED
+from numerics_matrix import DECAY, EFFECTIVE, IDLE, RANKS, SKIPPING, SOUND, SPOILT, STOPPED, config_of
 
+from ds_trainer.engine_verdicts import idle_keys
 from ds_trainer.numerics import StepWatch
 
 
@@ -119,6 +120,16 @@ def test_fp16_without_zero_scales_its_loss(seen):
     expected = losses.pop("sgd-fp32-1")
     assert abs(expected[-1] / expected[0] - 1) > 0.1
     assert losses == {name: pytest.approx(expected, rel=5e-3) for name in losses}
+
+
+@pytest.mark.parametrize("name", [*EFFECTIVE, *IDLE])
+def test_a_key_changes_the_numbers_where_it_is_said_to(seen, name):
+    """The engine's losses differ by a key without a warning, and are the same to the bit with one that is warned of."""
+    key, plain = name.split(", ")
+    warned = [idle for idle in idle_keys(config_of((EFFECTIVE | IDLE)[name])) if key in idle]
+    assert bool(warned) == (name in IDLE)
+    same = [rank["losses"] for rank in seen[0][name]] == [rank["losses"] for rank in seen[0][plain]]
+    assert same == (name in IDLE)
 
 
 class Engine(SimpleNamespace):
