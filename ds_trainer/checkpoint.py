@@ -52,6 +52,10 @@ class Position:
     """Of that evaluation."""
     report: Mapping[str, Any] | None = None
     techniques: Mapping[str, Any] = field(default_factory=dict)
+    total: int = 0
+    """The steps of the phase, which its schedules follow."""
+    phase: Mapping[str, Any] = field(default_factory=dict)
+    """The phase as the recipe had it: a run that is resumed with another recipe leaves older checkpoints behind."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,8 @@ def step_of(checkpoint: Path) -> int:
 
 def precision_of(config: Mapping[str, Any]) -> str:
     """What an engine file has the weights in: a checkpoint of one cannot be read as another."""
-    return next((kind for kind in ("fp16", "bf16") if config.get(kind, {}).get("enabled")), "fp32")
+    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    return next((kind for name, kind in sections.items() if config.get(name, {}).get("enabled")), "fp32")
 
 
 def check_fits(checkpoint: Path, position: Position, identity: Mapping[str, Any]) -> None:

@@ -25,6 +25,10 @@ Sums = dict[str, tuple[int, int]]
 """Size and CRC-32 of every file, by its path inside the folder."""
 
 
+class DamagedCheckpointError(ValueError):
+    """The files of a checkpoint are not those that were written."""
+
+
 class Writes:
     """What this rank has DeepSpeed write, and what went wrong with it."""
 

@@ -25,13 +25,11 @@ from ds_trainer.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.engine_file import Said, check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.exit_command import (
     add_aim_flags,
-    add_policy_flags,
     asked_calibration,
-    asked_policy,
     calibration_mistakes,
     saved_exits,
 )
-from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
+from ds_trainer.exit_specs import ExitsSpec
 from ds_trainer.failures import LostRankError, NonFiniteLossError, StoppedError
 from ds_trainer.json_file import read_json
 from ds_trainer.messages import shortened
@@ -39,6 +37,7 @@ from ds_trainer.model_folder import model_mistakes
 from ds_trainer.recipe import Phase, Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
 from ds_trainer.redaction import redacted
 from ds_trainer.run_folder import check_output_folder
+from ds_trainer.saved_checkpoint import SavedCheckpoint
 from ds_trainer.settings import assign, parse_setting
 from ds_trainer.task_files import check_data_files
 from ds_trainer.trust import Trust, trusting
@@ -49,7 +48,6 @@ from ds_trainer.write_places import (
     is_run,
     output_place_mistakes,
     placed_engine_file,
-    result_place_mistakes,
 )
 
 USER_ERROR = 2
@@ -76,21 +74,6 @@ class TrainJob:
     """Seconds a rank waits for another."""
     trust: Trust
     debug_port: int | None
-
-
-@dataclass(frozen=True)
-class EvaluateJob:
-    """A checked evaluation command."""
-
-    model: str
-    task: TaskSpec
-    batch_size: int
-    cache_dir: str | None
-    output_file: Path | None
-    predictions_dir: Path | None
-    exit_policy: ExitPolicy | None
-    """In place of the model folder's."""
-    trust: Trust
 
 
 @dataclass(frozen=True)
@@ -169,15 +152,6 @@ def train_command(arguments: Sequence[str]) -> None:
         (dry_run if job.dry_run else run)(job)
 
 
-def evaluate_command(arguments: Sequence[str]) -> None:
-    """`launch/evaluate.py`: score a model folder on a task."""
-    job = read_evaluate_job(arguments)
-    from ds_trainer.run import evaluate_folder
-
-    with trusting(job.trust):
-        evaluate_folder(job)
-
-
 def calibrate_command(arguments: Sequence[str]) -> None:
     """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
     job = read_calibrate_job(arguments)
@@ -230,21 +204,6 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     return TrainJob(_as_given(arguments), recipe, engine_config, output, *asked, asked_trust(flags), flags.debug_port)
 
 
-def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
-    """Parse and check an evaluation command; a ValueError tells every mistake of it, one a line."""
-    flags = _evaluate_parser().parse_args(list(arguments))
-    mistakes = Mistakes()
-    task, cache_dir = asked_task(flags, mistakes)
-    mistakes += check_data_files(task, splits=("validation",)) if task else []
-    saved = mistakes.of(lambda: saved_exits(flags.model))
-    policy = mistakes.of(partial(asked_policy, flags, saved, task)) if task else None
-    mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
-    mistakes.tell()
-    assert task is not None
-    written = (flags.output_file, flags.predictions_dir)
-    return EvaluateJob(flags.model, task, flags.batch_size, cache_dir, *written, policy, asked_trust(flags))
-
-
 def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     """Parse and check a calibration command; a ValueError tells every mistake of it, one a line."""
     flags = _calibrate_parser().parse_args(list(arguments))
@@ -262,11 +221,18 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec, asked_trust(flags))
 
 
-def asked_task(flags: argparse.Namespace, mistakes: Mistakes) -> tuple[TaskSpec | None, str | None]:
-    """The task that the flags say, or the last one of their recipe, and its cache folder; checks the model, too."""
+def asked_task(
+    flags: argparse.Namespace, mistakes: Mistakes, saved: SavedCheckpoint | None = None
+) -> tuple[TaskSpec | None, str | None]:
+    """The task that the flags say, or the last one of their recipe, and its cache folder; checks the model, too.
+
+    In place of a model there may be a checkpoint: without a recipe of the flags, its own phase's task is taken.
+    """
     data = (mistakes.of(lambda: read_json(flags.recipe, "the recipe")) or {}) if flags.recipe else {}
     recipe = mistakes.of(lambda: parse_recipe(data)) if data else None
-    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
+    spec, file = (recipe.phases[-1].task or recipe.task) if recipe else None, flags.recipe or ""
+    if saved and not flags.recipe:
+        recipe, spec, file = saved.recipe, saved.task, saved.recipe_file
     task_data = spec.model_dump() if spec else {}
     for name, value in (("name", flags.task_name), ("data_dir", flags.data_dir)):
         if value is not None:
@@ -274,12 +240,12 @@ def asked_task(flags: argparse.Namespace, mistakes: Mistakes) -> tuple[TaskSpec 
     for setting in flags.set:
         mistakes.of(partial(_apply_task_setting, task_data, setting))
     task = mistakes.of(lambda: parse_task(task_data))
-    mistakes += model_mistakes(flags.model, asked_trust(flags))
+    mistakes += [] if saved else model_mistakes(flags.model, asked_trust(flags))
     if flags.batch_size < 1:
         mistakes.append(f"--batch_size is {flags.batch_size}: give 1 or more")
     if "name" not in task_data:
         mistakes.append("no task: give --task_name, or --recipe with a task")
-    said, own_run = recipe.cache_dir if recipe else None, Path(flags.recipe or "").parent
+    said, own_run = recipe.cache_dir if recipe else None, Path(file).parent
     roots = [*([own_run] if is_run(own_run) else []), *flags.allow_write]
     return task, flags.cache_dir or mistakes.of(partial(cache_place, said, said, roots))
 
@@ -352,15 +318,6 @@ def _train_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry_run", action="store_true", help="print what would be done, train nothing")
     parser.add_argument("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
-    return parser
-
-
-def _evaluate_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="evaluate.py", description="Score a model folder on a task.", allow_abbrev=False)
-    add_task_flags(parser)
-    parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
-    parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
-    add_policy_flags(parser)
     return parser
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +45,29 @@ def export(
 ) -> dict[str, Any]:
     """Write the folded model as a `transformers` folder, and say what was kept; on every rank.
 
-    The weights are gathered to rank 0, one at a time, and put in a model built anew: what a technique folds is then
-    whole under every ZeRO stage. They are saved in the precision they were trained in.
+    The weights are gathered to rank 0, one at a time.
     """
     state = whole_state_dict(engine.module, keep=distributed.is_main())
+    task.examples(task.splits[0])  # collective, unlike what follows
+    return distributed.on_main(partial(export_weights, state, rebuild, task, step, folder, change))
+
+
+def export_weights(
+    state: Mapping[str, Tensor], rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
+) -> dict[str, Any]:
+    """Write the model folder of the whole weights of a step, and say what was kept; on one rank.
+
+    The weights are put in a model built anew: what a technique folds is then whole under every ZeRO stage. They are
+    saved in the precision they were trained in.
+    """
     examples = task.examples(task.splits[0])
     batch = task.collate(examples, range(min(8, len(examples))))
-
-    def write() -> dict[str, Any]:
-        model, techniques = rebuild()
-        dtype = next(value.dtype for value in state.values() if value.is_floating_point())
-        model.to(dtype).load_state_dict(state)
-        for technique in techniques:
-            technique.on_step(step)
-        return save_folded(model.eval(), techniques, task, batch, folder, change)
-
-    return distributed.on_main(write)
+    model, techniques = rebuild()
+    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    model.to(dtype).load_state_dict(state)
+    for technique in techniques:
+        technique.on_step(step)
+    return save_folded(model.eval(), techniques, task, batch, folder, change)
 
 
 @torch.no_grad()

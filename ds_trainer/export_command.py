@@ -1,4 +1,4 @@
-"""The command that exports a model folder: its flags, and every check that needs neither torch nor transformers."""
+"""The command that exports a model folder or a checkpoint: its flags, and every check that needs no torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ds_trainer.messages import shown
 from ds_trainer.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import MODEL_FILES, check_output_folder
+from ds_trainer.saved_checkpoint import SavedCheckpoint, is_checkpoint, read_checkpoint
 from ds_trainer.task_files import check_data_files
 from ds_trainer.trust import Trust, trusting
 from ds_trainer.whole_file import read_value
@@ -57,20 +58,33 @@ class ExportJob:
     batch_size: int
     cache_dir: str | None
     trust: Trust
+    checkpoint: SavedCheckpoint | None = None
+    """What becomes the model folder first."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model folder of a checkpoint is the output itself."""
+        return self.checkpoint is not None and not (self.shrink or self.onnx or self.compact)
 
     @property
     def writes_folder(self) -> bool:
         """Whether the output is a model folder."""
-        return self.shrink or self.unpack or self.compact is not None or self.import_from is not None
+        return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
 
 
 def export_command(arguments: Sequence[str]) -> None:
-    """`launch/export.py`: shrink a model folder, write it as ONNX, or as a compact file."""
+    """`launch/export.py`: shrink a model folder or a checkpoint, write it as ONNX, or as a compact file."""
     job = read_export_job(arguments)
     with _report_alone() as output, trusting(job.trust):
         from ds_trainer.export_folder import export_folder
 
-        export_folder(job, output)
+        if job.checkpoint is None:
+            export_folder(job, output)
+            return
+        from ds_trainer.checkpoint_model import model_of
+
+        with model_of(job.checkpoint, job.cache_dir) as (folder, _):
+            export_folder(replace(job, model=folder), output)
 
 
 @contextlib.contextmanager
@@ -87,14 +101,18 @@ def _report_alone() -> Iterator[TextIO]:
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
     """Parse and check an export command; a ValueError tells every mistake of it, one a line."""
     flags = _parser().parse_args(list(arguments))
-    mistakes = Mistakes([*_model_mistakes(flags), *_flag_mistakes(flags)])
+    mistakes = Mistakes(_flag_mistakes(flags))
+    checkpoint = mistakes.of(lambda: read_checkpoint(flags.model)) if is_checkpoint(flags.model) else None
+    mistakes += [] if is_checkpoint(flags.model) else _model_mistakes(flags)
     mistakes.tell()
     task, cache_dir = None, flags.cache_dir
-    if names_task(flags):
-        task, cache_dir = asked_task(flags, mistakes)
+    if names_task(flags) or checkpoint:
+        task, cache_dir = asked_task(flags, mistakes, checkpoint)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _place_mistakes(flags)
     mistakes.tell()
+    if checkpoint and task:
+        checkpoint = replace(checkpoint, task=task)
     return ExportJob(
         model=Path(flags.model),
         output=flags.output_dir or Path(flags.model),
@@ -105,10 +123,11 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         unpack=flags.unpack,
         import_from=flags.import_from,
         threshold=flags.threshold,
-        task=task,
+        task=task if names_task(flags) else None,
         batch_size=flags.batch_size,
         cache_dir=cache_dir,
         trust=asked_trust(flags),
+        checkpoint=checkpoint,
     )
 
 
@@ -156,8 +175,12 @@ def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iter
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
+    checkpoint = is_checkpoint(flags.model)
+    if checkpoint and (flags.unpack or flags.import_from):
+        flag = "--unpack" if flags.unpack else "--import_from"
+        yield f"{flag}: {flags.model} is a checkpoint of this program, whose weights are whole: drop the flag"
     others = flags.shrink or flags.onnx or flags.compact
-    if not (others or flags.unpack or flags.import_from):
+    if not (others or flags.unpack or flags.import_from or checkpoint):
         yield "nothing to do: give --shrink, --onnx, --compact, --unpack or --import_from"
     for flag in ("unpack", "import_from"):
         if getattr(flags, flag) and (others or names_task(flags) or (flags.unpack and flags.import_from)):
@@ -216,13 +239,17 @@ def _place_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     model, output = Path(flags.model), flags.output_dir or Path(flags.model)
     itself = os.path.realpath(output) == os.path.realpath(model)
     unfit = [f"--output_dir: {mistake}" for mistake in check_output_folder(output, overwrite=True)]
-    if flags.shrink or flags.compact or flags.unpack or flags.import_from:
-        if flags.output_dir is None:
-            yield "--shrink, --compact, --unpack and --import_from write a model folder: give --output_dir"
-            return
-        if itself:
-            yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
-            return
+    checkpoint = is_checkpoint(flags.model)
+    writes_folder = (
+        flags.shrink or flags.compact or flags.unpack or flags.import_from or (checkpoint and not flags.onnx)
+    )
+    if flags.output_dir is None and checkpoint:
+        yield f"{model} is a checkpoint, which stays as it is: give --output_dir"
+    elif flags.output_dir is None and writes_folder:
+        yield "--shrink, --compact, --unpack and --import_from write a model folder: give --output_dir"
+    elif itself and (checkpoint or writes_folder):
+        yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
+    elif writes_folder:
         yield from unfit or _folder_mistakes(output, flags.overwrite)
     else:
         yield from unfit or _file_mistakes(output, itself, flags.overwrite)
@@ -270,8 +297,8 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="export.py", description="Make of a model folder what is deployed.", allow_abbrev=False)
-    add_task_flags(parser, model="model folder")
+    parser = Parser(prog="export.py", description="Make of a model or checkpoint what is deployed.", allow_abbrev=False)
+    add_task_flags(parser, model="model folder, or OUT/checkpoint-N")
     parser.add_argument(
         "--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder"
     )

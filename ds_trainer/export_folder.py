@@ -83,7 +83,8 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
     with leaving(), _aside(job.output) as aside:
         made = aside / "made"
         made.mkdir()
-        report = {"folder": str(job.model), **_written(job, made, aside)}
+        source = job.checkpoint.path if job.checkpoint else job.model
+        report = {"folder": str(source), **_written(job, made, aside)}
         if not job.writes_folder:
             report |= _earlier(job.output)
         (made / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -140,7 +141,10 @@ def _earlier(folder: Path) -> dict[str, Any]:
         found = read_report(folder) or {}
     except ValueError:  # which is to be overwritten
         return {}
-    if not {"shrunk", "compact", "unpacked", "imported"} & found.keys():
+    made = {"shrunk", "compact", "unpacked", "imported"} & found.keys() or (
+        "checkpoint" in found and "onnx" not in found
+    )
+    if not made:
         return {"earlier": found["earlier"]} if "earlier" in found else {}
     return {"earlier": {name: value for name, value in found.items() if name not in ("onnx", "int8")}}
 
@@ -177,6 +181,8 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.shrink:  # before padding is set, which is of no model's own
         folder = aside / "shrunk" if job.compact else made
         _write_shrunk(job.model, model, tokenizer, folder)
+    if job.plain:
+        shutil.copytree(job.model, made, dirs_exist_ok=True)
     _pad(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     scores = {}
@@ -185,6 +191,9 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         scores["model"] = _score_of_folder(job, task, job.model)
     batches = [*_sentences(model, tokenizer), *(_of_task(task) if task else [])]
     report: dict[str, Any] = {}
+    if job.checkpoint:
+        step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
+        report["checkpoint"] = step | {"weights": _weights_of(model)}
     if job.shrink:
         model, report["shrunk"] = _shrunk(model, tokenizer, batches, folder)
     if job.compact:
@@ -230,10 +239,15 @@ def _shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> 
     tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
     if found["max_difference"] > tolerance * max(1.0, found["largest"]):
         raise RuntimeError(f"the shrunk model's outputs differ by {found['max_difference']}")
-    weights = count_weights(reloaded)
+    return reloaded, found | {"weights": _weights_of(reloaded)}
+
+
+def _weights_of(model: Any) -> dict[str, Any]:
+    """The counts of all weights; a line for each matrix is more than a report of the whole wants."""
+    weights = count_weights(model)
     for counts in (weights, weights.get("before", {})):
-        counts.pop("layers", None)  # a line for each matrix is more than a report of the whole wants
-    return reloaded, found | {"weights": weights}
+        counts.pop("layers", None)
+    return weights
 
 
 def _compact(

@@ -16,12 +16,13 @@ from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
-from ds_trainer.export import as_it_is, cut_where_empty, export
+from ds_trainer.export import Change, as_it_is, cut_where_empty, export
 from ds_trainer.failures import NonFiniteLossError, StoppedError
 from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.recipe import Phase, Techniques
+from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.shrink import check_known
@@ -31,14 +32,48 @@ from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
 
 @dataclass(frozen=True)
-class PhasePlan:
-    """A phase with everything resolved: where it starts, how long it runs, what DeepSpeed is told, where it writes."""
+class PhaseModel:
+    """What the model of a phase is built from, and how it is exported: to train it, or to read a checkpoint of it."""
 
     phase: Phase
     techniques: Techniques
     task: Task
     source: str
     clock: Clock
+
+    @property
+    def teacher(self) -> str | None:
+        """The folder, or hub name, of the teacher."""
+        return self.techniques.distill.teacher if self.techniques.distill else None
+
+    @property
+    def change(self) -> Change:
+        """What is done to the folded model before it is saved."""
+        return cut_where_empty if self.phase.shrink else as_it_is
+
+    def build(self) -> tuple[nn.Module, list[Technique]]:
+        """The phase's model as it starts, with its techniques attached; the same on every rank."""
+        torch.manual_seed(self.clock.seed)
+        techniques = build_techniques(self.techniques, self.clock, self.task)
+        model = self.task.build_model(self.source)
+        if self.phase.shrink:
+            check_known(model)
+        for technique in techniques:
+            model = technique.attach(model)
+        return model, techniques
+
+    def rebuild(self, states: Mapping[str, Mapping[str, Any]]) -> tuple[nn.Module, list[Technique]]:
+        """The phase's model, its techniques in the states that they gave at some step; `states` has them by name."""
+        model, techniques = self.build()
+        for technique in techniques:
+            technique.resume(states[technique.name])
+        return model, techniques
+
+
+@dataclass(frozen=True)
+class PhasePlan(PhaseModel):
+    """A phase with everything resolved: where it starts, how long it runs, what DeepSpeed is told, where it writes."""
+
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
@@ -54,29 +89,6 @@ class PhasePlan:
             "the loss terms": sorted(self.phase.loss),
             "the techniques": sorted(name for name, spec in self.techniques if spec),
         }
-
-    @property
-    def teacher(self) -> str | None:
-        """The folder, or hub name, of the teacher."""
-        return self.techniques.distill.teacher if self.techniques.distill else None
-
-    def build(self) -> tuple[nn.Module, list[Technique]]:
-        """The phase's model as it starts, with its techniques attached; the same on every rank."""
-        torch.manual_seed(self.clock.seed)
-        techniques = build_techniques(self.techniques, self.clock, self.task)
-        model = self.task.build_model(self.source)
-        if self.phase.shrink:
-            check_known(model)
-        for technique in techniques:
-            model = technique.attach(model)
-        return model, techniques
-
-    def rebuild(self, states: Mapping[str, Mapping[str, Any]]) -> tuple[nn.Module, list[Technique]]:
-        """The same with the techniques as they were, by name, when they gave their states."""
-        model, techniques = self.build()
-        for technique in techniques:
-            technique.resume(states[technique.name])
-        return model, techniques
 
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
         """All of a phase that a user can get wrong, before the engine takes it. Raises ValueError."""
@@ -117,8 +129,8 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     states = training.states()
     for technique in training.techniques:
         technique.stop()
-    change, rebuild = cut_where_empty if plan.phase.shrink else as_it_is, partial(plan.rebuild, states)
-    results |= export(training.engine, rebuild, plan.task, training.step, plan.folder / "model", change)
+    rebuild, folder = partial(plan.rebuild, states), plan.folder / "model"
+    results |= export(training.engine, rebuild, plan.task, training.step, folder, plan.change)
     engine.stop_engine(training.engine)
     return results
 
@@ -250,6 +262,8 @@ class Training:
             scores=self.scores,
             report=self.report.state(),
             techniques=self.states(),
+            total=self.plan.clock.total,
+            phase=redacted(self.plan.phase.model_dump()),
         )
         with self.report.paused():
             if self.checkpoints.save(self.engine, position):

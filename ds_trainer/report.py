@@ -255,7 +255,7 @@ def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None
 
 def results_table(results: Mapping[str, Any]) -> str:
     """The phases side by side: metrics but those of single exit heads, encoder weights kept, seconds, examples/s."""
-    rows = []
+    rows: list[dict[str, str]] = []
     for name, found in results.items():
         kept, whole = encoder_weights(found) or (0, 0)
         metrics = {metric: value for metric, value in found["eval"].items() if not OF_ONE_EXIT.search(metric)}
@@ -263,6 +263,11 @@ def results_table(results: Mapping[str, Any]) -> str:
         row |= {"encoder weights": f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"}
         row |= {"seconds": f"{found['train']['train_seconds']:.0f}"}
         rows.append(row | {"examples/s": f"{found['train']['examples_per_s']:.0f}"})
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows as lines under the names of their columns, every column as wide as its widest cell."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

@@ -10,17 +10,22 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
-from ds_trainer.command import CalibrateJob, EvaluateJob, TrainJob, said_by
+from ds_trainer.checkpoint_files import DamagedCheckpointError
+from ds_trainer.checkpoint_model import model_of
+from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
+from ds_trainer.command import CalibrateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.evaluate import evaluate
+from ds_trainer.evaluate_command import EvaluateJob
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.failures import LostRankError
@@ -28,22 +33,19 @@ from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
 from ds_trainer.rank_watch import rendezvous, watched
-from ds_trainer.recipe import Phase, Techniques, task_of
+from ds_trainer.recipe import Phase, task_of
 from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, results_table, save_json
 from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder, check_output_folder
 from ds_trainer.run_status import RunStatus
 from ds_trainer.schedules import steps_of
-from ds_trainer.starting_models import StartingModels
+from ds_trainer.starting_models import MADE, StartingModels
 from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock
 from ds_trainer.techniques.early_exit import with_exits
 from ds_trainer.techniques.exit_heads import has_exits
-
-_MADE = "starting_models"
-"""Holds the models that a run makes to start from."""
 
 _RESULTS = "all_results.json"
 
@@ -61,7 +63,7 @@ def run(job: TrainJob) -> None:
         distributed.on_main(folder.lock)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
         status.begin()
-        models = StartingModels(job.recipe, job.output / _MADE)
+        models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
@@ -87,20 +89,35 @@ def dry_run(job: TrainJob) -> None:
 
 
 def evaluate_folder(job: EvaluateJob) -> None:
-    """Score a model folder on every split of a task, over all ranks; the scores are printed as JSON."""
+    """Score a model folder, over all ranks, or a checkpoint; the scores are printed as JSON."""
+    with _joined(), contextlib.ExitStack() as until_scored:
+        for saved in job.checkpoints:
+            folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
+            job = _of_folder(job, folder)
+        scores, files = _scored(job)
+        _tell(scores)
+        distributed.on_main(lambda: _write_evaluation(job, scores, files))
+
+
+def evaluate_checkpoints(job: EvaluateJob) -> None:
+    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
     with _joined():
-        task = build_task(job.task, job.model, job.cache_dir)
-        task.check_trained(job.model)
-        device = distributed.device()
-        model = task.build_model(job.model).to(device).eval()
-        found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
-        files: dict[str, Any] = {}
-        if has_exits(job.model):
-            early = with_exits(model, Path(job.model), job.exit_policy).eval()
-            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-            found.scores |= flat_scores(task, files[EXITS_FILE])
-        _tell(found.scores)
-        distributed.on_main(lambda: _write_evaluation(job, found.scores, found.files(task) | files))
+        rows = []
+        for saved in job.checkpoints:
+            try:
+                with model_of(saved, job.cache_dir) as (folder, exported):
+                    scores, files = _scored(_of_folder(job, folder))
+            except DamagedCheckpointError as error:
+                distributed.warn(f"left out: {error}")
+                continue
+            rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
+            distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+            if job.predictions_dir:
+                save_json(files, job.predictions_dir / saved.path.name)
+        if not rows:
+            raise ValueError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
+        print(scores_table(rows), flush=True)
+        write_scores(rows, job)
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
@@ -152,7 +169,7 @@ def plan_phase(
     )
     if phase.techniques.keep_zeros:
         _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
-    techniques = _taught_by(phase.techniques, teacher)
+    techniques = phase.techniques.taught_by(teacher)
     plan = PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
     if resumed:
         check_fits(*resumed, plan.identity())
@@ -166,13 +183,6 @@ def _check_is_elementwise(optimizer: str) -> None:
             f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight: zeros would not "
             f"stay; use AdamW, Adam, Adagrad or SGD"
         )
-
-
-def _taught_by(techniques: Techniques, teacher: str | None) -> Techniques:
-    """The techniques with the teacher's folder in place of its name."""
-    if techniques.distill is None:
-        return techniques
-    return techniques.model_copy(update={"distill": techniques.distill.model_copy(update={"teacher": teacher})})
 
 
 @contextlib.contextmanager
@@ -312,7 +322,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     folder.write_json("command.json", redacted({"command": job.command}))
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)
-    folder.claim(_MADE).mkdir(exist_ok=True)
+    folder.claim(MADE).mkdir(exist_ok=True)
     done = folder.path / _RESULTS
     results = json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
     if job.checkpoint:  # its phase and those after it are done again
@@ -328,6 +338,25 @@ def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), redacted(plan.engine_config))
+
+
+def _of_folder(job: EvaluateJob, folder: Path) -> EvaluateJob:
+    """The job with the model folder of a checkpoint in its place."""
+    return replace(job, model=str(folder), exit_policy=job.policy_for(str(folder)))
+
+
+def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
+    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
+    task = build_task(job.task, job.model, job.cache_dir)
+    task.check_trained(job.model)
+    model = task.build_model(job.model).to(distributed.device()).eval()
+    found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+    files: dict[str, Any] = {}
+    if has_exits(job.model):
+        early = with_exits(model, Path(job.model), job.exit_policy).eval()
+        files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+        found.scores |= flat_scores(task, files[EXITS_FILE])
+    return found.scores, found.files(task) | files
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

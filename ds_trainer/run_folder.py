@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +63,26 @@ def check_output_folder(
     if resume:
         return [] if (folder / _LIST).is_file() else [f"--resume: {folder} holds no run of this program"]
     return [f"the output folder {folder} is not empty: give another, or --overwrite_output_dir, or --resume"]
+
+
+@contextlib.contextmanager
+def kept_from_runs(folder: Path) -> Iterator[None]:
+    """Inside, no run can begin to write to the folder; ValueError where one is under way.
+
+    Commands that only read share the lock; they need no right to write, and where a run has left no lock file, or the
+    disk knows no locks, they read without it.
+    """
+    with contextlib.ExitStack() as until_read:
+        try:
+            fcntl.flock(until_read.enter_context((folder / _LOCK).open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"a run is writing to {folder}, and may delete a checkpoint while it is read: wait until the run ends, "
+                f"or stop it"
+            ) from None
+        except OSError:
+            pass
+        yield
 
 
 def _checkpoint_mistakes(checkpoint: Path, folder: Path) -> list[str]:

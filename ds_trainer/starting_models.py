@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from ds_trainer.recipe import Phase, Recipe, TokenizerSpec
 from ds_trainer.student import create_student
 from ds_trainer.tasks import training_texts
 
+MADE = "starting_models"
+"""The folder, in that of a run, of the models that the run makes to start from."""
 _INITIAL = "initial_model"
 _MARKER = "complete.json"
 
@@ -40,7 +41,10 @@ class StartingModels:
         if spec is None:
             return source
         seed = self.recipe.seed
-        identity = [spec.model_dump(), seed, folder_hash(Path(source)) if Path(source).is_dir() else source]
+
+        def identity() -> list[Any]:
+            return [spec.model_dump(), seed, folder_hash(Path(source)) if Path(source).is_dir() else source]
+
         return self._made(phase.name, identity, lambda target: create_student(spec, source, target, seed))
 
     def teacher(self, phase: Phase) -> str | None:
@@ -75,12 +79,19 @@ class StartingModels:
             tokenizer = train_tokenizer(training_texts(task), spec.vocab_size, spec.lowercase)
             create_folder(config, tokenizer, target, seed)
 
-        return self._made(_INITIAL, [config, spec.model_dump(), task.model_dump(), seed], create)
+        return self._made(_INITIAL, lambda: [config, spec.model_dump(), task.model_dump(), seed], create)
 
-    def _made(self, name: str, identity: Any, build: Callable[[Path], None]) -> str:
+    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
         target = self.folder / name
-        distributed.on_each_host(partial(_make, target, identity, build))
+        distributed.on_each_host(lambda: _make(target, identity(), build))
         return str(target)
+
+
+class MadeModels(StartingModels):
+    """Those of an earlier run: what it made is found, and nothing is made."""
+
+    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
+        return str(self.folder / name)
 
 
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:

@@ -89,6 +89,12 @@ class Techniques(Strict):
             raise ValueError("keep_zeros keeps the zeros that are there, and prune makes others: drop one of them")
         return self
 
+    def taught_by(self, teacher: str | None) -> Techniques:
+        """These techniques with the teacher's folder in place of its name."""
+        if self.distill is None:
+            return self
+        return self.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
+
 
 class StudentSpec(Strict):
     """A smaller model to start from: chosen layers of the larger one, or a config of its own with random weights."""

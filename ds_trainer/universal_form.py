@@ -8,6 +8,7 @@ tensor, pipeline and expert parallelism, MiCS, states on NVMe, elastic ZeRO 1.
 
 from __future__ import annotations
 
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,25 @@ def as_universal(checkpoint: Path, target: Path) -> None:
         raise ValueError(f"{checkpoint} is not as DeepSpeed writes it: it lacks {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole state dict of the model of an engine checkpoint, under all names of tied weights, bit by bit.
+
+    Parameters come before buffers, which DeepSpeed leaves in fp32: the precision of a model is that of the first.
+    `dtype` is what the engine had the model in: ZeRO 3 saves the trained weights as fp32 masters only, of which its
+    model holds rounded copies. All other stages save the model itself.
+    """
+    if (checkpoint / MODEL).is_file():
+        model = read(checkpoint / MODEL)
+        buffers = set(model["buffer_names"])
+        return dict(sorted(model["module"].items(), key=lambda item: item[0] in buffers))
+    source = _Source.of(checkpoint)
+    for shard in source.shards:
+        shard["optimizer_state_dict"]["state"].clear()  # or the moments, twice as much again, would be joined too
+    weights = {name: state["fp32"].to(dtype) for _, name, state in source.parameters()}
+    weights |= source.untrained(set(weights))
+    return weights | {name: weights[first] for name, first in source.model["shared_params"].items()}
 
 
 @dataclass(frozen=True)
@@ -232,9 +252,23 @@ def _write(source: _Source, folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote, mapped and not read; unpickled as by DeepSpeed, whose files hold objects of its own."""
+    """What `torch.save` wrote, mapped and not read: weights, plain values, and the few objects of DeepSpeed's own.
+
+    Nothing else is unpickled: a checkpoint that comes from elsewhere runs no code.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        with torch.serialization.safe_globals(known):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:  # of which torch tells how to run such a file's code all the same
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or holds objects that are neither weights, plain values nor "
+            f"DeepSpeed's: use an older checkpoint"
+        ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} cannot be read ({error}): use an older checkpoint") from error
     if not isinstance(found, dict):
@@ -248,5 +282,6 @@ def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
             raise ValueError(
-                f"{where} has {part} on nvme, whose states cannot change ranks or ZeRO stage: offload to cpu"
+                f"{where} has {part} on nvme, whose states can only be read under the same ranks and ZeRO stage, by "
+                f"--resume: offload to cpu"
             )

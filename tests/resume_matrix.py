@@ -1,21 +1,27 @@
 """Phases stopped again and again, and resumed, beside the same phases that nothing stops: under the real engine.
 
-`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES twice, into OUT/CASE/{whole,stopped}.
-The recipe's first phase is the teacher of the second, which is what is stopped.
+`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES twice, into OUT/CASE/{whole,stopped}, and
+each of ONLY_WHOLE once. The recipe's first phase is the teacher of the second, which is what is stopped. Wherever a run
+that nothing stops saves a checkpoint-N, its engine is exported as well, to `exported-N`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
 
 from ds_trainer import distributed
 from ds_trainer.checkpoint import Checkpoints
 from ds_trainer.command import TrainJob, read_train_job
+from ds_trainer.export import export
 from ds_trainer.failures import StoppedError
-from ds_trainer.loop import train
+from ds_trainer.loop import Training, train
 from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
@@ -26,14 +32,49 @@ in an evaluation."""
 STOPS = {"in an epoch": 4, "in an evaluation": 3, "at the end of an epoch": 4 + 5 + 4 + 4, "at the last evaluation": 5}
 """At which of these questions, from where a run goes on, it stops: after step 4; in the evaluation of step 6; after
 step 15; in the evaluation after the last step."""
-PRECISIONS = {"fp32": [], "bf16": ["--set", "bf16.enabled=true"]}
-CASES = {f"zero{stage}-{precision}": [] for stage, precision in product(range(4), PRECISIONS)}
-GLOBAL = [
-    *("--set", "phases.prune.techniques.prune.global_topk=true"),
-    *("--set", "phases.prune.techniques.prune.global_topk_frequency_compute=7"),
-]
-CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL}
-CASES |= {"hybrid-zero3-fp32": [*GLOBAL, "--set", 'phases.prune.techniques.prune.granularity="hybrid"']}
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["--set", "bf16.enabled=true"],
+    "fp16": ["--set", 'fp16={"enabled": true, "initial_scale_power": 8}'],
+    "autocast": ["--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}'],
+}
+CASES = {f"zero{stage}-{precision}": {} for stage, precision in product(range(4), ("fp32", "bf16"))}
+_GLOBAL = "techniques.prune.global_topk"
+GLOBAL = {_GLOBAL: True, f"{_GLOBAL}_frequency_compute": 7}
+HYBRID = GLOBAL | {"techniques.prune.granularity": "hybrid"}
+CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL, "hybrid-zero3-fp32": HYBRID}
+_SIZES = ("num_hidden_layers", "num_attention_heads")
+HEADS = {"techniques": {"exits": {"layers": [1]}}, "loss": {"task": 0.0, "exits.heads": 1.0}}
+L0 = {
+    "pruning_method": "l0",
+    "mask_scale": 2.197,
+    "regularization": "l0",
+    "final_lambda": 5.0,
+    "initial_warmup": 0,
+    "final_warmup": 0,
+}
+JOINT = {
+    "techniques.exits": {"training": "joint"},
+    "techniques.distill": {"teacher": "@finetune", "terms": ["logits", "hidden"]},
+    "loss": {"task": 0.0, "exits.heads": 1.0, "distill.logits": 0.5, "distill.hidden": 0.5},
+    # half as wide as its teacher, so that there is a projection
+    "student": {
+        "config": {"model_type": "bert", **dict.fromkeys(_SIZES, 2), "hidden_size": 16, "intermediate_size": 32}
+    },
+}
+STATIC = {"techniques": {"prune": {"final_threshold": 0.3, "train_weights": False, "initial_warmup": 0}}}
+OTHERS = {
+    "all": (JOINT, "zero0-fp32 zero1-bf16 zero2-autocast zero3-fp32 zero3-bf16"),
+    "heads": (HEADS, "zero2-fp16 zero3-fp16"),
+    "static": (STATIC, "zero0-bf16 zero3-bf16"),
+    # cut by what was chosen the step before, of which the scores of the checkpoint know nothing
+    "shrunk": (HYBRID | {f"{_GLOBAL}_frequency_compute": 2, "shrink": True}, "zero1-bf16 zero3-bf16"),
+    "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
+}
+ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
+"""Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
+FEW, OFTEN = 4, 3
+"""Their steps, and how often they save."""
 
 
 class StopAfter:
@@ -50,11 +91,18 @@ class StopAfter:
 
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
+    steps, save = (STEPS, SAVE) if case in CASES else (FEW, OFTEN)
+    changes = (CASES | ONLY_WHOLE)[case]
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
-            *("--resume", *PRECISIONS[precision], *CASES[case], "--set", "phases.*.gradient_accumulation_steps=2"),
-            *("--set", f"phases.prune.max_steps={STEPS}", "--set", f"phases.prune.save_steps={SAVE}"),
+            *("--resume", *PRECISIONS[precision], "--set", "phases.*.gradient_accumulation_steps=2"),
+            *(
+                word
+                for path, value in changes.items()
+                for word in ("--set", f"phases.prune.{path}={json.dumps(value)}")
+            ),
+            *("--set", f"phases.prune.max_steps={steps}", "--set", f"phases.prune.save_steps={save}"),
             *("--set", f"phases.prune.eval_steps={EVALUATE}"),
         ]
     )
@@ -76,7 +124,30 @@ def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None
         distributed.info(f"{job.output.parent.name}: {stopped}")
 
 
+_save = Training.save
+
+
+def save_and_export(training: Training) -> None:
+    """Save a checkpoint, and export the engine as it is at that step."""
+    before = training.saved
+    _save(training)
+    plan, step = training.plan, training.step
+    if training.saved != before and plan.folder.name == "whole":
+        rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
+        export(training.engine, rebuild, plan.task, step, folder, plan.change)
+
+
+def make_run_folder(job: TrainJob, out: Path) -> None:
+    """What a run leaves beside its checkpoints: the recipe, the models of earlier phases and those it has made."""
+    job.output.mkdir(parents=True)
+    (job.output / "recipe.json").write_text(json.dumps(job.recipe.model_dump()))
+    (job.output / "finetune").symlink_to(out / "teacher")
+    (job.output / "starting_models").symlink_to(out / "starting")
+
+
 def main(recipe: str, out: Path) -> None:
+    get_accelerator().is_fp16_supported = lambda: True
+    Training.save = save_and_export
     distributed.start_logging()
     distributed.start()
     first = job_of(recipe, "zero0-fp32", out / "teacher")
@@ -84,10 +155,11 @@ def main(recipe: str, out: Path) -> None:
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, models, StopAfter(0))
     models.left["finetune"] = str(first.output / "model")
-    for case in CASES:
-        for name, stops in (("whole", []), ("stopped", list(STOPS.values()))):
+    for case in (*CASES, *ONLY_WHOLE):
+        stopped = {"stopped": list(STOPS.values())} if case in CASES else {}
+        for name, stops in ({"whole": []} | stopped).items():
             job = job_of(recipe, case, out / case / name)
-            distributed.on_main(lambda folder=job.output: folder.mkdir(parents=True))
+            distributed.on_main(partial(make_run_folder, job, out))
             for count in (*stops, 0):
                 run_until_stopped(job, models, count)
     distributed.stop()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from launching import run_deepspeed, run_python
 from safetensors import safe_open
+from test_run import becomes_model
 
 from ds_trainer.recipe import parse_task
 from ds_trainer.tasks import build_task
@@ -166,6 +167,12 @@ def test_no_checkpoint_holds_the_teacher(run):
     states = sum(path.stat().st_size for path in (output / "checkpoint-10").rglob("*.pt"))
     # fp32 weights twice (module and master), two moments: a teacher would add its size once more
     assert states / 4 < 4.4 * model
+
+
+def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
+    """Of every family of tasks: the files that the run has left."""
+    _, output = run
+    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
 
 
 def test_predictions_lie_beside_the_score(run):

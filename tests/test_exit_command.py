@@ -11,7 +11,8 @@ import pytest
 from exit_folders import CLASSES, ENTROPY, exiting, json_of, make_classifier, make_folder, make_regressor, spec_of
 from launching import run_deepspeed, run_python
 
-from ds_trainer.command import read_calibrate_job, read_evaluate_job
+from ds_trainer.command import read_calibrate_job
+from ds_trainer.evaluate_command import read_evaluate_job
 from ds_trainer.exit_evaluation import evaluate_exits, flat_scores
 from ds_trainer.exit_specs import ExitPolicy
 from ds_trainer.tasks import Task, build_task

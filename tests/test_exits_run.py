@@ -10,6 +10,7 @@ import pytest
 import torch
 from launching import run_deepspeed
 from safetensors.torch import load_file
+from test_run import becomes_model
 from transformers import AutoModelForSequenceClassification
 
 from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
@@ -125,6 +126,12 @@ def test_the_folder_is_a_model_that_exits(run):
         own = plain.float().eval()(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(early.all_logits(ids, mask)[-1], own, atol=1e-5, rtol=0)
     assert early(ids, mask).logits.shape == (2, 3)
+
+
+def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
+    """With its heads and its policy beside it, in the precision of the run."""
+    _, output = run
+    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
 
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):

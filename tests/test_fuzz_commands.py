@@ -39,9 +39,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
-from ds_trainer import command
-from ds_trainer.command import read_calibrate_job, read_evaluate_job, read_train_job
+from ds_trainer import command, evaluate_command
+from ds_trainer.command import read_calibrate_job, read_train_job
 from ds_trainer.engine_keys import key_table
+from ds_trainer.evaluate_command import read_evaluate_job
 from ds_trainer.hostfile import read_hostfile
 from ds_trainer.recipe import Recipe
 from ds_trainer.settings import assign, parse_setting
@@ -229,9 +230,9 @@ def test_settings(data: st.DataObject, folder: Path) -> None:
 
 
 COMMANDS = {
-    read_train_job: ("_train_parser", ["--deepspeed_config", "engine.json", "--recipe", "recipe.json"]),
-    read_evaluate_job: ("_evaluate_parser", ["model", "--recipe", "recipe.json"]),
-    read_calibrate_job: ("_calibrate_parser", ["model", "--recipe", "recipe.json", "--max_drop", "0.5"]),
+    read_train_job: (command._train_parser, ["--deepspeed_config", "engine.json", "--recipe", "recipe.json"]),
+    read_evaluate_job: (evaluate_command._evaluate_parser, ["model", "--recipe", "recipe.json"]),
+    read_calibrate_job: (command._calibrate_parser, ["model", "--recipe", "recipe.json", "--max_drop", "0.5"]),
 }
 
 
@@ -241,7 +242,7 @@ def test_command_lines(data: st.DataObject, folder: Path) -> None:
     """Any flags of a command in any order, with good, wrong and missing values; beside the needed ones or without."""
     read = data.draw(st.sampled_from(list(COMMANDS)), "command")
     parser, sound = COMMANDS[read]
-    flags = [flag for action in getattr(command, parser)()._actions for flag in action.option_strings]
+    flags = [flag for action in parser()._actions for flag in action.option_strings]
     good = st.sampled_from(["out", "recipe.json", "engine.json", "model", ".", "text", "sst2", "3", "0.5", "a=1"])
     wrong = st.sampled_from([*TEXTS, *map(str, NUMBERS[:10]), "9" * 5000, "1,2,3", "0.1,", *map(str, ODD_NAMES)])
     word = good | wrong | st.text(string.printable, max_size=9) | st.sampled_from([*flags, "--", "-x", "--no"])

@@ -14,18 +14,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer may import those after it, and its own.
 LAYERS = [
     {"run", "benchmark"},
+    {"checkpoint_model"},
     {"loop", "starting_models"},
     {"student"},
     {
         "engine",
         "numerics",
-        "checkpoint_files",
         "run_status",
         "export",
         "export_folder",
         "foreign_folders",
         "onnx_file",
         "checkpoint",
+        "checkpoint_scores",
         "report",
         "evaluate",
         "objective",
@@ -48,7 +49,7 @@ LAYERS = [
     {"shrink"},
     {"flops", "timing", "models", "data", "losses", "compact", "universal", "universal_form", "loading"},
     {"shrunk_model"},
-    {"benchmark_command", "export_command"},
+    {"benchmark_command", "evaluate_command", "export_command"},
     {"command"},
     {"task_files"},
     {
@@ -64,6 +65,8 @@ LAYERS = [
         "squad_file",
         "lm_text",
         "run_folder",
+        "checkpoint_files",
+        "saved_checkpoint",
         "model_folder",
         "write_places",
         "debugging",
@@ -85,7 +88,9 @@ LAYERS = [
     {"attempts"},
 ]
 # What checks a command, and all below it, is loaded before torch.
-BEFORE_TORCH = tuple(sorted(set().union(*LAYERS[LAYERS.index({"benchmark_command", "export_command"}) :])))
+BEFORE_TORCH = tuple(
+    sorted(set().union(*LAYERS[LAYERS.index({"benchmark_command", "evaluate_command", "export_command"}) :]))
+)
 
 
 def module_of(path: Path) -> str:

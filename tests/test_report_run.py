@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import run_deepspeed, run_python
 
+from ds_trainer.checkpoint_model import export_checkpoint
+from ds_trainer.saved_checkpoint import read_checkpoint
 from ds_trainer.techniques.early_exit import load_model
 
 NAMES = ["dense", "compress", "exits"]
@@ -26,7 +28,7 @@ def recipe_for(tiny: dict) -> dict:
         "phases": [
             {"name": "dense", "max_steps": 40, **common},
             {"name": "compress", "max_steps": 10, "techniques": {"prune": prune, "distill": distill}, **common},
-            {"name": "exits", "max_steps": 20, "techniques": {"exits": {"max_drop": 5.0}}, **common},
+            {"name": "exits", "max_steps": 20, "save_steps": 20, "techniques": {"exits": {"max_drop": 5.0}}, **common},
         ],
     }
 
@@ -97,6 +99,19 @@ def test_the_report_has_every_phase_and_figure(output):
     for kind in ("loss", "density", "agreement", "exits", "exit_histogram"):
         assert [path for path in (output / "plots").glob(f"*{kind}*.png") if f"plots/{path.name}" in page], kind
     assert (output / "report.html").stat().st_size > 50_000
+
+
+def test_the_exits_of_a_checkpoint_are_calibrated_too(output, tmp_path):
+    """As the run does with the model that it exports: the same files, the thresholds up to the order of sums."""
+    export_checkpoint(read_checkpoint(output / "checkpoint-20"), None, tmp_path / "model")
+    files, expected = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "model", output / "model")
+    )
+    found, saved = (json.loads(each.pop("exits.json")) for each in (files, expected))
+    assert files == expected
+    assert found["policy"]["thresholds"] == pytest.approx(saved["policy"]["thresholds"], abs=1e-5)
+    assert found["calibration"]["mean_layers"] == saved["calibration"]["mean_layers"]
+    assert found["held_out_key"] == saved["held_out_key"]
 
 
 def test_a_folder_is_calibrated_again_on_two_ranks(output, tmp_path):

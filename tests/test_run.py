@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
+import cv2
 import pytest
 from launching import SHARED, run_deepspeed, run_python
+
+from ds_trainer.checkpoint_files import read_marker, write_marker
+from ds_trainer.command import run_command
+from ds_trainer.evaluate_command import read_evaluate_job
+from ds_trainer.export_command import export_command, read_export_job
+from ds_trainer.run_folder import RunFolder
 
 
 def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
@@ -46,6 +55,7 @@ def alone(recipe_file, tmp_path_factory) -> Path:
     done = run_python(
         *("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe_file)),
         *("--output_dir", str(folder), "--set", "phases.*.gradient_accumulation_steps=2"),
+        *("--set", "phases.finetune.save_steps=30"),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -147,6 +157,192 @@ def test_evaluating_the_folder_gives_the_runs_score(output, recipe_file, tmp_pat
         )
         assert run.returncode == 0, run.stderr[-2000:]
         assert read(file)["accuracy"] == pytest.approx(expected)
+
+
+def becomes_model(checkpoint: Path, expected: Path, target: Path) -> bool:
+    """Whether a checkpoint is exported, by the command, as the files of a model folder, byte by byte."""
+    assert run_command(export_command, [str(checkpoint), "--output_dir", str(target)]) == 0
+    found, wanted = ({path.name: path.read_bytes() for path in place.iterdir()} for place in (target, expected))
+    report = json.loads(found.pop("export.json"))
+    assert (report["folder"], report["checkpoint"]["step"]) == (str(checkpoint), int(checkpoint.name.split("-")[1]))
+    return found == wanted
+
+
+def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
+    """Of 2 ranks under ZeRO 2 and 3, and of one without ZeRO; of the last phase and of an earlier one."""
+    assert becomes_model(output / "checkpoint-12", output / "model", tmp_path / "of two")
+    assert becomes_model(alone / "checkpoint-12", alone / "model", tmp_path / "of one")
+    assert becomes_model(alone / "finetune" / "checkpoint-60", alone / "finetune" / "model", tmp_path / "earlier")
+    assert not becomes_model(alone / "checkpoint-4", alone / "model", tmp_path / "of another step")
+
+
+def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
+    """Not of what a later --resume wrote into the recipe: another density, more steps, other rates."""
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    edit_recipe(run, lambda recipe: recipe["phases"][1].update(max_steps=99, learning_rate=1.0))
+    edit_recipe(run, lambda recipe: recipe["phases"][1]["techniques"]["prune"].update(final_threshold=0.9))
+    assert becomes_model(run / "checkpoint-12", run / "model", tmp_path / "target")
+
+
+EVALUATE = """
+import os, sys
+import ds_trainer.run  # loaded once for all
+from ds_trainer.command import run_command
+from ds_trainer.distributed import leave
+from ds_trainer.evaluate_command import evaluate_command
+for words in sys.argv[1].split("|"):
+    process = os.fork()
+    if not process:
+        leave(run_command(evaluate_command, words.split()))
+    assert os.waitpid(process, 0)[1] == 0, words
+"""
+"""Several commands, each in a process of its own."""
+
+
+def test_checkpoints_are_scored_by_what_their_run_says(alone, tmp_path):
+    """One of each phase, without any flag, scores what its phase did; all of a phase go to a table, a file, a figure.
+
+    Of these, a checkpoint that has changed on the disk is told and left out. Nothing else in the run is touched.
+    """
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    spoil(run / "checkpoint-8")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    one, other, aside = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "aside"
+    commands = [
+        f"{run}/checkpoint-12 --output_file {one}",
+        f"{run}/finetune/checkpoint-60 --set max_eval_samples=null --output_file {other}",
+        f"{run} --all_checkpoints",
+        f"{run}/finetune --all_checkpoints --predictions_dir {aside}",
+    ]
+    done = run_python("-c", EVALUATE, "|".join(commands))
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = read(run / "eval_results.json")
+    for name, file in (("prune", one), ("finetune", other)):
+        assert read(file) == {key: value for key, value in expected[name].items() if key in read(file)}
+        assert read(file).keys() == {"accuracy"}
+    found = read(run / "checkpoints.json")
+    assert (found["phase"], [row["step"] for row in found["checkpoints"]]) == ("prune", [4, 12])
+    assert found["checkpoints"][-1]["scores"] == read(one)
+    assert found["checkpoints"][-1]["density"] == pytest.approx(0.25)
+    assert found["checkpoints"][0]["density"] > 0.3
+    assert "checkpoint-8 is damaged (mp_rank_00_model_states.pt is not what was written: its checksum" in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["4"], ["12"], ["30"], ["60"])]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("4", f"{100 * found['checkpoints'][0]['density']:.1f}%"),
+        *(("12", "25.0%"), ("30", "100.0%"), ("60", "100.0%")),
+    ]
+    for folder in (run, aside):
+        height, width, _ = cv2.imread(str(folder / "checkpoints.png")).shape
+        assert (width, height) == (800, 380)
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {
+        "checkpoints.json",
+        "checkpoints.png",
+        ".ds_trainer.json",
+    }
+
+
+def spoil(checkpoint: Path) -> None:
+    """Change one byte in the midst of the weights."""
+    file = checkpoint / "mp_rank_00_model_states.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def edit_recipe(run: Path, change) -> None:
+    recipe = read(run / "recipe.json")
+    change(recipe)
+    (run / "recipe.json").write_text(json.dumps(recipe))
+
+
+def forget_phase(run: Path) -> None:
+    """Make checkpoint-4 one of before the phase was noted."""
+    sums, position = read_marker(run / "checkpoint-4")
+    write_marker(run / "checkpoint-4", sums, {key: value for key, value in position.items() if key != "phase"})
+
+
+HOSTILE = {
+    "damaged": (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
+    "marker": (
+        lambda run: (run / "checkpoint-4" / "complete.json").write_text("{"),
+        "checkpoint-4 is damaged (complete.json cannot be read",
+    ),
+    "moved": (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
+    "no recipe": (lambda run: (run / "recipe.json").write_text("{"), "recipe.json"),
+    "unknown key": (
+        lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])),
+        'phasen: unknown key; did you mean "phases"?',
+    ),
+    "other phase": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
+        "was written by the phase prune, and lies where ",
+    ),
+    "other model": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][0].update(name="fine")),
+        "the model at the start of the phase prune cannot be loaded, and its config and tokenizer are needed: ",
+    ),
+    "start is gone": (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
+    "start is another": (
+        lambda run: (run / "finetune/model/config.json").write_text(
+            json.dumps(read(run / "finetune/model/config.json") | {"num_hidden_layers": 1})
+        ),
+        "do not go into the model that ",
+    ),
+    "older": (forget_phase, "was written by an older version of this library, which did not note the phase"),
+    "no task files": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["task"].update(data_dir=str(run / "nowhere"))),
+        "nowhere/validation.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_checkpoint_that_cannot_be_read_is_told(case, alone, tmp_path, capsys):
+    """One error, exit code 2, and not a file more than there was."""
+    run, (change, said) = Path(shutil.copytree(alone, tmp_path / "out")), HOSTILE[case]
+    change(run)
+    assert refused(run / "checkpoint-4", tmp_path, capsys).count(said) == 1
+
+
+def refused(checkpoint: Path, root: Path, capsys) -> str:
+    before = sorted(root.rglob("*"))
+    capsys.readouterr()
+    assert run_command(export_command, [str(checkpoint), "--output_dir", str(root / "target")]) == 2
+    assert sorted(root.rglob("*")) == before
+    text = capsys.readouterr().err
+    assert text.count("error: ") == 1
+    return text
+
+
+def test_a_checkpoint_beside_a_run_is_left_alone(alone, tmp_path, capsys):
+    """A run under way may delete it at any moment; once that has ended, the checkpoint is read."""
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    folder = RunFolder(run)
+    folder.lock()
+    assert "a run is writing to" in refused(run / "checkpoint-4", tmp_path, capsys)
+    del folder
+    assert run_command(export_command, [str(run / "checkpoint-4"), "--output_dir", str(tmp_path / "target")]) == 0
+
+
+def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypatch):
+    """Where there are none, heads that a phase does not have, several ranks, an output in the checkpoint itself."""
+    for words, said in (
+        ((alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder of a run"),
+        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, and so no heads to exit at"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_evaluate_job([str(word) for word in words])
+    for words, said in (
+        (("--onnx",), "is a checkpoint, which stays as it is: give --output_dir"),
+        (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: there is nothing to unpack"),
+        (("--onnx", "--output_dir", alone / "checkpoint-4"), "which stays as it is: give another"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="scored by one process: start it with python"):
+        read_evaluate_job([str(alone / "checkpoint-4")])
 
 
 def test_both_phases_learn(output):

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from ds_trainer.recipe import Recipe, parse_recipe
-from ds_trainer.starting_models import StartingModels
+from ds_trainer.starting_models import MadeModels, StartingModels
 
 
 def recipe_with(tiny_recipe: dict, layers: list[int]) -> Recipe:
@@ -40,6 +40,15 @@ def test_a_student_is_found_again(student):
     assert len(files) == 2
     assert student([1]) == folder
     assert files == {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*.safetensors")}
+
+
+def test_what_a_run_has_made_is_found_and_nothing_is_made(tiny_recipe, tmp_path):
+    """For who reads a run: the same folders, whether they are there or not."""
+    recipe = recipe_with(tiny_recipe, [1])
+    found = MadeModels(recipe, tmp_path / "run")
+    assert found.start(recipe.phases[0]) == str(tmp_path / "run" / "small")
+    assert not (tmp_path / "run").exists()
+    assert found.start(recipe.phases[0]) == StartingModels(recipe, tmp_path / "run").start(recipe.phases[0])
 
 
 def test_a_student_of_other_layers_is_made_anew(student):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from launching import run_python
 from safetensors.torch import load_file
-from test_run import read, train
+from test_run import becomes_model, read, train
 
 import ds_trainer
 from ds_trainer.models import encoder_linears
@@ -36,11 +36,18 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
     sparse = {"start_from": "@dense", "max_steps": 8}
     phases = [
         {"name": "dense", "max_steps": 12},
-        {"name": "cut", "max_steps": 12, "shrink": True, "techniques": {"prune": hybrid, **TEACH}, "eval_steps": 4},
+        {
+            "name": "cut",
+            "max_steps": 12,
+            "save_steps": 12,
+            "shrink": True,
+            "techniques": {"prune": hybrid, **TEACH},
+            "eval_steps": 4,
+        },
         {"name": "filled", "max_steps": 8, "techniques": TEACH},
         sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
         sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},
-        {"name": "kept", "max_steps": 8, "techniques": {"keep_zeros": True}},
+        {"name": "kept", "max_steps": 8, "save_steps": 8, "techniques": {"keep_zeros": True}},
     ]
     folder = tmp_path_factory.mktemp("structured")
     recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "report": False, "tensorboard": False}
@@ -61,6 +68,12 @@ def test_what_is_cut_is_smaller_and_is_trained_on(run):
     before, after = (load_file(run / phase / "model" / "model.safetensors") for phase in ("cut", "filled"))
     assert all(after[name].shape == before[name].shape for name in before)
     assert any(not torch.equal(after[name], before[name]) for name in before if "layer" in name)
+
+
+def test_checkpoints_become_what_the_phases_have_left(run, tmp_path):
+    """That of an earlier phase, cut as its model is, and that of the last."""
+    assert becomes_model(run / "cut" / "checkpoint-12", run / "cut" / "model", tmp_path / "cut")
+    assert becomes_model(run / "checkpoint-8", run / "model", tmp_path / "kept")
 
 
 def test_zeros_are_kept_under_zero_3(run):

@@ -7,13 +7,15 @@ import os
 import shutil
 from argparse import Namespace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from launching import run_deepspeed
 
 from ds_trainer import universal
-from ds_trainer.universal_form import MODEL
+from ds_trainer.checkpoint import precision_of
+from ds_trainer.universal_form import MODEL, weights_of
 
 STAGES = range(4)
 TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}
@@ -115,6 +117,51 @@ def test_the_sources_are_no_trivial_ones(runs):
     assert state["exp_avg_sq embedding.weight"].count_nonzero() > 40
     assert state["fp32 embedding.weight"].half().float().ne(state["fp32 embedding.weight"]).any()
     assert state["buffer seen"].gt(1).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_the_weights_are_read_without_an_engine(kind, ranks, runs):
+    """Those that the engine computed with, in its precision: whole, frozen, tied, under every stage, before buffers."""
+    dtypes = {torch.float16: ("fp16", "skipped"), torch.float32: ("fp32", "robin")}
+    dtype = next((dtype for dtype, kinds in dtypes.items() if kind in kinds), torch.bfloat16)
+    sources = sorted(path for path in runs[0].glob(f"{kind}-zero?-ranks{ranks}") if path.is_dir())
+    assert sources
+    for source in sources:
+        state = torch.load(source.with_name(f"{source.name}.pt"), weights_only=False)["state"]
+        expected = {name.removeprefix("model "): value for name, value in state.items() if name.startswith("model ")}
+        expected |= {"decoder.weight": expected["embedding.weight"], "seen": state["buffer seen"]}
+        weights = weights_of(source, dtype)
+        assert weights.keys() == expected.keys()
+        assert {name for name, value in weights.items() if value.dtype != dtype} <= {"seen"}
+        assert list(weights).index("seen") > list(weights).index("embedding.weight")
+        assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    """A file that calls a function where it is unpickled as DeepSpeed does it is refused, and calls none."""
+    torch.save({"module": Calls(tmp_path / "called")}, tmp_path / MODEL)
+    with pytest.raises(ValueError, match="holds objects that are neither weights"):
+        weights_of(tmp_path, torch.float32)
+    assert not (tmp_path / "called").exists()
+    torch.load(tmp_path / MODEL, weights_only=False)
+    assert (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_a_precision_has_one_name(section):
+    """An engine file may say bfloat16, as DeepSpeed's does: its checkpoints are in bf16."""
+    assert precision_of({section: {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
+
+
+class Calls:
+    """What makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def test_another_model_is_refused(runs):

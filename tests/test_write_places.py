@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from launching import ROOT, run_python
 
-from ds_trainer.command import read_evaluate_job, read_train_job
+from ds_trainer.command import read_train_job
 from ds_trainer.engine_keys import key_table
+from ds_trainer.evaluate_command import read_evaluate_job
 from ds_trainer.write_places import (
     DEFAULT_CACHE,
     cache_place,

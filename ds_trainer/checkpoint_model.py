@@ -1,0 +1,103 @@
+"""The model of a checkpoint: the folder that its run would have exported at that step.
+
+No engine is started: an engine would need the run's ranks and precision, or a conversion to those at hand, only to give
+back the weights that the checkpoint holds. From there on it is the export of a run that ends (`export.py`), so that the
+folder has the same bits whatever ZeRO stage and however many ranks wrote the checkpoint. One process does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ds_trainer.checkpoint import Position
+from ds_trainer.checkpoint_files import DamagedCheckpointError, damage_of
+from ds_trainer.exit_evaluation import calibrate_folder
+from ds_trainer.export import export_weights
+from ds_trainer.interrupts import leaving
+from ds_trainer.loop import PhaseModel
+from ds_trainer.model_folder import model_mistakes
+from ds_trainer.run_folder import kept_from_runs
+from ds_trainer.saved_checkpoint import SavedCheckpoint
+from ds_trainer.schedules import steps_of
+from ds_trainer.starting_models import MADE, MadeModels
+from ds_trainer.tasks import build_task
+from ds_trainer.techniques import Clock, Technique
+from ds_trainer.trust import trust_in_force
+from ds_trainer.universal_form import weights_of
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The model folder of a checkpoint, for as long as the context lasts, and what `export` says of it."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
+        folder = Path(aside, saved.path.name)
+        yield folder, export_checkpoint(saved, cache_dir, folder)
+
+
+def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
+    """Write the model folder that the run would have exported at the checkpoint's step; gives what `export` gives.
+
+    ValueError where the checkpoint is damaged, a run is writing beside it, or what its phase started from is gone.
+    """
+    position, phase = Position(**saved.position), saved.phase
+    with kept_from_runs(saved.run):
+        damage = damage_of(saved.path, saved.sums)
+        if damage:
+            raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
+        source, teacher = _starting_points(saved)
+        task = build_task(saved.task, source, cache_dir)
+        clock = Clock(position.total, steps_of(phase.warmup_steps, position.total), saved.recipe.seed)
+        plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
+        weights = weights_of(saved.path, _DTYPES[position.identity["the precision"]])
+        rebuild = partial(_rebuilt, plan, position.techniques, weights, saved.path)
+        results = export_weights(weights, rebuild, task, position.step, folder, plan.change)
+    if phase.techniques.exits and phase.techniques.exits.calibrated:
+        calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
+    return results
+
+
+def _starting_points(saved: SavedCheckpoint) -> tuple[str, str | None]:
+    """What the phase started from, and its teacher: their configs and tokenizers are needed again."""
+    before = saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]
+    left = {phase.name: str(saved.run / phase.name / "model") for phase in before}
+    models = MadeModels(saved.recipe, saved.run / MADE, left)
+    source, teacher = models.start(saved.phase), models.teacher(saved.phase)
+    mistakes = [
+        f"{saved.path}: {what} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
+        f"needed: {mistake}"
+        for what, model in (("the model at the start", source), ("the teacher", teacher))
+        for mistake in (model_mistakes(model, trust_in_force()) if model else ())
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    return source, teacher
+
+
+def _rebuilt(
+    plan: PhaseModel, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Tensor], checkpoint: Path
+) -> tuple[nn.Module, Sequence[Technique]]:
+    """The phase's model, once the weights of the checkpoint are found to be its."""
+    model, techniques = plan.rebuild(states)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    saved = {name: value.shape for name, value in weights.items()}
+    other = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
+    if other:
+        raise ValueError(
+            f"the weights of {checkpoint} do not go into the model that {plan.source} gives for the task "
+            f"{plan.task.spec.name}: {', '.join(other[:4])} differ; the phase started from another model, or another "
+            f"task is asked for"
+        )
+    return model, techniques
