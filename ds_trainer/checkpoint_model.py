@@ -18,7 +18,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ds_trainer.checkpoint import Position
 from ds_trainer.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.exit_evaluation import calibrate_folder
 from ds_trainer.export import export_weights
@@ -52,18 +51,19 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
 
     ValueError where the checkpoint is damaged, a run is writing beside it, or what its phase started from is gone.
     """
-    position, phase = Position(**saved.position), saved.phase
+    position, phase = saved.position, saved.phase
+    step, total, identity = position["step"], position["total"], position["identity"]
     with kept_from_runs(saved.run):
         damage = damage_of(saved.path, saved.sums)
         if damage:
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
         source, teacher = _starting_points(saved)
         task = build_task(saved.task, source, cache_dir)
-        clock = Clock(position.total, steps_of(phase.warmup_steps, position.total), saved.recipe.seed)
+        clock = Clock(total, steps_of(phase.warmup_steps, total), identity["the seed"])
         plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
-        weights = weights_of(saved.path, _DTYPES[position.identity["the precision"]])
-        rebuild = partial(_rebuilt, plan, position.techniques, weights, saved.path)
-        results = export_weights(weights, rebuild, task, position.step, folder, plan.change)
+        weights = weights_of(saved.path, _DTYPES[identity["the precision"]])
+        rebuild = partial(_rebuilt, plan, position["techniques"], weights, saved.path)
+        results = export_weights(weights, rebuild, task, step, folder, plan.change)
     if phase.techniques.exits and phase.techniques.exits.calibrated:
         calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
     return results

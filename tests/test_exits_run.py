@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from test_run import becomes_model
 from transformers import AutoModelForSequenceClassification
 
+from ds_trainer.evaluate_command import read_evaluate_job
 from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
 
 LAYERS = 3
@@ -132,6 +133,9 @@ def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
     """With its heads and its policy beside it, in the precision of the run."""
     _, output = run
     assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
+    job = read_evaluate_job([str(output / "checkpoint-10"), "--early_exit_entropy", "0.3,0.2"])
+    assert job.exit_policy is None, "how many heads there are shows later"
+    assert job.policy_for(str(tmp_path / "model")).thresholds == [0.3, 0.2]
 
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):

@@ -15,7 +15,9 @@ from ds_trainer.checkpoint_files import read_marker, write_marker
 from ds_trainer.command import run_command
 from ds_trainer.evaluate_command import read_evaluate_job
 from ds_trainer.export_command import export_command, read_export_job
+from ds_trainer.model_folder import COMPACT_FILE
 from ds_trainer.run_folder import RunFolder
+from ds_trainer.saved_checkpoint import is_checkpoint
 
 
 def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
@@ -176,11 +178,22 @@ def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
     assert not becomes_model(alone / "checkpoint-4", alone / "model", tmp_path / "of another step")
 
 
+def test_a_checkpoint_is_exported_as_a_model_folder_is(alone, tmp_path):
+    """With any other flags at once: compact, as ONNX and with scores, of which the checkpoint's is the run's own."""
+    flags = ["--compact", "fp16", "--onnx", "--output_dir", str(tmp_path / "target"), "--recipe"]
+    assert run_command(export_command, [str(alone / "checkpoint-12"), *flags, str(alone / "recipe.json")]) == 0
+    report = read(tmp_path / "target" / "export.json")
+    assert {"checkpoint", "compact", "onnx", "scores"} <= report.keys()
+    assert report["scores"]["model"]["accuracy"] == read(alone / "eval_results.json")["prune"]["accuracy"]
+    assert {"model.onnx", COMPACT_FILE} <= {path.name for path in (tmp_path / "target").iterdir()}
+
+
 def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
-    """Not of what a later --resume wrote into the recipe: another density, more steps, other rates."""
+    """Not of what a later --resume wrote into the recipe: another density, more steps, other rates, another seed."""
     run = Path(shutil.copytree(alone, tmp_path / "out"))
     edit_recipe(run, lambda recipe: recipe["phases"][1].update(max_steps=99, learning_rate=1.0))
     edit_recipe(run, lambda recipe: recipe["phases"][1]["techniques"]["prune"].update(final_threshold=0.9))
+    edit_recipe(run, lambda recipe: recipe.update(seed=7))
     assert becomes_model(run / "checkpoint-12", run / "model", tmp_path / "target")
 
 
@@ -340,6 +353,8 @@ def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypa
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])
+    shutil.copytree(alone / "model", tmp_path / "checkpoint-7")
+    assert not is_checkpoint(str(tmp_path / "checkpoint-7")), "a model folder of another trainer has such a name, too"
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="scored by one process: start it with python"):
         read_evaluate_job([str(alone / "checkpoint-4")])
