@@ -7,6 +7,8 @@ import torch
 from test_granularity import NEURONS_ALONE, kept_of, make_model, pruned, run
 from test_prune import make_prune
 
+from ds_trainer.failures import NonFiniteLossError
+
 
 def test_a_global_choice_over_mixed_grains_counts_weights():
     """Blocks and neurons, each by how far above its kind's mean in its deviations, until the kept are the share."""
@@ -96,7 +98,7 @@ def test_scores_that_are_nan_end_the_run(spec):
         run(model)
         prune.readings()
 
-    with pytest.raises(RuntimeError, match="the scores hold NaN: the run has diverged"):
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN: the run has diverged"):
         read()
 
 
