@@ -1,21 +1,24 @@
 """Phases stopped again and again, and resumed, beside the same phases that nothing stops: under the real engine.
 
-`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES twice, into OUT/CASE/{whole,stopped}.
-The recipe's first phase is the teacher of the second, which is what is stopped.
+`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES and BEST twice, into
+OUT/CASE/{whole,stopped}, with the phase's results beside. The recipe's first phase is the teacher of the second, which
+is what is stopped. What `hyperparameters.py` sees goes to OUT/hyperparameters.json.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from ds_trainer import distributed
-from ds_trainer.checkpoint import Checkpoints
+import hyperparameters
+
+from ds_trainer import distributed, loop
+from ds_trainer.checkpoint import Best, Checkpoints
 from ds_trainer.command import TrainJob, read_train_job
 from ds_trainer.failures import StoppedError
-from ds_trainer.loop import train
 from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
@@ -35,6 +38,22 @@ GLOBAL = [
 CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL}
 CASES |= {"hybrid-zero3-fp32": [*GLOBAL, "--set", 'phases.prune.techniques.prune.granularity="hybrid"']}
 
+BEST = {"best-zero2-fp32": (6, True), "best-apart-zero3-fp32": (4, True), "kept-zero1-bf16": (6, False)}
+"""`save_steps`, and whether the best checkpoint is what is exported; without, it is only kept, beside one other."""
+BEST_STOPS = [5 + 2, 4 + 5 + 2, 4 + 5 + 2, 4 + 2]
+"""In the midst of every evaluation, of 4 questions each, and of that of the best checkpoint at the end. What was cut
+short is the first thing that the next run does."""
+
+
+def settings(case: str) -> list[str]:
+    """What the case sets beside the engine file; the best checkpoint is the worst, since that one comes early."""
+    if case in CASES:
+        return CASES[case]
+    save, load = BEST[case]
+    fields = {"metric_for_best_model": "accuracy", "greater_is_better": False, "load_best_model_at_end": load}
+    fields |= {"save_steps": save, "save_total_limit": 1} | ({"techniques.prune": None} if load else {})
+    return [word for name, value in fields.items() for word in ("--set", f"phases.prune.{name}={json.dumps(value)}")]
+
 
 class StopAfter:
     """Asks to stop when asked for the `count`th time; never where that is 0."""
@@ -53,20 +72,23 @@ def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
-            *("--resume", *PRECISIONS[precision], *CASES[case], "--set", "phases.*.gradient_accumulation_steps=2"),
+            *("--resume", *PRECISIONS[precision], "--set", "phases.*.gradient_accumulation_steps=2"),
             *("--set", f"phases.prune.max_steps={STEPS}", "--set", f"phases.prune.save_steps={SAVE}"),
-            *("--set", f"phases.prune.eval_steps={EVALUATE}"),
+            *("--set", f"phases.prune.eval_steps={EVALUATE}", *settings(case)),
         ]
     )
 
 
 def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfter) -> None:
-    """One phase of the recipe, from its newest checkpoint."""
+    """One phase of the recipe, from its newest checkpoint; its results go to the folder."""
     phase = job.recipe.phases[number]
-    checkpoints = Checkpoints(job.output, phase.save_total_limit)
+    best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
+    checkpoints = Checkpoints(job.output, phase.save_total_limit, best)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
     with Report(job.output, phase.name, plan.clock.total, phase.loss, tensorboard=False) as report:
-        train(replace(plan, folder=job.output), report, checkpoints, stop)
+        results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
+        distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
+        checkpoints.drop_unasked()
 
 
 def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None:
@@ -77,6 +99,7 @@ def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None
 
 
 def main(recipe: str, out: Path) -> None:
+    loop.SETTLE_EVERY = 3  # other steps than those of the records, and of the stops
     distributed.start_logging()
     distributed.start()
     first = job_of(recipe, "zero0-fp32", out / "teacher")
@@ -84,12 +107,16 @@ def main(recipe: str, out: Path) -> None:
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, models, StopAfter(0))
     models.left["finetune"] = str(first.output / "model")
-    for case in CASES:
-        for name, stops in (("whole", []), ("stopped", list(STOPS.values()))):
+    for case in [*CASES, *BEST]:
+        for name, stops in (("whole", []), ("stopped", list(STOPS.values()) if case in CASES else BEST_STOPS)):
             job = job_of(recipe, case, out / case / name)
             distributed.on_main(lambda folder=job.output: folder.mkdir(parents=True))
             for count in (*stops, 0):
+                if (job.output / "results.json").exists():
+                    break
                 run_until_stopped(job, models, count)
+    seen = hyperparameters.run_all(out / "hyperparameters")
+    distributed.on_main(lambda: (out / "hyperparameters.json").write_text(json.dumps(seen)))
     distributed.stop()
 
 
