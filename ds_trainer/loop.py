@@ -30,6 +30,9 @@ from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks.task import Batch, Task, Unit
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
 
+SETTLE_EVERY = 100
+"""Steps after which what waits on the device for a record is summed up and checked, however far the record is."""
+
 
 @dataclass(frozen=True)
 class PhaseModel:
@@ -80,7 +83,7 @@ class PhasePlan(PhaseModel):
     resumed: tuple[Path, Position] | None = None
     """The checkpoint to go on from, and what it says of itself."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a phase must have in common with one that goes on from its checkpoints, as JSON values; collective."""
         return {
             "the precision": precision_of(self.engine_config),
@@ -88,6 +91,7 @@ class PhasePlan(PhaseModel):
             "the training data": self.task.key("train"),
             "the loss terms": sorted(self.phase.loss),
             "the techniques": sorted(name for name, spec in self.techniques if spec),
+            "the parameter groups": [group.identity for group in groups],
         }
 
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
@@ -112,31 +116,35 @@ class PhasePlan(PhaseModel):
 def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> dict[str, Any]:
     """Train one phase and export its model; gives the results of training, evaluation and export, on every rank.
 
-    StoppedError, once all that was trained is saved, where a rank was asked to stop.
+    Raises StoppedError, once all that was trained is saved, where a rank was asked to stop.
     """
     training = Training(plan, report, checkpoints, stop)
     try:
         training.run()
-        last = training.finish()
+        step, evaluation = training.finish()
     except StoppedError as reason:
         training.save()
         engine.stop_engine(training.engine)
         place = f"step {training.step} of {plan.clock.total} of phase {plan.phase.name}"
         lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
-    distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
-    results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
+    distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
+    results = {"train": report.totals() | {"steps": step}, "eval": evaluation.scores}
     states = training.states()
     for technique in training.techniques:
         technique.stop()
     rebuild, folder = partial(plan.rebuild, states), plan.folder / "model"
-    results |= export(training.engine, rebuild, plan.task, training.step, folder, plan.change)
+    results |= export(training.engine, rebuild, plan.task, step, folder, plan.change)
     engine.stop_engine(training.engine)
     return results
 
 
 class Training:
-    """A phase under way: the engine with its model, how far it has come, and what is due when."""
+    """A phase under way: the engine with its model, how far it has come, and what is due when.
+
+    After a step it is recorded, evaluated and saved, in this order, and only then a request to stop is heard, but for
+    one in the midst of an evaluation. That evaluation comes first when the phase goes on.
+    """
 
     def __init__(self, plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> None:
         phase, clock = plan.phase, plan.clock
@@ -148,109 +156,109 @@ class Training:
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
-        self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
-        self.last: Evaluation | None = None
-        self.identity = plan.identity()
+        self.step, self.saved, self.evaluated, self.order = 0, 0, 0, self.engine.train_batch_size()
+        self.evaluation = Evaluation()  # of the step `evaluated`; the answers are kept at the last step only
+        self.identity = plan.identity(groups)
         if plan.resumed:
-            self.restore(*plan.resumed)
+            self._resume(*plan.resumed)
         for technique in self.techniques:
             technique.start(self.engine.device)
-        self._go_on(plan.resumed)
-        engine.set_rates(self.engine, groups)
+        report.open(self.step, self.evaluated, plan.resumed[1].report if plan.resumed else None)
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
-        self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
         self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, clock.seed)
 
     def run(self) -> None:
         """Take the steps that are left; what is due after one is done before the next, and a request to stop last."""
         total = self.plan.clock.total
+        self.evaluate_if_due()  # a stop may have cut this evaluation short
         while self.step < total:
-            self.step = train_step(self.objective, self.engine, self.batches, self.report, self.plan.clock.seed)
-            self.watch_step()
+            self.take_step()
             if due(self.step, self.log_every, total):
                 self.check_finite()
                 flush(self.report, self.techniques, self.engine)
-            if due(self.step, self.eval_every, total):
-                self.evaluate()
-            if due(self.step, self.save_every):
+            elif due(self.step, SETTLE_EVERY):
+                self.check_finite()
+                self.report.settle()
+            self.evaluate_if_due()
+            if self.is_to_save():
                 self.save()
             self.stop.check()
         self.checkpoints.drop_oldest()
 
-    def finish(self) -> Evaluation:
-        """The scores of what is exported: the last step, or the best checkpoint where that is asked for."""
-        if self.plan.phase.load_best_model_at_end and self.go_back_to_best():
-            return self.score()
-        if self.last is None and self.evaluated == self.step:  # by a run that ended after its last checkpoint
-            return self.score()
-        return self.last or self.evaluate()
-
-    def go_back_to_best(self) -> bool:
-        """Load the checkpoint of the best score; with none, say so and stay."""
-        found = self.checkpoints.best_saved()
-        if found is None:
+    def finish(self) -> tuple[int, Evaluation]:
+        """The step of what is exported, the last or that of the best checkpoint, and its evaluation."""
+        if self.plan.phase.load_best_model_at_end:
+            best = self.checkpoints.best_saved()
+            if best:
+                self._load(*best)
+                distributed.info(f"{self.plan.phase.name}: the best checkpoint is {best[0]}: it is what is exported")
+                return best[1].step, self.score(best[1].step)
             distributed.warn(
                 f"{self.plan.phase.name}: no checkpoint was scored at its own step: the last step is taken"
             )
-            return False
-        self.restore(*found)
-        distributed.info(f"{self.plan.phase.name}: the best checkpoint is {found[0]}: it is what is exported")
-        return True
+        # the answers are missing where an earlier run has recorded this evaluation
+        return self.step, self.evaluation if self.evaluation.answers else self.score(self.step)
 
-    def restore(self, checkpoint: Path, position: Position) -> None:
-        """Make the engine and the techniques what they were at a checkpoint."""
-        self.checkpoints.load(self.engine, checkpoint, position)
-        self.step = self.saved = position.step
-        for technique in self.techniques:
-            technique.resume(position.techniques[technique.name])
-
-    def watch_step(self) -> None:
-        """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
+    def take_step(self) -> None:
+        """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
         try:
-            self.watch.after_step()
-        except NonFiniteLossError:
+            self.step = train_step(self.objective, self.engine, self.batches, self.report, self.plan.clock.seed)
+        except NonFiniteLossError:  # of a technique, which looks at weights that an earlier loss may have spoilt
             self.report.check_finite()
             raise
+        if not self.engine.was_step_applied():
+            self.report.check_finite()  # the engine has waited for the device already, to know whether to skip
+        self.watch.after_step()
 
     def check_finite(self) -> None:
         """Raise NonFiniteLossError, on every rank, for the first step whose loss or, else, gradients are not finite."""
         self.report.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
 
-    def evaluate(self) -> Evaluation:
-        """Score the model as it is now, and record it."""
-        found = self.score()
-        metric = self.plan.phase.metric_for_best_model
-        if metric and metric not in found.scores:
-            raise ValueError(
-                f'metric_for_best_model is "{metric}"; the scores are {", ".join(found.scores)}: write one'
-            )
-        self.report.write_scores(self.step, found.scores)
-        self.evaluated, self.scores = self.step, found.scores
-        self.last = found if self.step == self.plan.clock.total else None
-        return found
+    def evaluate_if_due(self) -> None:
+        """Score the model as it is now, record it, and tell a checkpoint of this step, unless that is done."""
+        if self.evaluated == self.step or not due(self.step, self.eval_every, self.plan.clock.total):
+            return
+        self.check_finite()  # spoilt weights are not worth an evaluation
+        evaluation = self.score(self.step)
+        metric, scores = self.plan.phase.metric_for_best_model, evaluation.scores
+        if metric and metric not in scores:
+            raise ValueError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
+        self.report.write_scores(self.step, scores)
+        self.evaluated = self.step
+        self.evaluation = evaluation if self.step >= self.plan.clock.total else Evaluation(scores)
+        if self.saved == self.step:  # by a stop in the midst of this evaluation
+            self.checkpoints.write_scores(self.step, scores)
 
-    def score(self) -> Evaluation:
-        """Evaluate, with what techniques have to show beside the model; while training, only what costs little."""
+    def score(self, step: int) -> Evaluation:
+        """Evaluate the weights of a step, with what techniques have to show beside the model.
+
+        While training goes on, that is only what costs little.
+        """
 
         def predict(batch: Batch) -> Any:
             self.stop.check()
             return self.engine(**batch.inputs)
 
-        at_end = self.step == self.plan.clock.total or self.plan.phase.load_best_model_at_end
+        at_end = self.step >= self.plan.clock.total or self.plan.phase.load_best_model_at_end
         for technique in self.techniques:
-            technique.on_step(self.step)
+            technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
         with self.report.paused():
-            found = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
+            evaluation = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
         self.engine.train()
-        return found
+        return evaluation
+
+    def is_to_save(self) -> bool:
+        """Whether a checkpoint of this step is asked for: by `save_steps`, or for the last to compare with the best."""
+        last = self.plan.clock.total if self.plan.phase.load_best_model_at_end else None
+        return due(self.step, self.save_every, last)
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless that is done."""
+        """Write a checkpoint of this step, unless that is done, or the engine has gone back to the best one."""
         self.check_finite()  # before anything of such a step is kept
-        if self.saved == self.step:
+        if self.saved == self.step or self.step != self.engine.global_steps:
             return
         position = Position(
             step=self.step,
@@ -258,8 +266,9 @@ class Training:
             batch_size=self.engine.train_batch_size(),
             order=self.order,
             identity=self.identity,
+            asked=self.is_to_save(),
             evaluated=self.evaluated,
-            scores=self.scores,
+            scores=self.evaluation.scores,
             report=self.report.state(),
             techniques=self.states(),
             total=self.plan.clock.total,
@@ -270,20 +279,27 @@ class Training:
                 self.saved = self.step
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Of the techniques, by name; collective."""
+        """The techniques' states by name; collective."""
         return {technique.name: technique.state() for technique in self.techniques}
 
-    def _go_on(self, found: tuple[Path, Position] | None) -> None:
-        """Open the report, where a checkpoint says if there is one; make up for an evaluation that was cut short."""
-        if found is None:
-            self.report.open(0, 0)
-            return
-        checkpoint, position = found
-        self.evaluated, self.scores = position.evaluated, dict(position.scores)
-        self.report.open(self.step, self.evaluated, position.report)
-        distributed.info(f"{self.plan.phase.name}: resumed from {checkpoint}, at step {self.step}")
-        if self.evaluated < self.step < self.plan.clock.total and due(self.step, self.eval_every):
-            self.evaluate()
+    def _resume(self, checkpoint: Path, position: Position) -> None:
+        """Go on from a checkpoint, with the hyperparameters that the files have now."""
+        asked = engine.OptimizerSettings(self.engine)
+        self._load(checkpoint, position)
+        self.step = self.saved = position.step
+        self.evaluated, self.order = position.evaluated, position.order
+        self.evaluation = Evaluation(dict(position.scores))
+        name = self.plan.phase.name
+        distributed.info(f"{name}: resumed from {checkpoint}, at step {self.step}")
+        changes = asked.put_back(self.engine)
+        if changes:
+            distributed.info(f"{name}: not as in the checkpoint, but as this run's files have it: {changes}")
+
+    def _load(self, checkpoint: Path, position: Position) -> None:
+        """Make the engine and the techniques what they were at a checkpoint."""
+        self.checkpoints.load(self.engine, checkpoint, position)
+        for technique in self.techniques:
+            technique.resume(position.techniques[technique.name])
 
 
 def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
@@ -333,4 +349,4 @@ def seed_step(seed: int, step: int) -> None:
 
 def due(step: int, every: int, last: int | None = None) -> bool:
     """Whether something done every so many steps (0: never), and at the last, is to be done after `step` steps."""
-    return (every > 0 and step % every == 0) or step == last
+    return (every > 0 and step % every == 0) or (last is not None and step >= last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -36,6 +37,12 @@ class Group:
     def size(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
+    @property
+    def identity(self) -> str:
+        """Tells which parameters are in the group, in which order, and nothing of its rate and decay."""
+        names = "\n".join(self.parameters)
+        return f"{self.name} ({len(self.parameters)} parameters, {zlib.crc32(names.encode()):08x})"
+
 
 def parameter_groups(
     model: nn.Module, user_rules: Sequence[GroupRule], other_rules: Iterable[GroupRule], base: Hyperparameters
@@ -44,7 +51,8 @@ def parameter_groups(
 
     What a technique adds to the model and trains by a rule of its own (mask scores, exit heads, a projection) is
     reached by those of the user's rules alone whose pattern contains its name: "*encoder*" is about the model.
-    Without a rule's word, vectors (biases, norms) get no weight decay. A rule of the user's that matches nothing, or a
+    Without a rule's word, vectors (biases, norms) get no weight decay. Who shares a group follows from the patterns
+    alone, so that a phase can be resumed with other rates and decays. A rule of the user's that matches nothing, or a
     phase in which everything is frozen, is a ValueError. Changes `requires_grad` of the model's parameters.
     """
     named = dict(model.named_parameters())
@@ -53,17 +61,17 @@ def parameter_groups(
     for rule in user_rules:
         if not any(rule in rules for rules in rules_of.values()):
             raise ValueError(_idle(rule, named))
-    groups: dict[tuple[str, float, float], Group] = {}
+    groups: dict[tuple[str, bool], Group] = {}
     for name, parameter in named.items():
         rule = next(iter(rules_of[name]), GroupRule(params="*"))
         parameter.requires_grad_(not rule.frozen)
         if rule.frozen:
             continue
         rate = base.learning_rate if rule.learning_rate is None else rule.learning_rate
-        default_decay = base.weight_decay if parameter.ndim > 1 else 0.0
-        decay = default_decay if rule.weight_decay is None else rule.weight_decay
+        exempt = rule.weight_decay is None and parameter.ndim <= 1
+        decay = 0.0 if exempt else base.weight_decay if rule.weight_decay is None else rule.weight_decay
         label = rule.params if rule.params != "*" else "weights" if parameter.ndim > 1 else "vectors"
-        groups.setdefault((label, rate, decay), Group(label, rate, decay)).parameters[name] = parameter
+        groups.setdefault((label, exempt), Group(label, rate, decay)).parameters[name] = parameter
     if not groups:
         raise ValueError("groups: every parameter is frozen: nothing would be trained")
     return list(groups.values())

@@ -1,7 +1,7 @@
 """What a run tells: `log.jsonl`, TensorBoard, and a progress bar or plain lines, all views of one record per flush.
 
-Loss terms stay on the device until a flush, which costs one reduction over the ranks and one
-synchronisation and sees whether all were finite. Rank 0 alone writes.
+Loss terms stay on the device until a flush, or until `settle` sums them up for a flush that is far, which costs one
+reduction over the ranks and one synchronisation and sees whether all were finite. Rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Report:
         self._names: tuple[str, ...] = ()
         self._counts = {"examples": 0, "tokens": 0}
         self._carried: list[list[float]] = []
+        self._settled = _Sums()
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
         self._log: _Lines | None = None
@@ -62,6 +63,7 @@ class Report:
         """
         if state is not None:
             self._carried, self._names = [list(row) for row in state["pending"]], tuple(state["names"])
+            self._settled = _Sums(**state.get("settled", {}))
             self._counts = {name: count // distributed.world_size() for name, count in state["counts"].items()}
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
@@ -78,7 +80,8 @@ class Report:
         world = distributed.world_size()
         return {
             "names": list(self._names),
-            "pending": self._rows().tolist() if self._carried or self._pending else [],
+            "pending": self._rows().tolist(),
+            "settled": asdict(self._settled),
             "counts": {name: count * world for name, count in self._counts.items()},
             "examples": self._total_examples,
             "loss_sum": self._loss_sum,
@@ -90,8 +93,10 @@ class Report:
     def paused(self) -> Iterator[None]:
         """Leave what is done inside, evaluation or saving, out of the throughput."""
         start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
+        try:
+            yield
+        finally:  # a stop in the midst of an evaluation is followed by a save
+            self._since += time.perf_counter() - start
 
     def add(self, step: int, terms: Mapping[str, Tensor], batch: Batch) -> None:
         """Take one micro-batch's unweighted terms; nothing leaves the device."""
@@ -113,13 +118,22 @@ class Report:
         self._loss_sum += record["train/loss"] * self._counts["examples"] * world
         self._total_examples += self._counts["examples"] * world
         self._seconds += seconds
-        self._pending, self._carried = [], []
+        self._pending, self._carried, self._settled = [], [], _Sums()
         self._counts = dict.fromkeys(self._counts, 0)
         record |= readings
         self.write(step, record)
         self._show(step, record)
         self._since = time.perf_counter()
         return record
+
+    def settle(self) -> None:
+        """Sum up the terms since the last time, so that what is kept does not grow until a flush; collective.
+
+        Done after the same steps with and without a stop in between, or the sums would round otherwise.
+        """
+        rows = self._rows()
+        self._settled = _Sums(self._settled.micro_batches + len(rows), self._settled.added(rows))
+        self._pending, self._carried = [], []
 
     def check_finite(self, until: int | None = None) -> None:
         """Raise NonFiniteLossError, on every rank, if a term since the last flush is not finite; collective.
@@ -134,15 +148,16 @@ class Report:
 
     def _means(self) -> list[float]:
         """Each term's mean since the last flush, over all ranks."""
-        means = self._rows().mean(0).tolist()
+        rows = self._rows()
+        means = [total / (self._settled.micro_batches + len(rows)) for total in self._settled.added(rows)]
         if not all(map(math.isfinite, means)):
             found = [place for place in distributed.broadcast(distributed.gather(self._first_non_finite())) if place]
             raise NonFiniteLossError(_told(self.phase, sorted(found)))
         return means
 
     def _rows(self) -> Tensor:
-        """(micro-batches, terms) since the last flush, each the mean over all ranks, in fp64."""
-        rows = [torch.tensor(self._carried, dtype=torch.float64)] if self._carried else []
+        """(micro-batches, terms) since the last flush or settling, each the mean over all ranks, in fp64."""
+        rows = [torch.tensor(self._carried, dtype=torch.float64).view(len(self._carried), len(self._names))]
         if self._pending:
             own = torch.stack([micro.terms for micro in self._pending]).double()
             rows.append(distributed.mean(own).cpu())
@@ -208,6 +223,19 @@ class _MicroBatch:
     step: int
     ids: Tensor
     terms: Tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """How many micro-batches were settled since the last flush, and the sum of each term over them."""
+
+    micro_batches: int = 0
+    terms: list[float] = field(default_factory=list)
+
+    def added(self, rows: Tensor) -> list[float]:
+        """These sums and those of more rows (micro-batches, terms)."""
+        sums = rows.sum(0).tolist()
+        return [before + own for before, own in zip(self.terms or [0.0] * len(sums), sums, strict=True)]
 
 
 class _Lines:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_trainer import distributed
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
-from ds_trainer.checkpoint_files import DamagedCheckpointError
+from ds_trainer.checkpoint_files import DamagedCheckpointError, sync_folder
 from ds_trainer.checkpoint_model import model_of
 from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
 from ds_trainer.command import CalibrateJob, TrainJob, said_by
@@ -35,7 +35,7 @@ from ds_trainer.optim import Hyperparameters
 from ds_trainer.rank_watch import rendezvous, watched
 from ds_trainer.recipe import Phase, task_of
 from ds_trainer.redaction import redacted
-from ds_trainer.report import Report, results_table, save_json
+from ds_trainer.report import Report, drop_later_records, results_table, save_json
 from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder, check_output_folder
 from ds_trainer.run_status import RunStatus
@@ -49,6 +49,9 @@ from ds_trainer.techniques.exit_heads import has_exits
 
 _RESULTS = "all_results.json"
 
+_GOING_BACK = "going_back.json"
+"""Names the checkpoint that a run is just going back to."""
+
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 """In lower case, as DeepSpeed reads them."""
 
@@ -61,16 +64,18 @@ def run(job: TrainJob) -> None:
             plan.prepare()
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
+        wanted = _checkpoint_to_go_back_to(folder, job)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
         status.begin()
         models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
-                plan = _plan_and_claim(job, phase, folder, models)
+                plan = _plan_and_claim(job, phase, folder, models, wanted)
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(_write_results, folder, results))
+                _checkpoints(phase, job).drop_unasked()
             models.left[phase.name] = str(_folder_of(phase, job) / "model")
         if job.recipe.report:
             _compare(job, results)
@@ -172,7 +177,7 @@ def plan_phase(
     techniques = phase.techniques.taught_by(teacher)
     plan = PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
     if resumed:
-        check_fits(*resumed, plan.identity())
+        check_fits(*resumed, plan.identity(plan.prepare()[1]))
     return plan
 
 
@@ -238,18 +243,21 @@ def _tell(value: dict[str, Any]) -> None:
         print(json.dumps(value, indent=2), flush=True)
 
 
-def _plan_and_claim(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> PhasePlan:
-    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder."""
+def _plan_and_claim(
+    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, wanted: tuple[Path, Position] | None
+) -> PhasePlan:
+    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
+
+    The one `wanted` is gone back to for good, once it is known that it can be: nothing is trained before.
+    """
     checkpoints = _checkpoints(phase, job)
     distributed.on_main(checkpoints.clear_asides)
-    wanted = job.checkpoint if job.checkpoint and _is_of(phase, job) else None
-    if job.checkpoint and not wanted:  # a phase after the one gone back to: it starts from another model now
-        distributed.on_main(lambda: checkpoints.supersede(after=-1))
-    resumed = checkpoints.newest(wanted) if job.resume else None
+    named = wanted if wanted and wanted[0].parent == checkpoints.folder else None
+    resumed = named or (checkpoints.newest() if job.resume else None)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
-    if wanted:
-        distributed.on_main(lambda: checkpoints.supersede(after=step_of(wanted)))
-    distributed.on_main(partial(_claim, folder, plan))
+    if named:
+        distributed.on_main(partial(_go_back, folder, job, named[0]))
+    distributed.on_main(partial(_claim, folder, job, plan))
     return plan
 
 
@@ -258,10 +266,49 @@ def _checkpoints(phase: Phase, job: TrainJob) -> Checkpoints:
     return Checkpoints(_folder_of(phase, job), phase.save_total_limit, best)
 
 
-def _is_of(phase: Phase, job: TrainJob) -> bool:
-    """Whether the checkpoint that was asked for is this phase's."""
-    assert job.checkpoint is not None, "one was asked for"
-    return job.checkpoint.resolve().parent == _folder_of(phase, job).resolve()
+def _number_of(checkpoint: Path, job: TrainJob) -> int:
+    """Which of the recipe's phases a checkpoint is of."""
+    folders = [_folder_of(phase, job).resolve() for phase in job.recipe.phases]
+    if checkpoint.resolve().parent not in folders:
+        raise ValueError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
+    return folders.index(checkpoint.resolve().parent)
+
+
+def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
+    """The checkpoint that the command names, if it names one, still whole; what was cut short before is ended first."""
+    if job.resume:
+        distributed.on_main(partial(_end_going_back, folder, job))
+    if job.checkpoint is None:
+        return None
+    phase = job.recipe.phases[_number_of(job.checkpoint, job)]
+    return _checkpoints(phase, job).named(job.checkpoint)
+
+
+def _go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
+    """Make a checkpoint the newest of the run for good: checkpoints, records and results of after it are no longer its.
+
+    What is to be done is written down first, so that it is also done where this run is killed in the midst of it.
+    """
+    folder.write_json(_GOING_BACK, str(checkpoint.relative_to(folder.path)))
+    _end_going_back(folder, job)
+
+
+def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
+    """Do what `_go_back` has written down, if there is something; it can be done twice."""
+    note = folder.path / _GOING_BACK
+    if not note.is_file():
+        return
+    checkpoint = folder.path / json.loads(note.read_text(encoding="utf-8"))
+    number = _number_of(checkpoint, job)
+    before = {phase.name for phase in job.recipe.phases[:number]}
+    _write_results(folder, {name: found for name, found in _read_results(folder).items() if name in before})
+    for phase in job.recipe.phases[number:]:
+        last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
+        _checkpoints(phase, job).supersede(after=last)
+        sync_folder(_folder_of(phase, job))
+        drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
+    note.unlink()
+    sync_folder(folder.path)
 
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
@@ -315,25 +362,29 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     if mistakes:
         raise ValueError("\n".join(mistakes))
     folder.open(job.overwrite)
+    for name in ("log.jsonl", "tensorboard", "deepspeed"):
+        folder.claim(name)
+    folder.claim(MADE).mkdir(exist_ok=True)
+    results = _read_results(folder) if job.resume else {}
+    if job.checkpoint is None:
+        return results
+    before = [phase.name for phase in job.recipe.phases[: _number_of(job.checkpoint, job)]]
+    missing = [name for name in before if name not in results]
+    if missing:
+        raise ValueError(
+            f"--resume {job.checkpoint}: phase {missing[0]}, which comes before, is not finished: --resume without a "
+            f"checkpoint goes on with it"
+        )
+    return {name: results[name] for name in before}
+
+
+def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
+    """Write both files as this run resolves them, and claim what the phase is going to write."""
     # a cache elsewhere was this user's word, by a flag or a variable: in a file it would be a stranger's
     cache = job.recipe.cache_dir
     own = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
     folder.write_json("recipe.json", redacted(job.recipe.model_dump() | {"cache_dir": cache if own else None}))
     folder.write_json("command.json", redacted({"command": job.command}))
-    for name in ("log.jsonl", "tensorboard", "deepspeed"):
-        folder.claim(name)
-    folder.claim(MADE).mkdir(exist_ok=True)
-    done = folder.path / _RESULTS
-    results = json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
-    if job.checkpoint:  # its phase and those after it are done again
-        first = next((place for place, phase in enumerate(job.recipe.phases) if _is_of(phase, job)), None)
-        if first is None:
-            raise ValueError(f"--resume {job.checkpoint}: the checkpoint is of no phase of the recipe")
-        results = {phase.name: results[phase.name] for phase in job.recipe.phases[:first] if phase.name in results}
-    return results
-
-
-def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
         folder.claim(str(relative / name))
@@ -364,6 +415,13 @@ def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[st
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
         save_json(files, job.predictions_dir)
+
+
+def _read_results(folder: RunFolder) -> dict[str, Any]:
+    """The results of the phases that are finished, by name."""
+    file = folder.path / _RESULTS
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return results
 
 
 def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from zero_matrix import ToyTask, batch_of, bert, phase_of
 
+from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.techniques import Clock, Forward, build_techniques
 
 
@@ -101,7 +102,7 @@ def test_scores_that_are_nan_end_the_run(spec):
         run(model)
         prune.readings()
 
-    with pytest.raises(RuntimeError, match="the scores hold NaN: the run has diverged"):
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN: the run has diverged"):
         read()
 
 

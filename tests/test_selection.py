@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.techniques.selection import Cut, Sizes, cut_at, just_below, largest_within, select_largest, standardised
 
 
@@ -121,5 +122,5 @@ def test_nan_is_refused_not_ranked():
         lambda: standardised(values),
         lambda: largest_within(values, values, [Sizes()] * 2, 1.0),
     ):
-        with pytest.raises(RuntimeError, match="the scores hold NaN"):
+        with pytest.raises(NonFiniteLossError, match="the scores hold NaN"):
             refuse()
