@@ -10,7 +10,6 @@ import copy
 import importlib.metadata
 import inspect
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,7 @@ import transformers
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
-import ds_trainer
-from ds_trainer import distributed
+from ds_trainer import distributed, machine
 from ds_trainer.benchmark_backends import compiled, compiling, onnx, placed
 from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import clear, show, write, write_numbers
@@ -405,25 +403,20 @@ def _described(subject: Subject, lengths: Sequence[int | str]) -> dict[str, Any]
 
 
 def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
-    versions = {"ds_trainer": ds_trainer.__version__, "python": platform.python_version()}
-    versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = machine.versions()
     if "onnxruntime" in job.backends:
         versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    found = {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "versions": versions, "seconds": job.seconds}
+    found = {
+        "cpu": machine.cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": versions,
+        "seconds": job.seconds,
+    }
     if "cuda" in devices:
         found["gpu"] = torch.cuda.get_device_name()
     if job.task:
         found["task"] = job.task.model_dump(mode="json")
     return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
 
 
 def _named(error: Exception) -> str:

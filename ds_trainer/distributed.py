@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -276,6 +276,19 @@ def largest(value: int) -> int:
     box = torch.tensor([value])
     dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_host_group())
     return int(box)
+
+
+def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
+    """Every rank's whole numbers, equally many, by rank, on every rank. Waits for no accelerator."""
+    if world_size() == 1:
+        return [list(values)]
+    import torch
+    import torch.distributed as dist
+
+    box = torch.zeros(world_size(), len(values), dtype=torch.int64)
+    box[rank()] = torch.tensor(values)
+    dist.all_reduce(box, group=_host_group())
+    return box.tolist()
 
 
 @functools.cache

@@ -113,7 +113,11 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
         lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
     distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
-    results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
+    results = {
+        "train": report.totals() | {"steps": training.step},
+        "eval": last.scores,
+        "trained_on": report.trained_on,
+    }
     states = training.states()
     for technique in training.techniques:
         technique.stop()

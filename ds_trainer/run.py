@@ -254,7 +254,8 @@ def _is_of(phase: Phase, job: TrainJob) -> bool:
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, _checkpoints(phase, job), stop)
         if phase.techniques.exits:
             found = _measure_exits(plan, phase.techniques.exits)

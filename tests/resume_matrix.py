@@ -65,7 +65,8 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     phase = job.recipe.phases[number]
     checkpoints = Checkpoints(job.output, phase.save_total_limit)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, tensorboard=False) as report:
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
         train(replace(plan, folder=job.output), report, checkpoints, stop)
 
 

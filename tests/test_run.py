@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from launching import SHARED, run_deepspeed, run_python
+
+from ds_trainer import machine
 
 
 def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
@@ -23,6 +26,11 @@ def read(path: Path):
 def log_of(output: Path, phase: str) -> list[dict]:
     records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     return [record for record in records if record["phase"] == phase]
+
+
+def line_of(page: Path, title: str) -> str:
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith(f"| {title} |")]
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,45 @@ def test_the_log_has_every_reading(output):
     wanted |= {"prune/threshold", "prune/density", "train/lr/*.mask_scores", "train/lr/weights", "train/lr/vectors"}
     assert wanted <= record.keys()
     assert len([name for name in record if name.startswith("prune/density/")]) == 12
+
+
+def test_every_record_has_its_epoch(output):
+    """Examples seen over the 240 of training, as a fraction: in the records of training and of evaluation alike."""
+    for phase in ("finetune", "prune"):
+        records = log_of(output, phase)
+        assert [r["epoch"] for r in records] == [pytest.approx(16 * r["step"] / 240) for r in records]
+        assert any("eval/accuracy" in record for record in records)
+        epochs = read(output / "all_results.json")[phase]["train"]["epochs"]
+        assert epochs == pytest.approx(records[-1]["epoch"])
+        assert f" {epochs:.2f} |" in line_of(output / "report.md", "epochs")
+
+
+def test_every_record_has_the_peak_memory_of_every_rank(output):
+    """Of both processes, in training and evaluation, more than the libraries take; the page names the largest of all."""
+    peaks = {name: [] for name in ("memory/resident/rank0", "memory/resident/rank1")}
+    for record in log_of(output, "prune"):
+        prefix = "" if "train/loss" in record else "eval/"
+        assert {f"{prefix}{name}" for name in peaks} == {name for name in record if "memory/" in name}
+        for name, values in peaks.items():
+            values.append(record[f"{prefix}{name}"])
+    assert all(200 << 20 < value < 8 << 30 for values in peaks.values() for value in values)
+    assert peaks["memory/resident/rank0"] != peaks["memory/resident/rank1"]
+    rank = max(range(2), key=lambda rank: max(peaks[f"memory/resident/rank{rank}"]))
+    most = max(peaks[f"memory/resident/rank{rank}"]) / 2**30
+    assert line_of(output / "report.md", "peak memory, resident").endswith(f" {most:.2f} GiB (rank {rank}) |")
+
+
+def test_the_results_say_what_every_phase_was_trained_on(output):
+    """Library versions, hosts and devices, once; beside the phase's own results, so that all keys are phases."""
+    results = read(output / "all_results.json")
+    assert list(results) == ["finetune", "prune"]
+    for found in results.values():
+        (session,) = found["trained_on"]
+        assert session["versions"] == machine.versions()
+        assert session["versions"].keys() == {"ds_trainer", "python", "torch", "transformers", "deepspeed", "numpy"}
+        assert session["hosts"] == {socket.gethostname(): {machine.device_name(): 2}}
+    note = f"Trained on {socket.gethostname()} (2 x "
+    assert note in (output / "report.md").read_text().replace("\\", "")
 
 
 def test_tensorboard_has_what_the_log_has(output):

@@ -15,6 +15,8 @@ import pytest
 from launching import ROOT, environment, run_deepspeed
 from two_hosts import INTERFACE, TwoHosts, missing, processes_in, wait_until
 
+from ds_trainer import machine
+
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -97,6 +99,8 @@ def test_two_hosts_train_as_two_ranks_on_one_do(one_host, both_hosts):
     assert losses(both_hosts) == losses(one_host)
     assert len(losses(both_hosts)) == 45
     assert weights(both_hosts) == weights(one_host)
+    (session,) = json.loads((both_hosts / "all_results.json").read_text())["prune"]["trained_on"]
+    assert session["hosts"] == {f"host{number}": {machine.device_name(): 1} for number in (1, 2)}
 
 
 @pytest.fixture(scope="module")
