@@ -30,6 +30,7 @@ from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import clear, show, write, write_numbers
 from ds_trainer.benchmark_settings import Setting, left_out, settings
 from ds_trainer.evaluate import evaluate
+from ds_trainer.failures import ran_out
 from ds_trainer.flops import encoder_flops
 from ds_trainer.interrupts import leaving
 from ds_trainer.latency import Run, batches, bytes_by_form, eager, fit, in_turns, summary
@@ -421,6 +422,6 @@ def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
 
 def _named(error: Exception) -> str:
     said = first_line(error)[:200]
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+    if ran_out(error):
         return "out of memory: give smaller --batch_sizes or --lengths"
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

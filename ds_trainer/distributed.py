@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ds_trainer import attempts
+from ds_trainer.failures import OutOfMemoryError, ran_out
 
 if TYPE_CHECKING:
     import torch
@@ -227,6 +228,8 @@ def _for_other_ranks(error: Exception) -> Exception:
     """The error in a form that every rank can read: of the kinds that are told to the user, the same kind."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, str(error.filename))
+    if ran_out(error):
+        return OutOfMemoryError(str(error))
     return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import distributed, engine
+from ds_trainer import distributed, engine, memory
 from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
@@ -104,8 +104,9 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     """
     training = Training(plan, report, checkpoints, stop)
     try:
-        training.run()
-        last = training.finish()
+        with memory.told_if_out(" in training", partial(training.out_of_memory, training.cure)):
+            training.run()
+            last = training.finish()
     except StoppedError as reason:
         training.save()
         engine.stop_engine(training.engine)
@@ -136,11 +137,16 @@ class Training:
         self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
         self.techniques = self.objective.techniques
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
-        self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+        self.step, frozen = 0, sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        trained, world = sum(group.size for group in groups), distributed.world_size()
+        self.bytes = engine.bytes_per_rank(trained, frozen, plan.engine_config, world)
+        self.cure = partial(memory.training_cure, plan.engine_config)
+        with memory.told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
+            self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
-        self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
+        self.saved, self.evaluated, self.scores = 0, 0, dict[str, float]()
         self.last: Evaluation | None = None
         self.identity = plan.identity()
         if plan.resumed:
@@ -234,8 +240,10 @@ class Training:
             technique.on_step(self.step)
         self.engine.eval()
         views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
-        with self.report.paused():
-            found = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
+        batch_size = self.plan.phase.per_device_eval_batch_size
+        cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, self.plan.engine_config)
+        with self.report.paused(), memory.told_if_out(" in an evaluation", partial(self.out_of_memory, cure)):
+            found = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return found
 
@@ -258,6 +266,11 @@ class Training:
         with self.report.paused():
             if self.checkpoints.save(self.engine, position):
                 self.saved = self.step
+
+    def out_of_memory(self, cure: Callable[[], str]) -> str:
+        """What a rank that runs out of memory says: how far it had come, what it held, and what to change."""
+        held = memory.held(self.bytes, self.plan.engine_config)
+        return f"That was after step {self.step} of phase {self.plan.phase.name}. {held} {cure()}"
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Of the techniques, by name; collective."""

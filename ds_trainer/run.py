@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed
+from ds_trainer import distributed, memory
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
 from ds_trainer.command import CalibrateJob, EvaluateJob, TrainJob, said_by
 from ds_trainer.data import steps_for
@@ -23,7 +23,7 @@ from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.evaluate import evaluate
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
-from ds_trainer.failures import LostRankError
+from ds_trainer.failures import LostRankError, OutOfMemoryError
 from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
@@ -93,12 +93,13 @@ def evaluate_folder(job: EvaluateJob) -> None:
         task.check_trained(job.model)
         device = distributed.device()
         model = task.build_model(job.model).to(device).eval()
-        found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
         files: dict[str, Any] = {}
-        if has_exits(job.model):
-            early = with_exits(model, Path(job.model), job.exit_policy).eval()
-            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-            found.scores |= flat_scores(task, files[EXITS_FILE])
+        with memory.told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+            found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+            if has_exits(job.model):
+                early = with_exits(model, Path(job.model), job.exit_policy).eval()
+                files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+                found.scores |= flat_scores(task, files[EXITS_FILE])
         _tell(found.scores)
         distributed.on_main(lambda: _write_evaluation(job, found.scores, found.files(task) | files))
 
@@ -108,7 +109,8 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with _joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+        with memory.told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+            _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
 def plan_phase(
@@ -187,9 +189,9 @@ def _joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     rendezvous(lambda: distributed.start(timeout), timeout)
     try:
-        with watched():
+        with watched(), memory.told_if_out(""):
             yield
-    except LostRankError:  # a process group without one of its ranks cannot be left in order
+    except (LostRankError, OutOfMemoryError):  # a process group without one of its ranks cannot be left in order
         distributed.free_shared_memory()
         raise
     except BaseException:
@@ -269,10 +271,12 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; what is found also goes to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
-    if spec.calibrated:
-        calibrate_folder(model, plan.task, batch_size, spec)
-    early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
-    found = evaluate_exits(early, plan.task, batch_size)
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with memory.told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+        if spec.calibrated:
+            calibrate_folder(model, plan.task, batch_size, spec)
+        early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
+        found = evaluate_exits(early, plan.task, batch_size)
     distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,7 @@ def test_one_host_goes_on_where_two_stopped(power_cut, one_host, recipe_file, tm
         assert losses(output) == losses(one_host)
         assert weights(output) == weights(one_host)
     final = json.loads((output / "all_results.json").read_text())["prune"]
+    assert [list(session["hosts"]) for session in final["trained_on"]] == [["host1", "host2"], [socket.gethostname()]]
     assert final["weights"] == json.loads((one_host / "all_results.json").read_text())["prune"]["weights"]
 
 
