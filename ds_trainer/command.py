@@ -30,7 +30,7 @@ from ds_trainer.exit_command import (
     saved_exits,
 )
 from ds_trainer.exit_specs import ExitsSpec
-from ds_trainer.failures import LostRankError, NonFiniteLossError, StoppedError
+from ds_trainer.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError
 from ds_trainer.json_file import read_json
 from ds_trainer.messages import shortened
 from ds_trainer.model_folder import model_mistakes
@@ -106,7 +106,7 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
 
 def exit_code(error: Exception) -> int:
     """What a process ends with that this error ends."""
-    if isinstance(error, NonFiniteLossError | LostRankError | StoppedError):
+    if isinstance(error, NonFiniteLossError | LostRankError | OutOfMemoryError | StoppedError):
         return error.exit_code
     return USER_ERROR if isinstance(error, ValueError) and _is_told(error) else 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import distributed, engine
+from ds_trainer import distributed, engine, memory
 from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.export import Change, as_it_is, cut_where_empty, export
 from ds_trainer.failures import NonFiniteLossError, StoppedError
+from ds_trainer.histograms import Histograms
 from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
@@ -120,8 +121,9 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     """
     training = Training(plan, report, checkpoints, stop)
     try:
-        training.run()
-        step, evaluation = training.finish()
+        with memory.told_if_out(" in training", partial(training.out_of_memory, training.cure)):
+            training.run()
+            step, evaluation = training.finish()
     except StoppedError as reason:
         training.save()
         engine.stop_engine(training.engine)
@@ -129,7 +131,11 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
         lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
     distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
-    results = {"train": report.totals() | {"steps": step}, "eval": evaluation.scores}
+    results = {
+        "train": report.totals() | {"steps": step},
+        "eval": evaluation.scores,
+        "trained_on": report.trained_on,
+    }
     states = training.states()
     for technique in training.techniques:
         technique.stop()
@@ -152,7 +158,12 @@ class Training:
         self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
         self.techniques = self.objective.techniques
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
-        self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+        self.step, frozen = 0, sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        trained, world = sum(group.size for group in groups), distributed.world_size()
+        self.bytes = engine.bytes_per_rank(trained, frozen, plan.engine_config, world)
+        self.cure = partial(memory.training_cure, plan.engine_config)
+        with memory.told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
+            self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
@@ -164,6 +175,8 @@ class Training:
         for technique in self.techniques:
             technique.start(self.engine.device)
         report.open(self.step, self.evaluated, plan.resumed[1].report if plan.resumed else None)
+        at_records = partial(due, every=self.log_every, last=clock.total)
+        self.histograms = Histograms(self.engine, at_records) if phase.histograms else None
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
         self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, clock.seed)
 
@@ -176,6 +189,8 @@ class Training:
             if due(self.step, self.log_every, total):
                 self.check_finite()
                 flush(self.report, self.techniques, self.engine)
+                if self.histograms:
+                    self.report.write_histograms(self.step, self.histograms.take())
             elif due(self.step, SETTLE_EVERY):
                 self.check_finite()
                 self.report.settle()
@@ -245,8 +260,10 @@ class Training:
             technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
-        with self.report.paused():
-            evaluation = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
+        batch_size = self.plan.phase.per_device_eval_batch_size
+        cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, self.plan.engine_config)
+        with self.report.paused(), memory.told_if_out(" in an evaluation", partial(self.out_of_memory, cure)):
+            evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return evaluation
 
@@ -277,6 +294,11 @@ class Training:
         with self.report.paused():
             if self.checkpoints.save(self.engine, position):
                 self.saved = self.step
+
+    def out_of_memory(self, cure: Callable[[], str]) -> str:
+        """What a rank that runs out of memory says: how far it had come, what it held, and what to change."""
+        held = memory.held(self.bytes, self.plan.engine_config)
+        return f"That was after step {self.step} of phase {self.plan.phase.name}. {held} {cure()}"
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The techniques' states by name; collective."""

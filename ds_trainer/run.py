@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed
+from ds_trainer import distributed, memory
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
 from ds_trainer.checkpoint_files import DamagedCheckpointError, sync_folder
 from ds_trainer.checkpoint_model import model_of
@@ -28,7 +28,7 @@ from ds_trainer.evaluate import evaluate
 from ds_trainer.evaluate_command import EvaluateJob
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
-from ds_trainer.failures import LostRankError
+from ds_trainer.failures import LostRankError, OutOfMemoryError
 from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
@@ -130,7 +130,8 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with _joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+        with memory.told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+            _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
 def plan_phase(
@@ -202,9 +203,9 @@ def _joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     rendezvous(lambda: distributed.start(timeout), timeout)
     try:
-        with watched():
+        with watched(), memory.told_if_out(""):
             yield
-    except LostRankError:  # a process group without one of its ranks cannot be left in order
+    except (LostRankError, OutOfMemoryError):  # a process group without one of its ranks cannot be left in order
         distributed.free_shared_memory()
         raise
     except BaseException:
@@ -313,7 +314,8 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, _checkpoints(phase, job), stop)
         if phase.techniques.exits:
             found = _measure_exits(plan, phase.techniques.exits)
@@ -327,10 +329,12 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; what is found also goes to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
-    if spec.calibrated:
-        calibrate_folder(model, plan.task, batch_size, spec)
-    early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
-    found = evaluate_exits(early, plan.task, batch_size)
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with memory.told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+        if spec.calibrated:
+            calibrate_folder(model, plan.task, batch_size, spec)
+        early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
+        found = evaluate_exits(early, plan.task, batch_size)
     distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
     return found
 
@@ -401,13 +405,14 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     task = build_task(job.task, job.model, job.cache_dir)
     task.check_trained(job.model)
     model = task.build_model(job.model).to(distributed.device()).eval()
-    found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
     files: dict[str, Any] = {}
-    if has_exits(job.model):
-        early = with_exits(model, Path(job.model), job.exit_policy).eval()
-        files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-        found.scores |= flat_scores(task, files[EXITS_FILE])
-    return found.scores, found.files(task) | files
+    with memory.told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+        if has_exits(job.model):
+            early = with_exits(model, Path(job.model), job.exit_policy).eval()
+            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+            evaluation.scores |= flat_scores(task, files[EXITS_FILE])
+    return evaluation.scores, evaluation.files(task) | files
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

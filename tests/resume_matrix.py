@@ -130,7 +130,8 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
     checkpoints = Checkpoints(job.output, phase.save_total_limit, best)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, tensorboard=False) as report:
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
         results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
         distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
         checkpoints.drop_unasked()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from forked_ranks import ForkServer
 from interrupting import status_of
 from killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
+from launching import run_python
 
 from ds_trainer.checkpoint import Checkpoints, step_of
 from ds_trainer.checkpoint_files import MARKER, Writes, checked_sums
@@ -163,6 +165,70 @@ def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank
     if rank == 1:
         assert "failed: KeyError: 'of the test'" in run.text
     assert status_of(output)["state"] == "failed"
+
+
+ASKS_FOR_TOO_MUCH = {
+    "training": """
+import torch
+from transformers import BertModel
+forward, calls = BertModel.forward, []
+def hungry(self, *args, **kwargs):
+    calls.extend([0] * self.training)  # a teacher never is
+    if len(calls) == 5:
+        torch.empty(10**15)
+    return forward(self, *args, **kwargs)
+BertModel.forward = hungry
+""",
+    "an evaluation": """
+import torch
+from ds_trainer.tasks.text import TextTask
+TextTask.answers = lambda *_: torch.empty(10**15)
+""",
+}
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes"
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("training", [1]), ("training", [0, 1]), ("an evaluation", [0])])
+def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, where, ranks):
+    """The allocator's own error on one rank, or on both at once: all end with 6, and the only message says which rank,
+    where, what it held and what to change; status.json has it; and --resume ends as if nothing had happened."""
+    run = server.run(2, output, *words, "--resume", sabotage=dict.fromkeys(ranks, ASKS_FOR_TOO_MUCH[where]))
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert "Traceback" not in run.text
+    (told,) = [line for line in run.text.splitlines() if line.startswith("error:") or "ran out of memory" in line]
+    who = rf"error: rank [{min(ranks)}-{max(ranks)}] \(host .+, process \d+\)"
+    assert re.match(rf"{who} ran out of memory in {where}: ", told)
+    assert OUT_OF_MEMORY in told
+    step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
+    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds par" in told
+    assert f"activations, buffers and all else. Lower per_device_{size}" in told
+    assert ", or raise zero_optimization.stage (now 2), or lower" in told
+    assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
+    status = status_of(output)
+    assert (status["state"], status["exit_code"], OUT_OF_MEMORY in status["message"]) == ("failed", 6, True)
+    finish(server, output, words)
+    assert alike(output, whole)
+
+
+def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
+    """`launch/evaluate.py` has the same exit code, and its own batch size."""
+    command = "\nfrom ds_trainer.command import *\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
+    code = ASKS_FOR_TOO_MUCH["an evaluation"] + command
+    done = run_python("-c", code, str(whole / "model"), "--recipe", str(whole / "recipe.json"))
+    (told,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 6
+    assert "ran out of memory in the evaluation: " in told
+    assert OUT_OF_MEMORY in told
+    assert told.endswith("Lower --batch_size (now 64), or lower the task's max_seq_length.")
+
+
+def test_a_rank_that_waits_for_one_without_memory_ends_without_a_word(server, words, output):
+    """Also where no error wakes it, as with NCCL, whose collectives are waited for on the device."""
+    hangs = RAISES.format(what="import time; time.sleep(10_000)")
+    soon = "from ds_trainer import rank_watch; rank_watch._HUNG = 1.0"
+    run = server.run(2, output, *words, "--resume", sabotage={0: ASKS_FOR_TOO_MUCH["training"], 1: hangs + soon})
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert (run.text.count("ran out of memory"), run.text.count("hangs")) == (1, 0)
 
 
 def test_a_rank_that_hangs_is_found_out(server, words, output):

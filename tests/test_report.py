@@ -24,7 +24,7 @@ def add(report: Report, step: int, value: float | torch.Tensor) -> None:
 
 
 def opened(folder, state=None) -> Report:
-    report = Report(folder, "tiny", STEPS, {"task": 1.0, "other": 0.5}, tensorboard=False)
+    report = Report(folder, "tiny", STEPS, {"task": 1.0, "other": 0.5}, tensorboard=False, training_examples=4)
     report.open(0, 0, state)
     return report
 
@@ -82,7 +82,9 @@ def test_the_heads_losses_do_not_grow_either(monkeypatch):
     monkeypatch.setattr(exits, "_MOST_PENDING", 4)
 
     def heads() -> exits.Exits:
-        made = exits.Exits(SimpleNamespace(terms=["heads"]), None, None)
+        made = exits.Exits(
+            SimpleNamespace(terms=["heads"]), None, SimpleNamespace(loss_unit="example", logits_unit="example")
+        )
         made.layers = [1, 2]
         return made
 

@@ -130,7 +130,9 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 
 
 def record_of(plan: PhasePlan) -> Report:
-    return Report(plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True)
+    return Report(
+        plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
+    )
 
 
 def main() -> None:
