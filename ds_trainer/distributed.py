@@ -312,6 +312,15 @@ def mean_(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def max_(values: torch.Tensor) -> torch.Tensor:
+    """Take the largest of the ranks' values, in place."""
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
 def _describe_lone_process() -> None:
     """A process that no launcher started is a world of one, at a free port: DeepSpeed would look for MPI."""
     if "RANK" in os.environ:

@@ -18,6 +18,7 @@ from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.export import as_it_is, cut_where_empty, export
 from ds_trainer.failures import NonFiniteLossError, StoppedError
+from ds_trainer.histograms import Histograms
 from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
@@ -155,6 +156,8 @@ class Training:
             technique.start(self.engine.device)
         self._go_on(plan.resumed)
         engine.set_rates(self.engine, groups)
+        at_records = partial(due, every=self.log_every, last=clock.total)
+        self.histograms = Histograms(self.engine, at_records) if phase.histograms else None
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
         self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
         self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, clock.seed)
@@ -168,6 +171,8 @@ class Training:
             if due(self.step, self.log_every, total):
                 self.check_finite()
                 flush(self.report, self.techniques, self.engine)
+                if self.histograms:
+                    self.report.write_histograms(self.step, self.histograms.take())
             if due(self.step, self.eval_every, total):
                 self.evaluate()
             if due(self.step, self.save_every):

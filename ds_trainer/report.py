@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from ds_trainer import distributed, machine
 from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.histograms import Histogram
 from ds_trainer.run_files import OF_ONE_EXIT, encoder_weights
 from ds_trainer.tasks.task import Batch
 
@@ -127,7 +128,7 @@ class Report:
         self._seconds += seconds
         self._pending, self._carried = [], []
         self._counts = dict.fromkeys(self._counts, 0)
-        record |= readings | _memory("memory")
+        record |= {**readings, **_memory("memory")}
         self.write(step, record)
         self._show(step, record)
         self._since = time.perf_counter()
@@ -178,6 +179,16 @@ class Report:
         if self._events is not None:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Add histograms to TensorBoard."""
+        if self._events is None:
+            return
+        for tag, found in histograms.items():
+            width = (found.high - found.low) / len(found.counts)
+            limits = [found.low + width * (place + 1) for place in range(len(found.counts))]
+            sums = (sum(found.counts), found.total, found.squares)
+            self._events.add_histogram_raw(tag, found.low, found.high, *sums, limits, found.counts, step)
 
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Record an evaluation, and say it; collective."""

@@ -17,7 +17,7 @@ import torch
 
 from ds_trainer.universal_form import ENGINE_KEYS, GROUPS, MODEL, NAMES, State, as_universal, read, refuse_nvme
 
-__all__ = ["as_universal", "load", "parameter_names"]
+__all__ = ["as_universal", "load", "parameter_names", "slices", "stepping"]
 Engine = Any
 
 
@@ -52,6 +52,17 @@ def load(engine: Engine, target: Path) -> dict[str, Any]:
     for count in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, count, common[count])
     return {key: value for key, value in common.items() if key not in ENGINE_KEYS and key != NAMES}
+
+
+def slices(engine: Engine) -> Iterator[_Slice]:
+    """What this rank steps, in fp32, of every trained parameter, by name; without ZeRO, all of them."""
+    return _slices(engine, _trained(engine))
+
+
+def stepping(engine: Engine) -> list[torch.optim.Optimizer]:
+    """The optimizers that make the steps: with `offload_optimizer.ratio` under ZeRO 3 one on the host, one beside."""
+    beside = getattr(engine.optimizer, "backup_optimizer", None)
+    return [_base(engine), *([beside] if beside is not None else [])]
 
 
 @dataclass(frozen=True)

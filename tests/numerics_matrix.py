@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from ds_trainer import distributed, engine
 from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.histograms import Histograms
 from ds_trainer.numerics import StepWatch
 from ds_trainer.optim import Hyperparameters, parameter_groups
 
@@ -149,15 +151,21 @@ def run(case: Case) -> dict[str, Any]:
     groups = parameter_groups(net, [], [], BASE)
     under = engine.start_engine(net, groups, config_of(case), BASE, lambda step: DECAY**step)
     watch = StepWatch(under, "tiny", case.max_skipped)
+    histograms = Histograms(under, lambda step: step == 2)
     seen: dict[str, Any] = {"rates": [], "losses": [], "scales": [], "norms": [], "error": None}
     try:
         for step in range(case.steps):
             Infinite.on = step in case.infinite and distributed.rank() == distributed.world_size() - 1
+            if step == 1:
+                weights = {n: safe_get_full_fp32_param(p) for p, n in under.param_names.items()}
+                seen["weights"] = {n: None if w is None else w.flatten().tolist() for n, w in weights.items()}
             seen["losses"].append(one_step(under, step, case.factor))
             found = engine.readings(under)
             seen["rates"].append(next(iter(found.values())))
             seen["scales"].append(found["train/loss_scale"])
             seen["norms"].append(found.get("train/grad_norm"))
+            if step == 1:
+                seen["histograms"] = {tag: asdict(histogram) for tag, histogram in histograms.take().items()}
             watch.after_step()
             if step % 2 or step == case.steps - 1:
                 watch.check()

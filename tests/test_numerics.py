@@ -54,6 +54,27 @@ def test_the_norm_is_the_same_whatever_the_precision(seen):
     assert first == {name: pytest.approx(first["fp32-1"], rel=5e-3) for name in first}
 
 
+@pytest.mark.parametrize("name", [*SKIPPING, "fp32-0", "fp32-0, unclipped", "autocast-0"])
+def test_histograms_are_of_whole_parameters(seen, name):
+    """However ZeRO cuts weights and gradients: every value is counted once, in its bucket, and the gradients are those
+    that the optimizer gets, with the norm that is logged or, where that is more, the one they are clipped to."""
+    case, found = (SKIPPING | SPOILT)[name], of_all_ranks(seen, name)
+    sizes = {"first.weight": 128, "first.bias": 16, "second.weight": 64, "second.bias": 4}
+    histograms = found["histograms"]
+    assert histograms.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in sizes}
+    for tag, histogram in histograms.items():
+        assert sum(histogram["counts"]) == pytest.approx(sizes[tag.partition("/")[2]])
+    for parameter, values in found["weights"].items():
+        if values:  # None without ZeRO, where they are not cut
+            whole, histogram = torch.tensor(values), histograms[f"weights/{parameter}"]
+            assert histogram["counts"] == pytest.approx(whole.histc(64).tolist())
+            assert (histogram["low"], histogram["high"]) == (float(whole.min()), float(whole.max()))
+            assert histogram["total"] == pytest.approx(float(whole.double().sum()))
+            assert histogram["squares"] == pytest.approx(float(whole.double().square().sum()))
+    norm = math.sqrt(sum(histogram["squares"] for tag, histogram in histograms.items() if "gradients/" in tag))
+    assert norm == pytest.approx(min(found["norms"][1], case.clip or math.inf), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
     """Where DeepSpeed takes such a step, both ranks stop at the next check, with the same words: step and precision."""
