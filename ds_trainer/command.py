@@ -155,7 +155,7 @@ def train_command(arguments: Sequence[str]) -> None:
 def calibrate_command(arguments: Sequence[str]) -> None:
     """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
     job = read_calibrate_job(arguments)
-    from ds_trainer.run import calibrate_exits
+    from ds_trainer.scoring import calibrate_exits
 
     with trusting(job.trust):
         calibrate_exits(job)

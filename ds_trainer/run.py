@@ -5,34 +5,27 @@ The last phase writes into the output folder itself, the ones before it into a f
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer import distributed, memory
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
-from ds_trainer.checkpoint_files import DamagedCheckpointError, sync_folder
-from ds_trainer.checkpoint_model import model_of
-from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.command import CalibrateJob, TrainJob, said_by
+from ds_trainer.checkpoint_files import sync_folder
+from ds_trainer.command import TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
-from ds_trainer.evaluate import evaluate
-from ds_trainer.evaluate_command import EvaluateJob
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
-from ds_trainer.failures import LostRankError, OutOfMemoryError
+from ds_trainer.joining import joined, print_json
 from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
-from ds_trainer.rank_watch import rendezvous, watched
 from ds_trainer.recipe import Phase, task_of
 from ds_trainer.redaction import redacted
 from ds_trainer.report import Report, drop_later_records, results_table, save_json
@@ -45,7 +38,6 @@ from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock
 from ds_trainer.techniques.early_exit import with_exits
-from ds_trainer.techniques.exit_heads import has_exits
 
 _RESULTS = "all_results.json"
 
@@ -59,7 +51,7 @@ _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
-    with StopRequests() as stop, status.told(), _joined(job.timeout):
+    with StopRequests() as stop, status.told(), joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
@@ -87,51 +79,10 @@ def run(job: TrainJob) -> None:
 
 def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
-    with _joined():
-        _tell(redacted({"recipe": job.recipe.model_dump()}))
+    with joined():
+        print_json(redacted({"recipe": job.recipe.model_dump()}))
         for plan in _rehearsed(job):
-            _tell(redacted({"phase": plan.phase.name, **_described(plan)}))
-
-
-def evaluate_folder(job: EvaluateJob) -> None:
-    """Score a model folder, over all ranks, or a checkpoint; the scores are printed as JSON."""
-    with _joined(), contextlib.ExitStack() as until_scored:
-        for saved in job.checkpoints:
-            folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
-            job = _of_folder(job, folder)
-        scores, files = _scored(job)
-        _tell(scores)
-        distributed.on_main(lambda: _write_evaluation(job, scores, files))
-
-
-def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
-    with _joined():
-        rows = []
-        for saved in job.checkpoints:
-            try:
-                with model_of(saved, job.cache_dir) as (folder, exported):
-                    scores, files = _scored(_of_folder(job, folder))
-            except DamagedCheckpointError as error:
-                distributed.warn(f"left out: {error}")
-                continue
-            rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
-            distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
-            if job.predictions_dir:
-                save_json(files, job.predictions_dir / saved.path.name)
-        if not rows:
-            raise ValueError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
-        print(scores_table(rows), flush=True)
-        write_scores(rows, job)
-
-
-def calibrate_exits(job: CalibrateJob) -> None:
-    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
-    with _joined():
-        task = build_task(job.task, job.model, job.cache_dir)
-        task.check_trained(job.model)
-        with memory.told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
-            _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+            print_json(redacted({"phase": plan.phase.name, **_described(plan)}))
 
 
 def plan_phase(
@@ -191,29 +142,6 @@ def _check_is_elementwise(optimizer: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
-    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one.
-
-    An error that only says that a rank is missing becomes one that says which, and why.
-    """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    rendezvous(lambda: distributed.start(timeout), timeout)
-    try:
-        with watched(), memory.told_if_out(""):
-            yield
-    except (LostRankError, OutOfMemoryError):  # a process group without one of its ranks cannot be left in order
-        distributed.free_shared_memory()
-        raise
-    except BaseException:
-        distributed.stop()
-        raise
-    distributed.stop()
-
-
 def _folder_of(phase: Phase, job: TrainJob) -> Path:
     """Where a phase writes: the last one into the output folder itself."""
     return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
@@ -236,12 +164,6 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
     finally:
         if distributed.local_rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def _tell(value: dict[str, Any]) -> None:
-    """Print JSON on rank 0's standard output."""
-    if distributed.is_main():
-        print(json.dumps(value, indent=2), flush=True)
 
 
 def _plan_and_claim(
@@ -393,33 +315,6 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), redacted(plan.engine_config))
-
-
-def _of_folder(job: EvaluateJob, folder: Path) -> EvaluateJob:
-    """The job with the model folder of a checkpoint in its place."""
-    return replace(job, model=str(folder), exit_policy=job.policy_for(str(folder)))
-
-
-def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
-    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
-    task = build_task(job.task, job.model, job.cache_dir)
-    task.check_trained(job.model)
-    model = task.build_model(job.model).to(distributed.device()).eval()
-    files: dict[str, Any] = {}
-    with memory.told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
-        evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
-        if has_exits(job.model):
-            early = with_exits(model, Path(job.model), job.exit_policy).eval()
-            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-            evaluation.scores |= flat_scores(task, files[EXITS_FILE])
-    return evaluation.scores, evaluation.files(task) | files
-
-
-def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
-    if job.output_file:
-        job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    if job.predictions_dir:
-        save_json(files, job.predictions_dir)
 
 
 def _read_results(folder: RunFolder) -> dict[str, Any]:
