@@ -10,7 +10,6 @@ import copy
 import importlib.metadata
 import inspect
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +24,13 @@ import transformers
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
-import ds_trainer
-from ds_trainer import distributed
+from ds_trainer import distributed, machine
 from ds_trainer.benchmark_backends import compiled, compiling, onnx, placed
 from ds_trainer.benchmark_command import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.benchmark_page import clear, show, write, write_numbers
 from ds_trainer.benchmark_settings import Setting, left_out, settings
 from ds_trainer.evaluate import evaluate
+from ds_trainer.failures import ran_out
 from ds_trainer.flops import encoder_flops
 from ds_trainer.interrupts import leaving
 from ds_trainer.latency import Run, batches, bytes_by_form, eager, fit, in_turns, summary
@@ -405,11 +404,15 @@ def _described(subject: Subject, lengths: Sequence[int | str]) -> dict[str, Any]
 
 
 def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
-    versions = {"ds_trainer": ds_trainer.__version__, "python": platform.python_version()}
-    versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = machine.versions()
     if "onnxruntime" in job.backends:
         versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    found = {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "versions": versions, "seconds": job.seconds}
+    found = {
+        "cpu": machine.cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": versions,
+        "seconds": job.seconds,
+    }
     if "cuda" in devices:
         found["gpu"] = torch.cuda.get_device_name()
     if job.task:
@@ -417,17 +420,8 @@ def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
 def _named(error: Exception) -> str:
     said = first_line(error)[:200]
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+    if ran_out(error):
         return "out of memory: give smaller --batch_sizes or --lengths"
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -46,6 +46,8 @@ class Position:
     """What a run that goes on must have in common, by the name it is told by."""
     world_size: int = 0
     zero_stage: int = 0
+    asked: bool = True
+    """Whether the recipe asks for a checkpoint of this step; one that only a stop has made is a passing one."""
     evaluated: int = 0
     """The step of the last evaluation that was finished."""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -73,7 +75,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in a phase's folder, of which the newest `keep` stay (all where it is None), and the best."""
+    """The checkpoints in a phase's folder, of which the newest `keep` stay (all where it is None), and the best.
+
+    Those that only a stop has made do not count: they stay until the next is written, or the phase has ended, so that
+    a run that was stopped leaves what one leaves that was not.
+    """
 
     folder: Path
     keep: int | None = None
@@ -90,6 +96,7 @@ class Checkpoints:
         aside = self.folder / f".{target.name}.saving"
         mistake = _mistake_of(lambda: self._write(engine, position, aside, target))
         if mistake is None:
+            self.drop_unasked(but=target)
             return target
         distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
         newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
@@ -125,19 +132,42 @@ class Checkpoints:
         found = [path.parent for path in self.folder.glob(f"checkpoint-*/{MARKER}")]
         return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
 
+    def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Add the scores of its own step to `checkpoint-N`; every rank takes part."""
+        checkpoint = self.folder / f"checkpoint-{step}"
+
+        def add() -> None:
+            position, sums, damage = _read(checkpoint)
+            assert position is not None, damage
+            write_marker(checkpoint, sums, asdict(replace(position, evaluated=step, scores=scores)))
+
+        mistake = _mistake_of(lambda: distributed.on_main(add))
+        if mistake:
+            distributed.warn(f"the scores of {checkpoint} could not be written: {mistake}. It cannot be the best one")
+
     def drop_oldest(self) -> None:
         """Leave the newest `keep` checkpoints, and the best."""
         if distributed.is_main() and self.keep is not None:
             kept = self.best_one()
-            for old in self.all()[: -self.keep]:
+            for old in self._asked()[: -self.keep]:
                 if old != kept:
                     _drop(old)
+
+    def drop_unasked(self, but: Path | None = None) -> None:
+        """Drop what only a stop has made: it has served."""
+        if distributed.is_main():
+            for passing in set(self.all()) - {*self._asked(), but}:
+                _drop(passing)
+
+    def _asked(self) -> list[Path]:
+        """Those that the recipe asks for, oldest first."""
+        return [path for path in self.all() if (position := _position_in(path)) is None or position.asked]
 
     def best_one(self) -> Path | None:
         """The checkpoint of the best score, the earliest of equals; None where none has one, or none is asked for."""
         if self.best is None:
             return None
-        keys = {path: self.best.key(position) for path in self.all() if (position := _position_in(path))}
+        keys = {path: self.best.key(position) for path in self._asked() if (position := _position_in(path))}
         found = max(keys, key=lambda path: keys[path], default=None)
         return found if found and keys[found] > -math.inf else None
 
@@ -149,28 +179,28 @@ class Checkpoints:
                 return found, position
         return None
 
-    def newest(self, wanted: Path | None = None) -> tuple[Path, Position] | None:
-        """The newest checkpoint that is still whole, or the one wanted; on every rank.
-
-        Others are told and put aside as `damaged-N`. A wanted one that is damaged is a ValueError.
-        """
-        if wanted:
-            checkpoint = self.folder / wanted.name
-            position = self._whole(checkpoint)
-            if position is None:
-                raise ValueError(f"--resume {wanted}: the checkpoint is damaged, and was put aside")
-            return checkpoint, position
+    def newest(self) -> tuple[Path, Position] | None:
+        """The newest checkpoint that is still whole, on every rank; damaged ones are put aside as `damaged-N`."""
         while found := distributed.on_main(lambda: self.all()[-1:]):
             position = self._whole(found[0])
             if position:
                 return found[0], position
         return None
 
+    def named(self, checkpoint: Path) -> tuple[Path, Position]:
+        """The checkpoint that the user has named, on every rank. Raises ValueError where it is damaged."""
+        position, damage = _position_or_damage(checkpoint)
+        if position is None:
+            raise ValueError(
+                f"--resume {checkpoint}: the checkpoint is damaged ({damage}), and the run is left as it was: name "
+                f"another, or none for the newest"
+            )
+        return self.folder / checkpoint.name, position
+
     def _whole(self, checkpoint: Path) -> Position | None:
         """The position of a checkpoint with all its files as they were written; else it is told and put aside."""
-        position, sums, damage = distributed.on_main(partial(_read, checkpoint))
-        damage = damage or damage_of(checkpoint, sums)
-        if damage is None:
+        position, damage = _position_or_damage(checkpoint)
+        if position is not None:
             return position
         distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
         distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
@@ -220,7 +250,7 @@ def check_fits(checkpoint: Path, position: Position, identity: Mapping[str, Any]
     mistakes = [
         f"{checkpoint} was written with {name} {position.identity.get(name)}, and this run has {now}"
         for name, now in identity.items()
-        if position.identity.get(name) != now
+        if position.identity.get(name, now) != now
     ]
     if mistakes:
         raise ValueError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
@@ -239,6 +269,13 @@ def _read(checkpoint: Path) -> tuple[Position | None, dict[str, tuple[int, int]]
 
 def _position_in(checkpoint: Path) -> Position | None:
     return _read(checkpoint)[0]
+
+
+def _position_or_damage(checkpoint: Path) -> tuple[Position | None, str | None]:
+    """The position of a checkpoint with all its files as they were written, or else what is wrong; collective."""
+    position, sums, damage = distributed.on_main(partial(_read, checkpoint))
+    damage = damage or damage_of(checkpoint, sums)
+    return (None if damage else position), damage
 
 
 def _mistake_of(call: Callable[[], object]) -> str | None:

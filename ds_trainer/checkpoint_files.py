@@ -105,12 +105,14 @@ def _own_damage(folder: Path, sums: Mapping[str, tuple[int, int]]) -> str | None
 
 
 def write_marker(folder: Path, sums: Sums, position: Mapping[str, Any]) -> None:
-    """Say that the folder is whole, of which files, and where the run was."""
-    content = {"files": sums, "position": position}
-    with (folder / MARKER).open("w", encoding="utf-8") as file:
+    """Say that the folder is whole, of which files, and where the run was; a marker that is there is replaced."""
+    content, aside = {"files": sums, "position": position}, folder / f"{MARKER}.new"
+    with aside.open("w", encoding="utf-8") as file:
         json.dump(content | {"checksum": _sum_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    aside.replace(folder / MARKER)
+    sync_folder(folder)
 
 
 def read_marker(folder: Path) -> tuple[Sums, dict[str, Any]]:

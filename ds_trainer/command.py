@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_trainer import distributed
 from ds_trainer.debugging import debug_port_mistakes, wait_for_debugger
-from ds_trainer.engine_file import Said, check_engine_file, read_engine_file
+from ds_trainer.engine_file import Said, check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.exit_command import (
     add_aim_flags,
     asked_calibration,
@@ -30,7 +30,7 @@ from ds_trainer.exit_command import (
     saved_exits,
 )
 from ds_trainer.exit_specs import ExitsSpec
-from ds_trainer.failures import LostRankError, NonFiniteLossError, StoppedError
+from ds_trainer.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError
 from ds_trainer.json_file import read_json
 from ds_trainer.messages import shortened
 from ds_trainer.model_folder import model_mistakes
@@ -106,7 +106,7 @@ def run_command(command: Callable[[Sequence[str]], None], arguments: Sequence[st
 
 def exit_code(error: Exception) -> int:
     """What a process ends with that this error ends."""
-    if isinstance(error, NonFiniteLossError | LostRankError | StoppedError):
+    if isinstance(error, NonFiniteLossError | LostRankError | OutOfMemoryError | StoppedError):
         return error.exit_code
     return USER_ERROR if isinstance(error, ValueError) and _is_told(error) else 1
 
@@ -155,7 +155,7 @@ def train_command(arguments: Sequence[str]) -> None:
 def calibrate_command(arguments: Sequence[str]) -> None:
     """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
     job = read_calibrate_job(arguments)
-    from ds_trainer.run import calibrate_exits
+    from ds_trainer.scoring import calibrate_exits
 
     with trusting(job.trust):
         calibrate_exits(job)
@@ -173,8 +173,8 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         mistakes.of(partial(_apply_setting, recipe_data, engine_config, setting))
     mistakes.of(lambda: _apply_flags(recipe_data, flags))
     recipe = mistakes.of(lambda: parse_recipe(recipe_data))
-    phases = recipe.phases if recipe else []
-    for said in [said_by(phase) for phase in phases] or [Said()]:
+    said_by_phases = [said_by(phase) for phase in recipe.phases] if recipe else [Said()]
+    for said in said_by_phases:
         mistakes += check_engine_file(engine_config, said, distributed.world_size(), name=flags.deepspeed_config)
     mistakes += _source_mistakes(recipe, asked_trust(flags)) if recipe else []
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
@@ -195,6 +195,8 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.tell()
     assert recipe is not None
     assert output is not None
+    for line in idle_warnings(engine_config, said_by_phases, distributed.world_size(), name=flags.deepspeed_config):
+        distributed.warn(line)
     engine_config, told = placed_engine_file(engine_config, engine_read, output)
     for line in told:
         distributed.info(line)

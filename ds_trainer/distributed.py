@@ -1,4 +1,7 @@
-"""Who and where this process is: rank, world, device, threads, collectives over plain values, rank-0 log.
+"""Who and where this process is: rank, world, device, threads, collectives, rank-0 log.
+
+All collectives of this library are here. Those over tensors take them to `device()` first, those over plain values go
+by objects, which torch takes there, or through a group of the hosts' own.
 
 Works with no process group too (world size 1). The environment of the `deepspeed` launcher or `torchrun` is read
 before torch is loaded, so that mistakes are told by one rank only.
@@ -13,12 +16,13 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ds_trainer import attempts
+from ds_trainer.failures import OutOfMemoryError, ran_out
 
 if TYPE_CHECKING:
     import torch
@@ -227,6 +231,8 @@ def _for_other_ranks(error: Exception) -> Exception:
     """The error in a form that every rank can read: of the kinds that are told to the user, the same kind."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, str(error.filename))
+    if ran_out(error):
+        return OutOfMemoryError(str(error))
     return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -278,6 +284,19 @@ def largest(value: int) -> int:
     return int(box)
 
 
+def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
+    """Every rank's whole numbers, equally many, by rank, on every rank. Waits for no accelerator."""
+    if world_size() == 1:
+        return [list(values)]
+    import torch
+    import torch.distributed as dist
+
+    box = torch.zeros(world_size(), len(values), dtype=torch.int64)
+    box[rank()] = torch.tensor(values)
+    dist.all_reduce(box, group=_host_group())
+    return box.tolist()
+
+
 @functools.cache
 def _host_group() -> Any:
     """A process group over the hosts' own network: the default one, unless that is the accelerators'."""
@@ -286,13 +305,23 @@ def _host_group() -> Any:
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
-def mean_(values: torch.Tensor) -> torch.Tensor:
-    """Average a tensor over the ranks, in place."""
+def mean(values: torch.Tensor) -> torch.Tensor:
+    """The average of a tensor over the ranks, on this rank's device."""
+    return _all_reduced(values, "SUM") / world_size()
+
+
+def maximum(values: torch.Tensor) -> torch.Tensor:
+    """The largest of the ranks' values, for each of a tensor, on this rank's device."""
+    return _all_reduced(values, "MAX")
+
+
+def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
+    """A copy on this rank's device, reduced over the ranks: NCCL has no collective for what the host holds."""
+    values = values.to(device(), copy=True)
     if world_size() > 1:
         import torch.distributed as dist
 
-        dist.all_reduce(values)
-        values /= world_size()
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, operation))
     return values
 
 

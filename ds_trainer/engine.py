@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,13 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import distributed
+from ds_trainer import distributed, universal
 from ds_trainer.engine_file import zero_stage
 from ds_trainer.optim import Group, Hyperparameters, as_torch, build_optimizer
 from ds_trainer.redaction import redacted
+from ds_trainer.universal_form import SCALER
 
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
+
+_SCALERS = ("loss_scaler", "loss_scale_config")
+_WITH_SETTINGS = (*_SCALERS, "dynamic_loss_scale", "clip_grad")
+"""What DeepSpeed's wrappers of optimizers take over from a checkpoint beside the groups."""
 
 
 def start_engine(
@@ -65,15 +71,78 @@ def _redact(record: logging.LogRecord) -> bool:
     return True
 
 
-def set_rates(engine: Engine, groups: Sequence[Group]) -> None:
-    """Have a resumed engine go on with the recipe's rates: a checkpoint brings those of the run that wrote it."""
-    scheduler = engine.lr_scheduler
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        return
-    scheduler.base_lrs = [group.learning_rate for group in groups]
-    factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
-    for own, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-        own["initial_lr"], own["lr"] = rate, rate * factor
+class OptimizerSettings:
+    """What the recipe and the engine file say of the optimizer, as an engine has it before it loads a checkpoint.
+
+    A checkpoint brings what the run had that wrote it: rates, decays, betas, clipping, how the loss scale moves. Its
+    place in the schedule and its loss scale are states, and stay.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        optimizer, scheduler = engine.optimizer, engine.lr_scheduler
+        self._groups = [_settings_of(group) for group in optimizer.param_groups]
+        self._own = {name: copy.copy(value) for name, value in vars(optimizer).items() if name in _WITH_SETTINGS}
+        self._schedule = {name: value for name, value in vars(scheduler).items() if name in _scheduler_params(engine)}
+
+    def put_back(self, engine: Engine) -> str:
+        """Have a resumed engine go on with these settings; gives what differs from the checkpoint's, in words."""
+        optimizer = engine.optimizer
+        before = [_settings_of(group) for group in optimizer.param_groups]
+        for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+        self._renew_rates(engine, before)
+        changes: dict[str, list[str]] = {}
+        for index, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+            rate = "initial_lr" if "initial_lr" in group else "lr"  # "lr" alone also moves with the schedule
+            for key, value in _settings_of(group).items():
+                if key in old and old[key] != value and (key == rate or key not in ("lr", "initial_lr")):
+                    change = f"{'learning rate' if key == rate else key} {old[key]} -> {value}"
+                    changes.setdefault(change, []).append(str(group.get("name", index)))
+        everywhere = len(self._groups)
+        told = [
+            change if len(names) == everywhere else f"{change} ({', '.join(dict.fromkeys(names))})"
+            for change, names in changes.items()
+        ]
+        clip = getattr(optimizer, "clip_grad", None)
+        self._renew_own(optimizer)
+        if clip != getattr(optimizer, "clip_grad", None):
+            told.append(f"gradient_clipping {clip} -> {optimizer.clip_grad}")
+        return "; ".join(told)
+
+    def _renew_rates(self, engine: Engine, before: Sequence[Mapping[str, Any]]) -> None:
+        """Set the rates that the schedule has at its place."""
+        scheduler, groups = engine.lr_scheduler, engine.optimizer.param_groups
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            scheduler.base_lrs = [group["initial_lr"] for group in groups]
+            for group in groups:
+                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        elif hasattr(scheduler, "last_batch_iteration"):
+            if scheduler.last_batch_iteration >= 0:  # else every step so far was skipped
+                scheduler.step(scheduler.last_batch_iteration)  # one of DeepSpeed's, a function of its step
+        else:  # torch's others go from rate to rate, and keep their settings in their state
+            vars(scheduler).update(self._schedule)
+            for group, old in zip(groups, before, strict=True):
+                group["lr"] = old["lr"] * (group["initial_lr"] / old["initial_lr"])
+                cycled = ("betas", "momentum") if "base_momentum" in group else ()
+                group.update({key: old[key] for key in cycled if key in old})
+
+    def _renew_own(self, optimizer: Any) -> None:
+        """Set what DeepSpeed's wrapper keeps beside the groups; a dynamic loss scale goes on where it was."""
+        for name, value in self._own.items():
+            state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
+            setattr(optimizer, name, value)
+            if state.get("dynamic", state.get("dynamic_loss_scale")):
+                universal.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set in an optimizer's group: not its parameters, nor the steps that some of DeepSpeed's count there."""
+    kept = {key: value for key, value in group.items() if key not in ("params", "step")}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
+
+
+def _scheduler_params(engine: Engine) -> Mapping[str, Any]:
+    return (engine.scheduler_params() if engine.scheduler_name() else None) or {}
 
 
 def _mend_without_zero(engine: Engine) -> None:
@@ -148,7 +217,14 @@ def readings(engine: Engine) -> dict[str, float]:
 
 
 def stop_engine(engine: Engine) -> None:
-    """Release hooks and buffers, so that the next phase may start an engine of its own."""
+    """Release hooks and buffers, so that the next phase may start an engine of its own; collective.
+
+    The `comms_logger` of the engine file prints its summary only where a program asks for it.
+    """
+    if engine.config.get("comms_logger", {}).get("enabled"):
+        import deepspeed
+
+        deepspeed.comm.log_summary()
     engine.destroy()
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():

@@ -32,13 +32,6 @@ SHARED_RATES: dict[str, dict[str, float | None]] = {
 }
 
 
-_OTHER_CHECKPOINTS = {
-    "checkpoint.use_node_local_storage": "a checkpoint of ds_trainer is one folder, which all hosts share",
-    "checkpoint.load_universal": "--resume finds out by itself whether a checkpoint must be converted",
-    "checkpoint.writer.decoupled": "ds_trainer reads a checkpoint back before it counts",
-}
-
-
 def block_mistakes(config: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed refuses or passes over in the optimizer, scheduler and ZeRO blocks, and between them."""
     yield from _optimizer_mistakes(config)
@@ -211,43 +204,43 @@ def _zero_mistakes(config: dict[str, Any]) -> Iterator[str]:
         yield f"zero_optimization.offload_optimizer.ratio is {ratio}, which needs zero_optimization.stage 3"
     if flag_at(config, "zero_optimization.compute_grad_norm") is False and stage not in (1, 2):
         yield f"zero_optimization.compute_grad_norm is false, which needs stage 1 or 2, not {stage}"
-    if flag_at(config, "zero_optimization.legacy_stage1"):
-        yield "zero_optimization.legacy_stage1 is no longer in DeepSpeed: remove it"
-    for path in (
-        "fp16.fp16_master_weights_and_grads",
-        "bf16.bf16_master_weights_and_grads",
-        "bfloat16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-    ):
-        if flag_at(config, path) and stage == 0:
-            yield f"{path} needs zero_optimization.stage 1, 2 or 3, not 0"
-    for section in ("bf16", "bfloat16"):
-        masters = flag_at(config, f"{section}.bf16_master_weights_and_grads")
-        if flag_at(config, f"{section}.bf16_optimizer_states") and not masters:
-            yield f"{section}.bf16_optimizer_states needs {section}.bf16_master_weights_and_grads"
+    yield from _master_weight_mistakes(config, stage)
+    yield from _scaling_mistakes(config, stage)
+
+
+def _master_weight_mistakes(config: dict[str, Any], stage: int) -> Iterator[str]:
+    """Master weights in 16 bits: with ZeRO, and on the CPU unless the states of the optimizer are in bf16, too."""
+    for section, kind in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        masters, states = f"{section}.{kind}_master_weights_and_grads", f"{section}.bf16_optimizer_states"
+        for path in (masters, states):
+            if flag_at(config, path) and stage == 0:
+                yield f"{path} needs zero_optimization.stage 1, 2 or 3, not 0"
+        if flag_at(config, states) and not flag_at(config, masters):
+            yield f"{states} needs {masters}"
+        alone = flag_at(config, masters) and not flag_at(config, states) and not offloads(config, "optimizer")
+        if alone and stage > 0:
+            instead = "" if kind == "fp16" else f", or {states}"
+            yield f"{masters} needs zero_optimization.offload_optimizer with Adam or AdamW{instead}"
+
+
+def _scaling_mistakes(config: dict[str, Any], stage: int) -> Iterator[str]:
+    """Scaling before the reduction, which reduce_scatter leaves out in stage 1 and does not accept in stage 2.
+
+    Stage 3 does not accept it either, and without reduce_scatter it gets a factor wrong that equals the number of
+    ranks: the gradients are divided by it, and not multiplied by it afterwards.
+    """
+    scatters = flag_at(config, "zero_optimization.reduce_scatter") is not False
+    for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if (value_at(config, path) or default) == default or stage == 0:
+            continue
+        if stage == 3:
+            yield f"{path} does not work with zero_optimization.stage 3: remove it"
+        elif scatters:
+            yield f"{path} needs zero_optimization.reduce_scatter false with stage {stage}: write that, or remove it"
 
 
 def _other_conflicts(config: dict[str, Any]) -> Iterator[str]:
-    for path, why in _OTHER_CHECKPOINTS.items():
-        if flag_at(config, path):
-            yield f"{path} is true, but {why}: remove it"
-    if str(value_at(config, "gradient_allreduce_op")).lower() == "sum":
-        on = [
-            name
-            for name, is_on in (
-                ("ZeRO stage 3", zero_stage(config) == 3),
-                ("zero_optimization.zenflow", value_at(config, "zero_optimization.zenflow") is not None),
-                ("compile.deepcompile", flag_at(config, "compile.deepcompile")),
-            )
-            if is_on
-        ]
-        if on:
-            yield f'gradient_allreduce_op is "sum", which {" and ".join(on)} cannot do: write "mean"'
+    if str(value_at(config, "gradient_allreduce_op")).lower() == "sum" and zero_stage(config) == 3:
+        yield 'gradient_allreduce_op is "sum", which ZeRO stage 3 cannot do: write "mean"'
     if flag_at(config, "torch_autocast.enabled") and flag_at(config, "zero_optimization.zero_quantized_weights"):
         yield "torch_autocast and zero_optimization.zero_quantized_weights cannot both be on"
-    for path in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
-        ranks = value_at(config, path)
-        if is_number(ranks) and ranks > 1:
-            yield f"{path} is {ranks}, but ds_trainer gives every rank its own data: write 1 or remove it"
-    if flag_at(config, "managed_gradient_accumulation") is False:
-        yield "managed_gradient_accumulation is false, but ds_trainer leaves that to DeepSpeed: remove it"

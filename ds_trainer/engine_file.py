@@ -2,13 +2,13 @@
 
 Every mistake is found here, from the text alone, before torch or DeepSpeed is imported (DeepSpeed's own
 messages come after its imports, on every rank, or only at the first optimizer step). What DeepSpeed knows
-is the matter of `engine_keys.py` and `engine_blocks.py`.
+is the matter of `engine_keys.py` and `engine_blocks.py`; what ds_trainer does not do, of `engine_verdicts.py`.
 
 Does not start DeepSpeed, and does not ask what the machine can do (fp16 on a CPU, NVMe paths, compilers).
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ds_trainer.engine_keys import (
     key_table,
     value_at,
 )
+from ds_trainer.engine_verdicts import idle_keys, refusals, without_refused
 from ds_trainer.json_file import read_json
 from ds_trainer.messages import shown
 
@@ -111,11 +112,19 @@ def check_engine_file(
     """Every mistake in the file, and between it and the recipe; empty when good. `name` is the file's."""
     if not isinstance(config, dict):
         return [f"{name} holds {shown(config)}: it must be an object, {{...}}"]
-    found = [*key_mistakes(config, key_table()["keys"]), *block_mistakes(config)]
+    found = [*refusals(config), *key_mistakes(config, key_table()["keys"]), *block_mistakes(config)]
     found += _precision_mistakes(config, said)
     disagreements = [*_disagreements(config, said, name)]
     # a triangle over numbers that are themselves in question would only repeat them
     return found + disagreements + ([] if disagreements else [*_batch_mistakes(config, said, world_size)])
+
+
+def idle_warnings(config: dict[str, Any], phases: Sequence[Said], world_size: int, *, name: str) -> list[str]:
+    """One line that names what has no effect in any phase in a file without mistakes; none where all has."""
+    unknown: dict[str, None] = dict.fromkeys(("hidden_size", "total_steps", "warmup_steps"))
+    idle = [idle_keys(resolve_engine_file(config, said, world_size, **unknown)) for said in phases]
+    everywhere = [key for key in idle[0] if all(key in keys for keys in idle)]
+    return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
 
 def settled_numbers(config: dict[str, Any], said: Said, world_size: int) -> Settled:
@@ -157,7 +166,7 @@ def resolve_engine_file(
     if mistakes:
         raise ValueError("\n".join(mistakes))
     numbers = settled_numbers(config, said, world_size)
-    resolved = copy.deepcopy(config)
+    resolved = copy.deepcopy(without_refused(config))
     resolved[TRAIN] = numbers.train_batch_size
     resolved[MICRO] = numbers.per_device_train_batch_size
     resolved[STEPS] = numbers.gradient_accumulation_steps

@@ -2,9 +2,10 @@
 
 The table, `engine_keys.json`, is written from DeepSpeed by `tests/tools/dump_engine_keys.py`. An entry has
 the `types` and `enum` values that it takes, its limits, `items` of a list, `keys` of a section, `open` where
-other keys may stand too, `alias_of` and `deprecated` for a second name, `default`, and how "auto" is meant:
-`own_auto` where it is DeepSpeed's own word, `auto_is_default` for a section in which DeepSpeed drops it and
-takes the default. Does not know what keys mean together: see `engine_blocks.py`.
+other keys may stand too, `alias_of` and `deprecated` for a second name, `default`, `on_by_presence` for a section
+that is on wherever it stands, and how "auto" is meant: `own_auto` where it is DeepSpeed's own word,
+`auto_is_default` for a section in which DeepSpeed drops it and takes the default. Does not know what keys mean
+together (see `engine_blocks.py`), nor which have an effect here (see `engine_verdicts.py`).
 """
 
 import difflib
@@ -31,7 +32,7 @@ FILLED = {
 
 @functools.cache
 def key_table() -> dict[str, Any]:
-    """The table: `keys`, `removed`, the names of optimizers and schedulers with their parameters."""
+    """The table: `keys`, those that are `removed`, the names of optimizers and schedulers with their parameters."""
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
@@ -42,15 +43,13 @@ def key_mistakes(
     removed = key_table()["removed"]
     for key, value in block.items():
         here = f"{path}{key}"
-        if here in removed:
-            yield f"{here} is refused by DeepSpeed {key_table()['deepspeed']}: {removed[here].strip()}"
-        elif key in known:
+        if key in known:
             yield from _value_mistakes(value, known[key], here, auto_is_default)
             replaced_by = known[key].get("alias_of") or known[key].get("deprecated")
             if replaced_by in block:
                 yield f"{here} and {path}{replaced_by} are one setting: keep the second"
         # DeepSpeed passes over unknown keys at the top level, where plain JSON users keep their comments
-        elif path or not str(key).startswith(("_", "//", "#")):
+        elif here not in removed and (path or not str(key).startswith(("_", "//", "#"))):
             yield unknown_key(here, str(key), known)
 
 

@@ -16,8 +16,8 @@ from ds_trainer.techniques import Forward, Predict
 
 Answers = dict[int, Any]
 """What a model says of each example, by id."""
-Views = Callable[[Forward], dict[str, Any]]
-"""Further outputs for a batch, by name, beside the model's own."""
+Views = Callable[[Forward, Predict], dict[str, Any]]
+"""Further outputs for a batch, by name, beside the model's own, which may be run once more for them."""
 OWN = ""
 """The name of the model's own answers."""
 
@@ -82,7 +82,7 @@ def answers_of(
         out = predict(batch)
         outputs = {OWN: out}
         for view in views:
-            outputs |= view(Forward(batch, out, step=0))
+            outputs |= view(Forward(batch, out, step=0), predict)
         for name, output in outputs.items():
             found.setdefault(name, {}).update(task.answers(output, batch))
     distributed.give_back_freed_memory()

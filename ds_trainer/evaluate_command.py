@@ -44,7 +44,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     """`launch/evaluate.py`: score a model folder, a checkpoint, or all checkpoints of a phase on a task."""
     flags = _evaluate_parser().parse_args(list(arguments))
     job = _checked(flags)
-    from ds_trainer.run import evaluate_checkpoints, evaluate_folder
+    from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
         (evaluate_checkpoints if flags.all_checkpoints else evaluate_folder)(job)

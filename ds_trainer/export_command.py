@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 from ds_trainer import distributed
 from ds_trainer.command import Mistakes, Parser, add_task_flags, asked_task, asked_trust
+from ds_trainer.messages import shown
 from ds_trainer.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
 from ds_trainer.recipe import TaskSpec
 from ds_trainer.run_folder import MODEL_FILES, check_output_folder
@@ -25,6 +27,7 @@ from ds_trainer.whole_file import read_value
 
 ONNX_FILE, INT8_FILE, REPORT = "model.onnx", "model.int8.onnx", "export.json"
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "model*.onnx")
+MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 REPLACED = (*WEIGHTS, *MODEL_FILES, REPORT)
 """The names of files of a model that goes where another is written in its place."""
 ASIDE = ".export.", ".tmp"
@@ -46,6 +49,10 @@ class ExportJob:
     compact: str | None
     """How the values of a compact file are held, or None."""
     unpack: bool
+    import_from: str | None
+    """The program that wrote the folder, where it is not this one or transformers."""
+    threshold: float | None
+    """What a masked BERT is folded at."""
     task: TaskSpec | None
     """To take inputs from, and to score on."""
     batch_size: int
@@ -62,7 +69,7 @@ class ExportJob:
     @property
     def writes_folder(self) -> bool:
         """Whether the output is a model folder."""
-        return self.shrink or self.unpack or self.compact is not None or self.plain
+        return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -114,6 +121,8 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         quantize=flags.quantize,
         compact=flags.compact,
         unpack=flags.unpack,
+        import_from=flags.import_from,
+        threshold=flags.threshold,
         task=task if names_task(flags) else None,
         batch_size=flags.batch_size,
         cache_dir=cache_dir,
@@ -135,17 +144,49 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield from config_mistakes(folder, asked_trust(flags))
         if not os.path.isfile(folder / COMPACT_FILE):
             yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
+    elif flags.import_from:
+        # who names the program that wrote the folder permits its pickle, which is read as weights only
+        mistakes = folder_mistakes(folder, replace(asked_trust(flags), allow_pickle=True))
+        yield from mistakes or _foreign_mistakes(flags, read_value(folder / "config.json"))
     else:
         yield from folder_mistakes(folder, asked_trust(flags))
 
 
+def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iterator[str]:
+    """Why a folder is not of the program that --import_from names, or --threshold is not what its weights need."""
+    kind, method, threshold = config.get("model_type"), config.get("pruning_method"), flags.threshold
+    if flags.import_from == "deebert":
+        if kind not in (None, "bert", "roberta"):  # the oldest configs do not say
+            yield f"--import_from deebert: the config of {flags.model} says model_type {shown(kind)} instead of bert"
+        if threshold is not None:
+            yield "--threshold goes with --import_from masked_bert: drop it"
+    elif kind != "masked_bert":
+        yield f"--import_from masked_bert: the config of {flags.model} says model_type {shown(kind)}"
+    elif method not in MASKING_METHODS:
+        yield f"the config of {flags.model} says pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
+    elif method == "l0" and threshold is not None:
+        yield "--threshold: pruning_method l0 has none, its gates say what is kept: drop it"
+    elif method != "l0" and threshold is None:
+        yield "--threshold is missing, which the folder does not hold: give the final one of its run"
+    elif method in ("topK", "magnitude") and not 0 < threshold <= 1:
+        yield f"--threshold is {threshold:g}: {method} takes the share to keep, above 0 and up to 1"
+    elif method == "sigmoied_threshold" and not 0 <= threshold < 1:
+        yield f"--threshold is {threshold:g}: {method} compares it with probabilities, from 0 to below 1"
+
+
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    if flags.unpack and is_checkpoint(flags.model):
-        yield f"--unpack: {flags.model} is a checkpoint, whose weights are whole: there is nothing to unpack"
-    if not (flags.shrink or flags.onnx or flags.compact or flags.unpack or is_checkpoint(flags.model)):
-        yield "nothing to do: give --shrink, --onnx, --compact or --unpack"
-    if flags.unpack and (flags.shrink or flags.onnx or flags.compact or names_task(flags)):
-        yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
+    checkpoint = is_checkpoint(flags.model)
+    if checkpoint and (flags.unpack or flags.import_from):
+        flag = "--unpack" if flags.unpack else "--import_from"
+        yield f"{flag}: {flags.model} is a checkpoint of this program, whose weights are whole: drop the flag"
+    others = flags.shrink or flags.onnx or flags.compact
+    if not (others or flags.unpack or flags.import_from or checkpoint):
+        yield "nothing to do: give --shrink, --onnx, --compact, --unpack or --import_from"
+    for flag in ("unpack", "import_from"):
+        if getattr(flags, flag) and (others or names_task(flags) or (flags.unpack and flags.import_from)):
+            yield f"--{flag} goes with --output_dir alone: export the folder that it writes by a second command"
+    if flags.threshold is not None and not flags.import_from:
+        yield "--threshold goes with --import_from masked_bert: drop it"
     if flags.quantize and not flags.onnx:
         yield f"--quantize {flags.quantize} is of an ONNX file: give --onnx, too"
     if flags.onnx:
@@ -181,6 +222,13 @@ def output_path(text: str) -> Path:
     return Path(text)
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no threshold: give a number")
+    return value
+
+
 def is_aside(name: str) -> bool:
     """Whether a folder's name is that of one that an export, running or killed, has made aside."""
     return name.startswith(ASIDE[0]) and name.endswith(ASIDE[1])
@@ -192,11 +240,13 @@ def _place_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     itself = os.path.realpath(output) == os.path.realpath(model)
     unfit = [f"--output_dir: {mistake}" for mistake in check_output_folder(output, overwrite=True)]
     checkpoint = is_checkpoint(flags.model)
-    writes_folder = flags.shrink or flags.compact or flags.unpack or (checkpoint and not flags.onnx)
+    writes_folder = (
+        flags.shrink or flags.compact or flags.unpack or flags.import_from or (checkpoint and not flags.onnx)
+    )
     if flags.output_dir is None and checkpoint:
         yield f"{model} is a checkpoint, which stays as it is: give --output_dir"
     elif flags.output_dir is None and writes_folder:
-        yield "--shrink, --compact and --unpack write a model folder: give --output_dir"
+        yield "--shrink, --compact, --unpack and --import_from write a model folder: give --output_dir"
     elif itself and (checkpoint or writes_folder):
         yield f"--output_dir: {output} is the model folder itself, which stays as it is: give another"
     elif writes_folder:
@@ -264,4 +314,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
     parser.add_argument("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
     parser.add_argument("--unpack", action="store_true", help="write the ordinary folder of a compact one")
+    parser.add_argument(
+        "--import_from",
+        choices=("masked_bert", "deebert"),
+        help="the program that wrote the folder: movement pruning's scripts (folded), or DeeBERT's (with exit heads)",
+    )
+    parser.add_argument("--threshold", type=_finite, help="with --import_from masked_bert: the final one of its run")
     return parser

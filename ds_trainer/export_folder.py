@@ -1,5 +1,7 @@
 """Make of a model folder what is deployed: shrink it, write it as ONNX, int8 ONNX or a compact file, each checked.
 
+Folders of other programs are imported by `foreign_folders.py`.
+
 All is made aside and takes its place once it is whole and its numbers agree: an error leaves nothing behind. Exit heads
 are no part of an .onnx file, which holds the plain model.
 """
@@ -38,6 +40,7 @@ from ds_trainer.export_command import (
     is_aside,
     read_report,
 )
+from ds_trainer.foreign_folders import import_folder
 from ds_trainer.interrupts import held_back, leaving
 from ds_trainer.latency import bytes_on_disk
 from ds_trainer.loading import told
@@ -81,7 +84,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
         made = aside / "made"
         made.mkdir()
         source = job.checkpoint.path if job.checkpoint else job.model
-        report = {"folder": str(source), **(_unpacked(job, made) if job.unpack else _exported(job, made, aside))}
+        report = {"folder": str(source), **_written(job, made, aside)}
         if not job.writes_folder:
             report |= _earlier(job.output)
         (made / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -138,7 +141,9 @@ def _earlier(folder: Path) -> dict[str, Any]:
         found = read_report(folder) or {}
     except ValueError:  # which is to be overwritten
         return {}
-    made = {"shrunk", "compact", "unpacked"} & found.keys() or ("checkpoint" in found and "onnx" not in found)
+    made = {"shrunk", "compact", "unpacked", "imported"} & found.keys() or (
+        "checkpoint" in found and "onnx" not in found
+    )
     if not made:
         return {"earlier": found["earlier"]} if "earlier" in found else {}
     return {"earlier": {name: value for name, value in found.items() if name not in ("onnx", "int8")}}
@@ -159,9 +164,13 @@ def _is_of(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _unpacked(job: ExportJob, made: Path) -> dict[str, Any]:
-    unpack_compact(job.model, made)
-    return {"unpacked": count_weights(load_trained(made))["model"]}
+def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
+    if job.import_from:
+        return import_folder(job, made, aside)
+    if job.unpack:
+        unpack_compact(job.model, made)
+        return {"unpacked": count_weights(load_trained(made))["model"]}
+    return _exported(job, made, aside)
 
 
 def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:

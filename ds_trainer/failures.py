@@ -8,6 +8,7 @@
 | 3 | a loss or a gradient is not finite |
 | 4 | a rank was lost: killed, hung, failed or out of reach |
 | 5 | stopped as asked, by a signal or because the launcher is gone; what was trained is saved |
+| 6 | a rank ran out of memory |
 | 128 + n | ended at once by signal n, the second one |
 """
 
@@ -34,3 +35,25 @@ class StoppedError(RuntimeError):
     """The run was asked to stop, and every rank knows; the message is the reason."""
 
     exit_code = 5
+
+
+class OutOfMemoryError(Exception):
+    """A rank ran out of memory, of a GPU or of the host; every rank ends with it, and the rank `teller` tells."""
+
+    exit_code = 6
+
+    def __init__(self, message: str, teller: int = 0) -> None:
+        super().__init__(message)
+        self.teller = teller
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether an error of torch, numpy, Python or the system says that there is no memory left."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS_OF_MEMORY)
+    )
+
+
+_SIGNS_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
+"""What torch's allocators, CUDA's libraries, C++ and the system say; most are plain RuntimeErrors."""

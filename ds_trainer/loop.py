@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import distributed, engine
+from ds_trainer import distributed, engine, memory
 from ds_trainer.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.data import BatchPlan, Positions, shard
 from ds_trainer.engine_file import scheduler_mistakes
 from ds_trainer.evaluate import Evaluation, evaluate
 from ds_trainer.export import Change, as_it_is, cut_where_empty, export
 from ds_trainer.failures import NonFiniteLossError, StoppedError
+from ds_trainer.histograms import Histograms
 from ds_trainer.numerics import StepWatch
 from ds_trainer.objective import Objective
 from ds_trainer.optim import Group, Hyperparameters, parameter_groups
@@ -27,8 +28,11 @@ from ds_trainer.report import Report, save_json
 from ds_trainer.schedules import interval, lr_multiplier
 from ds_trainer.shrink import check_known
 from ds_trainer.stopping import StopRequests
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Batch, Task, Unit
 from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
+
+SETTLE_EVERY = 100
+"""Steps after which what waits on the device for a record is summed up and checked, however far the record is."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class PhasePlan(PhaseModel):
     resumed: tuple[Path, Position] | None = None
     """The checkpoint to go on from, and what it says of itself."""
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a phase must have in common with one that goes on from its checkpoints, as JSON values; collective."""
         return {
             "the precision": precision_of(self.engine_config),
@@ -88,6 +92,7 @@ class PhasePlan(PhaseModel):
             "the training data": self.task.key("train"),
             "the loss terms": sorted(self.phase.loss),
             "the techniques": sorted(name for name, spec in self.techniques if spec),
+            "the parameter groups": [group.identity for group in groups],
         }
 
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
@@ -112,31 +117,40 @@ class PhasePlan(PhaseModel):
 def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> dict[str, Any]:
     """Train one phase and export its model; gives the results of training, evaluation and export, on every rank.
 
-    StoppedError, once all that was trained is saved, where a rank was asked to stop.
+    Raises StoppedError, once all that was trained is saved, where a rank was asked to stop.
     """
     training = Training(plan, report, checkpoints, stop)
     try:
-        training.run()
-        last = training.finish()
+        with memory.told_if_out(" in training", partial(training.out_of_memory, training.cure)):
+            training.run()
+            step, evaluation = training.finish()
     except StoppedError as reason:
         training.save()
         engine.stop_engine(training.engine)
         place = f"step {training.step} of {plan.clock.total} of phase {plan.phase.name}"
         lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
-    distributed.on_main(lambda: save_json(last.files(plan.task), plan.folder / "eval"))
-    results = {"train": report.totals() | {"steps": training.step}, "eval": last.scores}
+    distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
+    results = {
+        "train": report.totals() | {"steps": step},
+        "eval": evaluation.scores,
+        "trained_on": report.trained_on,
+    }
     states = training.states()
     for technique in training.techniques:
         technique.stop()
     rebuild, folder = partial(plan.rebuild, states), plan.folder / "model"
-    results |= export(training.engine, rebuild, plan.task, training.step, folder, plan.change)
+    results |= export(training.engine, rebuild, plan.task, step, folder, plan.change)
     engine.stop_engine(training.engine)
     return results
 
 
 class Training:
-    """A phase under way: the engine with its model, how far it has come, and what is due when."""
+    """A phase under way: the engine with its model, how far it has come, and what is due when.
+
+    After a step it is recorded, evaluated and saved, in this order, and only then a request to stop is heard, but for
+    one in the midst of an evaluation. That evaluation comes first when the phase goes on.
+    """
 
     def __init__(self, plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> None:
         phase, clock = plan.phase, plan.clock
@@ -144,113 +158,124 @@ class Training:
         self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
         self.techniques = self.objective.techniques
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
-        self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
+        self.step, frozen = 0, sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        trained, world = sum(group.size for group in groups), distributed.world_size()
+        self.bytes = engine.bytes_per_rank(trained, frozen, plan.engine_config, world)
+        self.cure = partial(memory.training_cure, plan.engine_config)
+        with memory.told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
+            self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
-        self.step, self.saved, self.evaluated, self.scores = 0, 0, 0, dict[str, float]()
-        self.last: Evaluation | None = None
-        self.identity = plan.identity()
+        self.step, self.saved, self.evaluated, self.order = 0, 0, 0, self.engine.train_batch_size()
+        self.evaluation = Evaluation()  # of the step `evaluated`; the answers are kept at the last step only
+        self.identity = plan.identity(groups)
         if plan.resumed:
-            self.restore(*plan.resumed)
+            self._resume(*plan.resumed)
         for technique in self.techniques:
             technique.start(self.engine.device)
-        self._go_on(plan.resumed)
-        engine.set_rates(self.engine, groups)
+        report.open(self.step, self.evaluated, plan.resumed[1].report if plan.resumed else None)
+        at_records = partial(due, every=self.log_every, last=clock.total)
+        self.histograms = Histograms(self.engine, at_records) if phase.histograms else None
         self.watch = StepWatch(self.engine, phase.name, phase.max_skipped_steps)
-        self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
         self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, clock.seed)
 
     def run(self) -> None:
         """Take the steps that are left; what is due after one is done before the next, and a request to stop last."""
         total = self.plan.clock.total
+        self.evaluate_if_due()  # a stop may have cut this evaluation short
         while self.step < total:
-            self.step = train_step(self.objective, self.engine, self.batches, self.report, self.plan.clock.seed)
-            self.watch_step()
+            self.take_step()
             if due(self.step, self.log_every, total):
                 self.check_finite()
                 flush(self.report, self.techniques, self.engine)
-            if due(self.step, self.eval_every, total):
-                self.evaluate()
-            if due(self.step, self.save_every):
+                if self.histograms:
+                    self.report.write_histograms(self.step, self.histograms.take())
+            elif due(self.step, SETTLE_EVERY):
+                self.check_finite()
+                self.report.settle()
+            self.evaluate_if_due()
+            if self.is_to_save():
                 self.save()
             self.stop.check()
         self.checkpoints.drop_oldest()
 
-    def finish(self) -> Evaluation:
-        """The scores of what is exported: the last step, or the best checkpoint where that is asked for."""
-        if self.plan.phase.load_best_model_at_end and self.go_back_to_best():
-            return self.score()
-        if self.last is None and self.evaluated == self.step:  # by a run that ended after its last checkpoint
-            return self.score()
-        return self.last or self.evaluate()
-
-    def go_back_to_best(self) -> bool:
-        """Load the checkpoint of the best score; with none, say so and stay."""
-        found = self.checkpoints.best_saved()
-        if found is None:
+    def finish(self) -> tuple[int, Evaluation]:
+        """The step of what is exported, the last or that of the best checkpoint, and its evaluation."""
+        if self.plan.phase.load_best_model_at_end:
+            best = self.checkpoints.best_saved()
+            if best:
+                self._load(*best)
+                distributed.info(f"{self.plan.phase.name}: the best checkpoint is {best[0]}: it is what is exported")
+                return best[1].step, self.score(best[1].step)
             distributed.warn(
                 f"{self.plan.phase.name}: no checkpoint was scored at its own step: the last step is taken"
             )
-            return False
-        self.restore(*found)
-        distributed.info(f"{self.plan.phase.name}: the best checkpoint is {found[0]}: it is what is exported")
-        return True
+        # the answers are missing where an earlier run has recorded this evaluation
+        return self.step, self.evaluation if self.evaluation.answers else self.score(self.step)
 
-    def restore(self, checkpoint: Path, position: Position) -> None:
-        """Make the engine and the techniques what they were at a checkpoint."""
-        self.checkpoints.load(self.engine, checkpoint, position)
-        self.step = self.saved = position.step
-        for technique in self.techniques:
-            technique.resume(position.techniques[technique.name])
-
-    def watch_step(self) -> None:
-        """Note what became of the step; where that ends the run, a loss that is not finite is the better reason."""
+    def take_step(self) -> None:
+        """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
         try:
-            self.watch.after_step()
-        except NonFiniteLossError:
+            self.step = train_step(self.objective, self.engine, self.batches, self.report, self.plan.clock.seed)
+        except NonFiniteLossError:  # of a technique, which looks at weights that an earlier loss may have spoilt
             self.report.check_finite()
             raise
+        if not self.engine.was_step_applied():
+            self.report.check_finite()  # the engine has waited for the device already, to know whether to skip
+        self.watch.after_step()
 
     def check_finite(self) -> None:
         """Raise NonFiniteLossError, on every rank, for the first step whose loss or, else, gradients are not finite."""
         self.report.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
 
-    def evaluate(self) -> Evaluation:
-        """Score the model as it is now, and record it."""
-        found = self.score()
-        metric = self.plan.phase.metric_for_best_model
-        if metric and metric not in found.scores:
-            raise ValueError(
-                f'metric_for_best_model is "{metric}"; the scores are {", ".join(found.scores)}: write one'
-            )
-        self.report.write_scores(self.step, found.scores)
-        self.evaluated, self.scores = self.step, found.scores
-        self.last = found if self.step == self.plan.clock.total else None
-        return found
+    def evaluate_if_due(self) -> None:
+        """Score the model as it is now, record it, and tell a checkpoint of this step, unless that is done."""
+        if self.evaluated == self.step or not due(self.step, self.eval_every, self.plan.clock.total):
+            return
+        self.check_finite()  # spoilt weights are not worth an evaluation
+        evaluation = self.score(self.step)
+        metric, scores = self.plan.phase.metric_for_best_model, evaluation.scores
+        if metric and metric not in scores:
+            raise ValueError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
+        self.report.write_scores(self.step, scores)
+        self.evaluated = self.step
+        self.evaluation = evaluation if self.step >= self.plan.clock.total else Evaluation(scores)
+        if self.saved == self.step:  # by a stop in the midst of this evaluation
+            self.checkpoints.write_scores(self.step, scores)
 
-    def score(self) -> Evaluation:
-        """Evaluate, with what techniques have to show beside the model; while training, only what costs little."""
+    def score(self, step: int) -> Evaluation:
+        """Evaluate the weights of a step, with what techniques have to show beside the model.
+
+        While training goes on, that is only what costs little.
+        """
 
         def predict(batch: Batch) -> Any:
             self.stop.check()
             return self.engine(**batch.inputs)
 
-        at_end = self.step == self.plan.clock.total or self.plan.phase.load_best_model_at_end
+        at_end = self.step >= self.plan.clock.total or self.plan.phase.load_best_model_at_end
         for technique in self.techniques:
-            technique.on_step(self.step)
+            technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
-        with self.report.paused():
-            found = evaluate(predict, self.plan.task, self.plan.phase.per_device_eval_batch_size, views)
+        batch_size = self.plan.phase.per_device_eval_batch_size
+        cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, self.plan.engine_config)
+        with self.report.paused(), memory.told_if_out(" in an evaluation", partial(self.out_of_memory, cure)):
+            evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
-        return found
+        return evaluation
+
+    def is_to_save(self) -> bool:
+        """Whether a checkpoint of this step is asked for: by `save_steps`, or for the last to compare with the best."""
+        last = self.plan.clock.total if self.plan.phase.load_best_model_at_end else None
+        return due(self.step, self.save_every, last)
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless that is done."""
+        """Write a checkpoint of this step, unless that is done, or the engine has gone back to the best one."""
         self.check_finite()  # before anything of such a step is kept
-        if self.saved == self.step:
+        if self.saved == self.step or self.step != self.engine.global_steps:
             return
         position = Position(
             step=self.step,
@@ -258,8 +283,9 @@ class Training:
             batch_size=self.engine.train_batch_size(),
             order=self.order,
             identity=self.identity,
+            asked=self.is_to_save(),
             evaluated=self.evaluated,
-            scores=self.scores,
+            scores=self.evaluation.scores,
             report=self.report.state(),
             techniques=self.states(),
             total=self.plan.clock.total,
@@ -269,21 +295,33 @@ class Training:
             if self.checkpoints.save(self.engine, position):
                 self.saved = self.step
 
+    def out_of_memory(self, cure: Callable[[], str]) -> str:
+        """What a rank that runs out of memory says: how far it had come, what it held, and what to change."""
+        held = memory.held(self.bytes, self.plan.engine_config)
+        return f"That was after step {self.step} of phase {self.plan.phase.name}. {held} {cure()}"
+
     def states(self) -> dict[str, dict[str, Any]]:
-        """Of the techniques, by name; collective."""
+        """The techniques' states by name; collective."""
         return {technique.name: technique.state() for technique in self.techniques}
 
-    def _go_on(self, found: tuple[Path, Position] | None) -> None:
-        """Open the report, where a checkpoint says if there is one; make up for an evaluation that was cut short."""
-        if found is None:
-            self.report.open(0, 0)
-            return
-        checkpoint, position = found
-        self.evaluated, self.scores = position.evaluated, dict(position.scores)
-        self.report.open(self.step, self.evaluated, position.report)
-        distributed.info(f"{self.plan.phase.name}: resumed from {checkpoint}, at step {self.step}")
-        if self.evaluated < self.step < self.plan.clock.total and due(self.step, self.eval_every):
-            self.evaluate()
+    def _resume(self, checkpoint: Path, position: Position) -> None:
+        """Go on from a checkpoint, with the hyperparameters that the files have now."""
+        asked = engine.OptimizerSettings(self.engine)
+        self._load(checkpoint, position)
+        self.step = self.saved = position.step
+        self.evaluated, self.order = position.evaluated, position.order
+        self.evaluation = Evaluation(dict(position.scores))
+        name = self.plan.phase.name
+        distributed.info(f"{name}: resumed from {checkpoint}, at step {self.step}")
+        changes = asked.put_back(self.engine)
+        if changes:
+            distributed.info(f"{name}: not as in the checkpoint, but as this run's files have it: {changes}")
+
+    def _load(self, checkpoint: Path, position: Position) -> None:
+        """Make the engine and the techniques what they were at a checkpoint."""
+        self.checkpoints.load(self.engine, checkpoint, position)
+        for technique in self.techniques:
+            technique.resume(position.techniques[technique.name])
 
 
 def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
@@ -295,8 +333,8 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
     seen = ds_engine.global_samples
     places = batches.between(seen, seen + ds_engine.train_batch_size())
-    for batch in micro_batches(objective.task, places, ds_engine, draw):
-        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step))
+    for batch, shares in micro_batches(objective.task, places, ds_engine, draw):
+        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step, shares))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only
         report.add(step, terms, batch)
@@ -310,12 +348,20 @@ def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Eng
     report.flush(ds_engine.global_steps, {name: value for found in readings for name, value in found.items()})
 
 
-def micro_batches(task: Task, positions: Positions, ds_engine: engine.Engine, draw: int) -> Iterator[Batch]:
-    """This rank's micro-batches of one optimizer step, on its device; `draw` as in `Task.collate`."""
-    examples = task.examples("train")
+def micro_batches(
+    task: Task, positions: Positions, ds_engine: engine.Engine, draw: int
+) -> Iterator[tuple[Batch, dict[Unit, float]]]:
+    """This rank's micro-batches of one optimizer step, on its device, with `Forward.shares`.
+
+    `positions` are those of the global batch; `draw` is as in `Task.collate`.
+    """
+    examples, world = task.examples("train"), distributed.world_size()
     accumulation = ds_engine.gradient_accumulation_steps()
-    for rows in shard(positions, examples.lengths, distributed.rank(), distributed.world_size(), accumulation):
-        yield task.collate(examples, rows, draw).to(ds_engine.device)
+    totals = task.counts(examples, positions)
+    for rows in shard(positions, examples.lengths, distributed.rank(), world, accumulation):
+        counts = task.counts(examples, rows).items()
+        shares = {unit: count * world * accumulation / max(1, totals[unit]) for unit, count in counts}
+        yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
 def seed_step(seed: int, step: int) -> None:
@@ -325,4 +371,4 @@ def seed_step(seed: int, step: int) -> None:
 
 def due(step: int, every: int, last: int | None = None) -> bool:
     """Whether something done every so many steps (0: never), and at the last, is to be done after `step` steps."""
-    return (every > 0 and step % every == 0) or step == last
+    return (every > 0 and step % every == 0) or (last is not None and step >= last)

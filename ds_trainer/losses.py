@@ -43,9 +43,13 @@ def score_penalty(scores: Tensor, kind: str) -> Tensor:
 
 
 def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
-    """Gradient of `score_penalty` by the scores, in their shape and dtype."""
+    """Gradient of `score_penalty` by the scores, in their shape and always in fp32.
+
+    It is at most 1 / (4 * number of scores), which fp16 rounds by half from a million scores on: the caller multiplies
+    by the loss scale first, and casts last.
+    """
     share = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
-    return (share * (1 - share)).div_(scores.numel()).to(scores.dtype)
+    return (1 - share).mul_(share).div_(scores.numel())
 
 
 def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
@@ -57,12 +61,15 @@ def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     """Derivative of `hard_concrete` by log-alpha, elementwise: 0 where a gate is clamped."""
     concrete = _concrete(log_alpha, uniform)
     gates = _stretched(concrete)
-    return concrete * (1 - concrete) * (_scale(uniform) * (HIGH - LOW)) * ((gates > 0) & (gates < 1))
+    between = (gates > 0) & (gates < 1)
+    del gates  # each of these is as large as a matrix in fp32
+    return (1 - concrete).mul_(concrete).mul_(_scale(uniform) * (HIGH - LOW)).mul_(between)
 
 
 def _concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    noise = 0.0 if uniform is None else torch.logit(uniform)
-    return torch.sigmoid((log_alpha + noise) * _scale(uniform))
+    if uniform is None:
+        return torch.sigmoid(log_alpha)
+    return torch.logit(uniform).add_(log_alpha).mul_(_scale(uniform)).sigmoid_()
 
 
 def _scale(uniform: Tensor | None) -> float:
@@ -74,7 +81,7 @@ def _stretched(concrete: Tensor) -> Tensor:
 
 
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher || student), mean over rows, times T**2. Both logits (rows, classes), any float dtype.
+    """KL(teacher || student), mean over rows, times T**2; 0 of no rows. Both logits (rows, classes), any float dtype.
 
     Overwrites `teacher`: its memory becomes that of the gradient, found in the same pass, so that there are never more
     than two tensors of this size. It can be differentiated once.
@@ -87,7 +94,7 @@ class _DistillationKl(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         needs_gradient = ctx.needs_input_grad[0]
         gradient = _gradient_memory(student, teacher) if needs_gradient else None
-        rows, classes = student.shape
+        rows, classes = max(1, len(student)), student.shape[1]
         size = max(1, _CHUNK.get(student.device.type, _CHUNK["cpu"]) // classes)
         total = torch.zeros((), device=student.device)
         for start in range(0, rows, size):
@@ -122,7 +129,7 @@ def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
     Places that are `PAD_LOGIT` in the teacher's are left out.
     """
     difference = torch.where(teacher != PAD_LOGIT, student.float() - teacher.float(), 0.0)
-    return difference.square().sum() / len(student)
+    return difference.square().sum() / max(1, len(student))
 
 
 def hidden_cosine(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class StepWatch:
     def after_step(self) -> None:
         """Note the optimizer step just made; nothing leaves the device.
 
+        A skipped one is told at once, but for those by which a loss scale finds its place: those wait for a check.
         Raises NonFiniteLossError at the `max_skipped`th skipped step in a row, or where the loss scale of fp16 should
         fall and must not.
         """
@@ -49,6 +50,8 @@ class StepWatch:
             self._untold.append(step)
             if self._at_floor or len(self._in_a_row) >= self._max_skipped:
                 raise NonFiniteLossError(self._told_skipped())
+            if not _scales(self._engine):
+                self._tell_skipped()
         self._at_floor = _is_at_floor(self._engine)
 
     def check(self) -> None:
@@ -59,9 +62,12 @@ class StepWatch:
         if self.spoilt_step() is not None:
             raise NonFiniteLossError(self._told_spoilt())
         if self._untold:
-            tell = distributed.info if _scales(self._engine) else distributed.warn
-            tell(f"{self._phase}: {self._skipped(self._untold)}{self._scale_now()}")
-            self._untold = []
+            self._tell_skipped()
+
+    def _tell_skipped(self) -> None:
+        tell = distributed.info if _scales(self._engine) else distributed.warn
+        tell(f"{self._phase}: {self._skipped(self._untold)}{self._scale_now()}")
+        self._untold = []
 
     def spoilt_step(self) -> int | None:
         """The first step, counted from 1, that was taken with gradients that are not finite; collective.
@@ -120,7 +126,7 @@ class StepWatch:
 def _non_finite(norms: list[Any], engine: Engine) -> list[float]:
     """By norm, the share of the ranks on which it is not finite; -1 is DeepSpeed's own word for that."""
     values = torch.stack([torch.as_tensor(norm, device=engine.device).float().reshape(()) for norm in norms])
-    return distributed.mean_((~values.isfinite() | (values < 0)).float()).tolist()
+    return distributed.mean((~values.isfinite() | (values < 0)).float()).tolist()
 
 
 def _largest_weight(engine: Engine) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,36 +37,62 @@ class Group:
     def size(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
+    @property
+    def identity(self) -> str:
+        """Tells which parameters are in the group, in which order, and nothing of its rate and decay."""
+        names = "\n".join(self.parameters)
+        return f"{self.name} ({len(self.parameters)} parameters, {zlib.crc32(names.encode()):08x})"
+
 
 def parameter_groups(
     model: nn.Module, user_rules: Sequence[GroupRule], other_rules: Iterable[GroupRule], base: Hyperparameters
 ) -> list[Group]:
     """Freeze and group the model's parameters by the first rule that matches each name.
 
-    Without a rule's word, vectors (biases, norms) get no weight decay. A rule of the user's that matches nothing, or a
+    What a technique adds to the model and trains by a rule of its own (mask scores, exit heads, a projection) is
+    reached by those of the user's rules alone whose pattern contains its name: "*encoder*" is about the model.
+    Without a rule's word, vectors (biases, norms) get no weight decay. Who shares a group follows from the patterns
+    alone, so that a phase can be resumed with other rates and decays. A rule of the user's that matches nothing, or a
     phase in which everything is frozen, is a ValueError. Changes `requires_grad` of the model's parameters.
     """
     named = dict(model.named_parameters())
+    other_rules = list(other_rules)
+    rules_of = {name: _rules_of(name, user_rules, other_rules) for name in named}
     for rule in user_rules:
-        if not any(fnmatchcase(name, rule.params) for name in named):
-            raise ValueError(
-                f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...'
-            )
-    rules = [*user_rules, *other_rules]
-    groups: dict[tuple[str, float, float], Group] = {}
+        if not any(rule in rules for rules in rules_of.values()):
+            raise ValueError(_idle(rule, named))
+    groups: dict[tuple[str, bool], Group] = {}
     for name, parameter in named.items():
-        rule = next((rule for rule in rules if fnmatchcase(name, rule.params)), GroupRule(params="*"))
+        rule = next(iter(rules_of[name]), GroupRule(params="*"))
         parameter.requires_grad_(not rule.frozen)
         if rule.frozen:
             continue
         rate = base.learning_rate if rule.learning_rate is None else rule.learning_rate
-        default_decay = base.weight_decay if parameter.ndim > 1 else 0.0
-        decay = default_decay if rule.weight_decay is None else rule.weight_decay
+        exempt = rule.weight_decay is None and parameter.ndim <= 1
+        decay = 0.0 if exempt else base.weight_decay if rule.weight_decay is None else rule.weight_decay
         label = rule.params if rule.params != "*" else "weights" if parameter.ndim > 1 else "vectors"
-        groups.setdefault((label, rate, decay), Group(label, rate, decay)).parameters[name] = parameter
+        groups.setdefault((label, exempt), Group(label, rate, decay)).parameters[name] = parameter
     if not groups:
         raise ValueError("groups: every parameter is frozen: nothing would be trained")
     return list(groups.values())
+
+
+def _rules_of(name: str, user_rules: Sequence[GroupRule], other_rules: Sequence[GroupRule]) -> list[GroupRule]:
+    """The rules that reach a parameter, the first of which decides."""
+    others = [rule for rule in other_rules if fnmatchcase(name, rule.params)]
+    added = [rule.params.strip("*.") for rule in others if not rule.frozen]
+    users = [rule for rule in user_rules if fnmatchcase(name, rule.params)]
+    return [rule for rule in users if all(word in rule.params for word in added)] + others
+
+
+def _idle(rule: GroupRule, named: Mapping[str, nn.Parameter]) -> str:
+    matching = [name for name in named if fnmatchcase(name, rule.params)]
+    if not matching:
+        return f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...'
+    return (
+        f'groups: "{rule.params}" matches only what a technique has added, such as {matching[0]}, and that is reached '
+        "by patterns that contain its name: mask_scores, exit_heads or distill_projection"
+    )
 
 
 def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, Any]]:

@@ -20,6 +20,24 @@ WHOLE_BLOCKS = {"head": "attention", "neuron": "feed_forward"}
 BY_SHARE = ("topK", "magnitude")
 _NAMES = {"hybrid": {"attention": "head", "feed_forward": "neuron"}, "head": {"attention": "head"}}
 _NAMES |= {"neuron": {"feed_forward": "neuron"}}
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "topK": {"initial_threshold": 1.0, "final_threshold": 0.15},
+    "magnitude": {"initial_threshold": 1.0, "final_threshold": 0.15},
+    "threshold": {"initial_threshold": 0.0, "final_threshold": 0.1, "mask_scale": 1.0},
+    "sigmoied_threshold": {"initial_threshold": 0.0, "final_threshold": 0.1},
+    "l0": {
+        "initial_threshold": 1.0,
+        "final_threshold": 1.0,
+        "mask_scale": 2.197,
+        "mask_scores_learning_rate": 1e-1,
+    },
+}
+"""By method, where they are not those of the fields: with them and a constant `mask_init` training starts dense.
+
+Those of l0 are from the published command of movement pruning: its gates start at 0.98, and since both thresholds are
+1, the penalty has the same weight all the time. The scores of threshold start above 0, since a score of 0, which the
+other methods start with, is not above a threshold of 0.
+"""
 COUNTED = ("row", "column", "neuron")
 """Granularities whose number kept `multiple_of` rounds."""
 
@@ -39,6 +57,14 @@ def _known(value: Any) -> Any:
     return value
 
 
+def _spelled(method: Any) -> Any:
+    return "sigmoied_threshold" if method == "sigmoid_threshold" else method
+
+
+Method = Annotated[
+    Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"],
+    BeforeValidator(_spelled),
+]
 AnyGranularity = Annotated[
     Granularity | Literal["hybrid"] | dict[str, Granularity],
     BeforeValidator(_known),
@@ -51,7 +77,7 @@ class PruneSpec(Strict):
     A score is of a weight, or of a larger part of the matrices that is kept or dropped as one (arXiv 2109.04838).
     """
 
-    pruning_method: Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"] = "topK"
+    pruning_method: Method = "topK"
     granularity: AnyGranularity = Field(
         "weight",
         description='what one score decides on; "hybrid" is {"attention": "head", "feed_forward": "neuron"}; in an '
@@ -68,12 +94,18 @@ class PruneSpec(Strict):
         "neuron they name all of a block or none",
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
-    mask_scale: float = Field(0.0, description="the constant, or the half-width of the uniform range")
-    initial_threshold: float = Field(1.0, description="by method, also where null: 1 for topK and magnitude, else 0")
+    mask_scale: float = Field(
+        0.0,
+        description="the constant, or the half-width of the uniform range; by default 0 for topK and "
+        "sigmoied_threshold, 1 for threshold, 2.197 for l0",
+    )
+    initial_threshold: float = Field(
+        1.0, description="by method, also where null: 0 for threshold and sigmoied_threshold, else 1"
+    )
     final_threshold: float = Field(
         0.15,
-        description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0: 1); null "
-        "is the default, or the target",
+        description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0, whose "
+        "gates have none: 1); null is the default, or the target",
     )
     target_flops: float | None = Field(
         None,
@@ -98,7 +130,10 @@ class PruneSpec(Strict):
     global_topk_frequency_compute: Positive = Field(
         1, description="optimizer steps between choices over all layers, by global_topk or a target"
     )
-    mask_scores_learning_rate: Rate = 1e-2
+    mask_scores_learning_rate: Rate = Field(1e-2, description="by default 0.1 for l0")
+    evaluate_at_final_threshold: bool = Field(
+        False, description="evaluations while pruning also score the model at final_threshold, by a second forward"
+    )
     train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
 
     @property
@@ -113,11 +148,6 @@ class PruneSpec(Strict):
         """The share of the encoder's cost to keep, where one is asked for."""
         return self.target_latency if self.target_flops is None else self.target_flops
 
-    @field_validator("pruning_method", mode="before")
-    @classmethod
-    def _spelling(cls, value: Any) -> Any:
-        return "sigmoied_threshold" if value == "sigmoid_threshold" else value
-
     @field_validator("regularization", mode="before")
     @classmethod
     def _null(cls, value: Any) -> Any:
@@ -125,20 +155,18 @@ class PruneSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _thresholds_by_method(cls, data: Any) -> Any:
+    def _defaults_by_method(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        method = data.get("pruning_method", "topK")
-        by_method = {"topK": (1.0, 0.15), "magnitude": (1.0, 0.15), "l0": (0.0, 1.0)}
-        initial, final = by_method.get(method if isinstance(method, str) else "topK", (0.0, 0.1))
+        defaults = dict(_DEFAULTS.get(str(_spelled(data.get("pruning_method", "topK"))), {}))
         granularity = data.get("granularity")
         if "2:4" in (list(granularity.values()) if isinstance(granularity, dict) else [granularity]):
-            final = 0.5
+            defaults["final_threshold"] = 0.5
         targets = [data[name] for name in ("target_flops", "target_latency") if data.get(name) is not None]
         if len(targets) == 1:
-            final = targets[0]
+            defaults["final_threshold"] = targets[0]
         said = {name: value for name, value in data.items() if value is not None or not name.endswith("_threshold")}
-        return {"initial_threshold": initial, "final_threshold": final} | said
+        return defaults | said
 
     @model_validator(mode="after")
     def _consistent(self) -> PruneSpec:
@@ -160,6 +188,12 @@ class PruneSpec(Strict):
             yield 'final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"'
         if self.regularization and self.final_threshold == 0:
             yield "final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it"
+        if self.regularization and self.initial_threshold * self.final_threshold < 0:
+            yield (
+                f"initial_threshold is {self.initial_threshold} and final_threshold {self.final_threshold}, and the "
+                "penalty, which is scaled by threshold / final_threshold, would begin as a reward: raise the negative "
+                "one to 0 or above, and mask_scale with it"
+            )
         if not self.train_weights and self.pruning_method == "magnitude":
             yield "train_weights is false and magnitude has no scores: nothing would be trained"
 

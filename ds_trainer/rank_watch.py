@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ds_trainer import distributed
-from ds_trainer.failures import LostRankError, NonFiniteLossError, StoppedError
+from ds_trainer.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError
 from ds_trainer.launcher import process
 
 _LOOK = 0.5  # seconds between two looks at the board
 _GRACE = 5.0  # seconds for all to post
 _HUNG = 15.0  # seconds after which a rank that others gave up ends itself
+
+_OUT = "out of memory"
+"""The state of a rank that ended for want of it."""
 
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "rendezvous")
 """What errors of collectives speak of; most are plain RuntimeErrors."""
@@ -52,15 +55,28 @@ class RankWatch:
         if isinstance(error, NonFiniteLossError | StoppedError):
             return error  # every rank has it
         lost = _is_of_a_collective(error)
-        with contextlib.suppress(RuntimeError):
-            self._post("waits" if lost else "failed", _first_line(error))
-        self._gather_posts()
+        if not (lost and self._starved()):  # known already, it needs no board, which is gone where rank 0 is
+            with contextlib.suppress(RuntimeError):
+                if isinstance(error, OutOfMemoryError):
+                    self._post(_OUT, str(error))
+                    if error.teller == distributed.rank():  # of several ranks that run out the first one tells
+                        error.teller = int(self._board.compare_set("teller", "", str(distributed.rank())))
+                else:
+                    self._post("waits" if lost else "failed", _first_line(error))
+            self._gather_posts()
         if not lost:
             return error
+        if starved := self._starved():
+            return starved
         missing = self._missing() or self._busy()
         text = "; ".join(missing.values()) or f"a rank was lost, and none can be named: {_first_line(error)}"
         teller = next((r for r in range(distributed.world_size()) if r not in missing or self._told_itself(r)), 0)
         return LostRankError(text, teller)
+
+    def _starved(self) -> OutOfMemoryError | None:
+        """The error of a rank that ran out of memory and tells it, for this rank, which lacks it now, to end with."""
+        posts = [(rank, post["text"]) for rank, post in list(self._posts.items()) if post["state"] == _OUT]
+        return OutOfMemoryError(posts[0][1], posts[0][0]) if posts else None
 
     def _told_itself(self, rank: int) -> bool:
         return self._posts.get(rank, {}).get("state") == "failed"
@@ -114,12 +130,15 @@ class RankWatch:
             try:
                 if not self._board.add("posts", 0):
                     continue
+                self._read()  # before the post that the others wait for: they may end then, and the board with rank 0
                 if not self._board.check([f"post/{distributed.rank()}"]):
                     self._post(*self._whereabouts())
                 self._read()
             except RuntimeError:
                 pass  # rank 0 is gone, and with it the board
             if not self._over.wait(_HUNG):
+                if self._starved():  # with NCCL a rank waits on the device, and no error wakes it
+                    os._exit(OutOfMemoryError.exit_code)
                 with contextlib.suppress(OSError):
                     faulthandler.dump_traceback(all_threads=True)
                     others = "; ".join(self._missing().values()) or "others have ended"

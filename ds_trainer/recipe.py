@@ -75,7 +75,10 @@ class ModelSpec(Strict):
 class GroupRule(Strict):
     """What holds for the parameters whose names match; the first rule that matches a parameter decides."""
 
-    params: str = Field(description='name pattern with * and ?, e.g. "*.embeddings.*"')
+    params: str = Field(
+        description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
+        'distill_projection) is reached only by patterns that contain its name, e.g. "*.mask_scores"'
+    )
     learning_rate: Rate | None = None
     weight_decay: Rate | None = None
     frozen: bool = False
@@ -113,6 +116,9 @@ class Phase(Strict):
         50, description="stop after so many skipped steps in a row; a scale of 2**32 in fp16 costs 33 at the most"
     )
     logging_steps: Steps = 10
+    histograms: bool = Field(
+        False, description="of every trained parameter, its scores and gradients, in TensorBoard at every record"
+    )
     eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
@@ -211,6 +217,8 @@ class Recipe(Strict):
                         f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
                         + "".join(f', "@{name}"' for name in names)
                     )
+            if phase.histograms and not self.tensorboard:
+                raise ValueError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
             if distill and before:

@@ -1,7 +1,7 @@
 """What a run tells: `log.jsonl`, TensorBoard, and a progress bar or plain lines, all views of one record per flush.
 
-Loss terms stay on the device until a flush, which costs one reduction over the ranks and one
-synchronisation and sees whether all were finite. Rank 0 alone writes.
+Loss terms stay on the device until a flush, or until `settle` sums them up for a flush that is far, which costs one
+reduction over the ranks and one synchronisation and sees whether all were finite. Rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_trainer import distributed
+from ds_trainer import distributed, machine
 from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.histograms import Histogram
 from ds_trainer.run_files import OF_ONE_EXIT, encoder_weights
 from ds_trainer.tasks.task import Batch
 
@@ -30,15 +31,25 @@ from ds_trainer.tasks.task import Batch
 class Report:
     """One phase's record. Close it, or use it as a context."""
 
+    trained_on: Sequence[Mapping[str, Any]] = ()
+    """Every session's versions, hosts and devices: of this run, and of those that it goes on from."""
+
     def __init__(
-        self, folder: Path, phase: str, total_steps: int, weights: Mapping[str, float], tensorboard: bool
+        self,
+        folder: Path,
+        phase: str,
+        total_steps: int,
+        weights: Mapping[str, float],
+        tensorboard: bool,
+        training_examples: int,
     ) -> None:
-        self.phase, self.weights = phase, dict(weights)
+        self.phase, self.weights, self._training_examples = phase, dict(weights), training_examples
         self._folder, self._tensorboard = folder, tensorboard
         self._pending: list[_MicroBatch] = []
         self._names: tuple[str, ...] = ()
         self._counts = {"examples": 0, "tokens": 0}
         self._carried: list[list[float]] = []
+        self._settled = _Sums()
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
         self._log: _Lines | None = None
@@ -62,9 +73,13 @@ class Report:
         """
         if state is not None:
             self._carried, self._names = [list(row) for row in state["pending"]], tuple(state["names"])
-            self._counts = {name: count // distributed.world_size() for name, count in state["counts"].items()}
+            self._settled = _Sums(**state.get("settled", {}))
+            self._counts = dict(state["counts"])
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
+            self.trained_on = state.get("trained_on", [])  # a checkpoint of an older version has none
+        now = machine.session()
+        self.trained_on = [*(before for before in self.trained_on if before != now), now]
         if distributed.is_main():
             drop_later_records(self._folder / "log.jsonl", self.phase, step, evaluated)
             self._log = _Lines(self._folder / "log.jsonl")
@@ -75,51 +90,63 @@ class Report:
 
     def state(self) -> dict[str, Any]:
         """What `open` needs to go on from here as if nothing had happened: JSON values, alike on all ranks."""
-        world = distributed.world_size()
         return {
             "names": list(self._names),
-            "pending": self._rows().tolist() if self._carried or self._pending else [],
-            "counts": {name: count * world for name, count in self._counts.items()},
+            "pending": self._rows().tolist(),
+            "settled": asdict(self._settled),
+            "counts": self._counts,
             "examples": self._total_examples,
             "loss_sum": self._loss_sum,
             "seconds": self._seconds,
             "since": time.perf_counter() - self._since,
+            "trained_on": self.trained_on,
         }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what is done inside, evaluation or saving, out of the throughput."""
         start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
+        try:
+            yield
+        finally:  # a stop in the midst of an evaluation is followed by a save
+            self._since += time.perf_counter() - start
 
     def add(self, step: int, terms: Mapping[str, Tensor], batch: Batch) -> None:
         """Take one micro-batch's unweighted terms; nothing leaves the device."""
         self._names = tuple(terms)
         self._pending.append(_MicroBatch(step, batch.ids, torch.stack(list(terms.values())).float()))
-        self._counts["examples"] += len(batch.ids)
-        self._counts["tokens"] += batch.tokens
+        world = distributed.world_size()  # equally many examples on every rank; tokens are about as many
+        self._counts["examples"] += len(batch.ids) * world
+        self._counts["tokens"] += batch.tokens * world
 
     def flush(self, step: int, readings: Mapping[str, float]) -> dict[str, float]:
         """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""
-        world = distributed.world_size()
         means = self._means()
         seconds = time.perf_counter() - self._since  # after .tolist(), which waits for the device
         terms = dict(zip(self._names, means, strict=True))
         record = {"train/loss": sum(self.weights[name] * value for name, value in terms.items())}
         record |= {f"train/term/{name}": value for name, value in terms.items()}
         record |= {f"train/weight/{name}": self.weights[name] for name in terms}
-        record |= {f"train/{name}_per_s": count * world / seconds for name, count in self._counts.items()}
-        self._loss_sum += record["train/loss"] * self._counts["examples"] * world
-        self._total_examples += self._counts["examples"] * world
+        record |= {f"train/{name}_per_s": count / seconds for name, count in self._counts.items()}
+        self._loss_sum += record["train/loss"] * self._counts["examples"]
+        self._total_examples += self._counts["examples"]
         self._seconds += seconds
-        self._pending, self._carried = [], []
+        self._pending, self._carried, self._settled = [], [], _Sums()
         self._counts = dict.fromkeys(self._counts, 0)
-        record |= readings
+        record |= {**readings, **_memory("memory")}
         self.write(step, record)
         self._show(step, record)
         self._since = time.perf_counter()
         return record
+
+    def settle(self) -> None:
+        """Sum up the terms since the last time, so that what is kept does not grow until a flush; collective.
+
+        Done after the same steps with and without a stop in between, or the sums would round otherwise.
+        """
+        rows = self._rows()
+        self._settled = _Sums(self._settled.micro_batches + len(rows), self._settled.added(rows))
+        self._pending, self._carried = [], []
 
     def check_finite(self, until: int | None = None) -> None:
         """Raise NonFiniteLossError, on every rank, if a term since the last flush is not finite; collective.
@@ -134,18 +161,19 @@ class Report:
 
     def _means(self) -> list[float]:
         """Each term's mean since the last flush, over all ranks."""
-        means = self._rows().mean(0).tolist()
+        rows = self._rows()
+        means = [total / (self._settled.micro_batches + len(rows)) for total in self._settled.added(rows)]
         if not all(map(math.isfinite, means)):
             found = [place for place in distributed.broadcast(distributed.gather(self._first_non_finite())) if place]
             raise NonFiniteLossError(_told(self.phase, sorted(found)))
         return means
 
     def _rows(self) -> Tensor:
-        """(micro-batches, terms) since the last flush, each the mean over all ranks, in fp64."""
-        rows = [torch.tensor(self._carried, dtype=torch.float64)] if self._carried else []
+        """(micro-batches, terms) since the last flush or settling, each the mean over all ranks, in fp64."""
+        rows = [torch.tensor(self._carried, dtype=torch.float64).view(len(self._carried), len(self._names))]
         if self._pending:
             own = torch.stack([micro.terms for micro in self._pending]).double()
-            rows.append(distributed.mean_(own).cpu())
+            rows.append(distributed.mean(own).cpu())
         return torch.cat(rows)
 
     def _first_non_finite(self) -> tuple[int, int, str, float, list[int]] | None:
@@ -157,7 +185,8 @@ class Report:
         return None
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append a record to `log.jsonl` and TensorBoard."""
+        """Append a record to `log.jsonl` and TensorBoard, with the epoch."""
+        record = {"epoch": self._epoch(), **record}
         if self._log is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}  # JSON has no inf
@@ -166,9 +195,19 @@ class Report:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
 
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Add histograms to TensorBoard."""
+        if self._events is None:
+            return
+        for tag, found in histograms.items():
+            width = (found.high - found.low) / len(found.counts)
+            limits = [found.low + width * (place + 1) for place in range(len(found.counts))]
+            sums = (sum(found.counts), found.total, found.squares)
+            self._events.add_histogram_raw(tag, found.low, found.high, *sums, limits, found.counts, step)
+
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Record an evaluation, and say it."""
-        self.write(step, {f"eval/{name}": value for name, value in scores.items()})
+        """Record an evaluation, and say it; collective."""
+        self.write(step, {f"eval/{name}": value for name, value in scores.items()} | _memory("eval/memory"))
         self.say(f"{self.phase}: step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
     def say(self, message: str) -> None:
@@ -179,12 +218,17 @@ class Report:
             distributed.info(message)
 
     def totals(self) -> dict[str, float]:
-        """Mean loss over examples, seconds of training without evaluation and saving, examples/s over all ranks."""
+        """Epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
         return {
+            "epochs": self._epoch(),
             "train_loss": self._loss_sum / max(self._total_examples, 1),
             "train_seconds": self._seconds,
             "examples_per_s": self._total_examples / max(self._seconds, 1e-9),
         }
+
+    def _epoch(self) -> float:
+        """How often the training examples were seen: a whole number once each was seen so often."""
+        return (self._total_examples + self._counts["examples"]) / self._training_examples
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
         if not distributed.is_main():
@@ -208,6 +252,19 @@ class _MicroBatch:
     step: int
     ids: Tensor
     terms: Tensor
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """How many micro-batches were settled since the last flush, and the sum of each term over them."""
+
+    micro_batches: int = 0
+    terms: list[float] = field(default_factory=list)
+
+    def added(self, rows: Tensor) -> list[float]:
+        """These sums and those of more rows (micro-batches, terms)."""
+        sums = rows.sum(0).tolist()
+        return [before + own for before, own in zip(self.terms or [0.0] * len(sums), sums, strict=True)]
 
 
 class _Lines:
@@ -299,6 +356,17 @@ def _told(phase: str, found: Sequence[tuple[int, int, str, float, list[int]]]) -
         f"warmup_steps or lower max_grad_norm; with fp16, try bf16. Checkpoints are as they were. If there is "
         f"checkpoint-{step - 1}, it holds the weights that gave it: delete it, and --resume goes on from the one before"
     )
+
+
+def _memory(prefix: str) -> dict[str, int]:
+    """The most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
+    peaks = machine.peak_memory()
+    ranks = distributed.numbers_of_all(list(peaks.values()))
+    return {
+        f"{prefix}/{kind}/rank{rank}": held
+        for rank, row in enumerate(ranks)
+        for kind, held in zip(peaks, row, strict=True)
+    }
 
 
 def _event_writer(folder: Path, step: int) -> Any:

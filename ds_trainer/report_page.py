@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ds_trainer import distributed, plots
 from ds_trainer.figure import INSTALL, Figure, Pixels, check_installed, encoded, write_whole
 from ds_trainer.redaction import redacted
-from ds_trainer.run_files import OF_ONE_EXIT, Run, encoder_weights, read_object, read_run
+from ds_trainer.run_files import OF_ONE_EXIT, Run, encoder_weights, peak_memory, read_object, read_run
 from ds_trainer.run_folder import RunFolder
 
 _MOST_SPLITS = 20
@@ -262,7 +262,7 @@ def _table(run: Run) -> str:
     """The phases side by side, in Markdown, and notes on them."""
     if not run.results:
         return "No phase has finished."
-    columns = [_cells(found, run.spec(name)) for name, found in run.results.items()]
+    columns = [_cells(run, name) for name in run.results]
     lines = [["", *run.results]]
     for group in zip(*columns, strict=True):
         titles = dict.fromkeys(title for cells in group for title in cells)
@@ -272,22 +272,37 @@ def _table(run: Run) -> str:
 
 
 def _notes(run: Run) -> list[str]:
-    """What the latencies were measured on, and which exits are no longer those of the table."""
+    """What the phases were trained on, what the latencies were measured on, and which exits are others by now."""
+    trained: dict[str, list[str]] = {}
+    for phase, found in run.results.items():
+        for session in found.get("trained_on") or []:
+            trained.setdefault(_session(session), []).append(phase)
     measured: dict[str, list[str]] = {}
     for phase, found in run.results.items():
         on = found.get("measured_on")
         if on:
             line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
             measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
-    notes = [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
+    notes = [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]
+    notes += [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
     again = [phase for phase in run.phases if _tried(f"exits of {phase}", partial(run.calibrated_again, phase))]
     if again:
         notes.append(f"The exits of {', '.join(again)} were set again since: the figures are those of the ones before.")
     return notes
 
 
-def _cells(found: Mapping[str, Any], spec: Mapping[str, Any]) -> tuple[Cells, ...]:
+def _session(session: Mapping[str, Any]) -> str:
+    """Hosts, devices and versions, in a line."""
+    hosts = (
+        f"{host} ({', '.join(f'{ranks} x {device}' for device, ranks in devices.items())})"
+        for host, devices in session["hosts"].items()
+    )
+    return f"{', '.join(hosts)}, with {', '.join(map(' '.join, session['versions'].items()))}"
+
+
+def _cells(run: Run, phase: str) -> tuple[Cells, ...]:
     """What the table says of a phase, in groups: what it did, scores, sizes, times, training."""
+    found = run.results[phase]
     timed = "early_exit/speedup" if found.get("exits") else None  # by batch size among the times
     scores = {
         _metric(name): _number(value)
@@ -297,7 +312,11 @@ def _cells(found: Mapping[str, Any], spec: Mapping[str, Any]) -> tuple[Cells, ..
     }
     trained = found.get("train", {})
     training = {"training": f"{trained['train_seconds']:,.0f} s"} if "train_seconds" in trained else {}
-    return _techniques(found, spec), scores, _sizes(found), _times(found), training
+    if "epochs" in trained:
+        training["epochs"] = f"{trained['epochs']:,.2f}"
+    for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
+        training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
+    return _techniques(found, run.spec(phase)), scores, _sizes(found), _times(found), training
 
 
 def _techniques(found: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
@@ -341,6 +360,7 @@ def _metric(name: str) -> str:
     words = {
         "teacher/agreement": "agreement with the teacher",
         "teacher/": "teacher's ",
+        "final_threshold/": "at the final threshold, ",
         "early_exit/": "early exit, ",
         "mean_layers": "mean layers",
         "expected_saving": "share of layers used",

@@ -5,37 +5,30 @@ The last phase writes into the output folder itself, the ones before it into a f
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed
+from ds_trainer import distributed, memory
 from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
-from ds_trainer.checkpoint_files import DamagedCheckpointError
-from ds_trainer.checkpoint_model import model_of
-from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.command import CalibrateJob, TrainJob, said_by
+from ds_trainer.checkpoint_files import sync_folder
+from ds_trainer.command import TrainJob, said_by
 from ds_trainer.data import steps_for
 from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
-from ds_trainer.evaluate import evaluate
-from ds_trainer.evaluate_command import EvaluateJob
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
-from ds_trainer.failures import LostRankError
+from ds_trainer.joining import joined, print_json
 from ds_trainer.latency import Subject, compare
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.optim import Hyperparameters
-from ds_trainer.rank_watch import rendezvous, watched
 from ds_trainer.recipe import Phase, task_of
 from ds_trainer.redaction import redacted
-from ds_trainer.report import Report, results_table, save_json
+from ds_trainer.report import Report, drop_later_records, results_table, save_json
 from ds_trainer.report_page import write_report
 from ds_trainer.run_folder import RunFolder, check_output_folder
 from ds_trainer.run_status import RunStatus
@@ -45,9 +38,11 @@ from ds_trainer.stopping import StopRequests
 from ds_trainer.tasks import build_task
 from ds_trainer.techniques import Clock
 from ds_trainer.techniques.early_exit import with_exits
-from ds_trainer.techniques.exit_heads import has_exits
 
 _RESULTS = "all_results.json"
+
+_GOING_BACK = "going_back.json"
+"""Names the checkpoint that a run is just going back to."""
 
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 """In lower case, as DeepSpeed reads them."""
@@ -56,21 +51,23 @@ _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
-    with StopRequests() as stop, status.told(), _joined(job.timeout):
+    with StopRequests() as stop, status.told(), joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
+        wanted = _checkpoint_to_go_back_to(folder, job)
         results: dict[str, Any] = distributed.on_main(partial(_open, folder, job))
         status.begin()
         models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
-                plan = _plan_and_claim(job, phase, folder, models)
+                plan = _plan_and_claim(job, phase, folder, models, wanted)
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(_write_results, folder, results))
+                _checkpoints(phase, job).drop_unasked()
             models.left[phase.name] = str(_folder_of(phase, job) / "model")
         if job.recipe.report:
             _compare(job, results)
@@ -82,50 +79,10 @@ def run(job: TrainJob) -> None:
 
 def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
-    with _joined():
-        _tell(redacted({"recipe": job.recipe.model_dump()}))
+    with joined():
+        print_json(redacted({"recipe": job.recipe.model_dump()}))
         for plan in _rehearsed(job):
-            _tell(redacted({"phase": plan.phase.name, **_described(plan)}))
-
-
-def evaluate_folder(job: EvaluateJob) -> None:
-    """Score a model folder, over all ranks, or a checkpoint; the scores are printed as JSON."""
-    with _joined(), contextlib.ExitStack() as until_scored:
-        for saved in job.checkpoints:
-            folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
-            job = _of_folder(job, folder)
-        scores, files = _scored(job)
-        _tell(scores)
-        distributed.on_main(lambda: _write_evaluation(job, scores, files))
-
-
-def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
-    with _joined():
-        rows = []
-        for saved in job.checkpoints:
-            try:
-                with model_of(saved, job.cache_dir) as (folder, exported):
-                    scores, files = _scored(_of_folder(job, folder))
-            except DamagedCheckpointError as error:
-                distributed.warn(f"left out: {error}")
-                continue
-            rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
-            distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
-            if job.predictions_dir:
-                save_json(files, job.predictions_dir / saved.path.name)
-        if not rows:
-            raise ValueError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
-        print(scores_table(rows), flush=True)
-        write_scores(rows, job)
-
-
-def calibrate_exits(job: CalibrateJob) -> None:
-    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
-    with _joined():
-        task = build_task(job.task, job.model, job.cache_dir)
-        task.check_trained(job.model)
-        _tell(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+            print_json(redacted({"phase": plan.phase.name, **_described(plan)}))
 
 
 def plan_phase(
@@ -172,7 +129,7 @@ def plan_phase(
     techniques = phase.techniques.taught_by(teacher)
     plan = PhasePlan(phase, techniques, task, source, clock, config, base, _folder_of(phase, job), resumed)
     if resumed:
-        check_fits(*resumed, plan.identity())
+        check_fits(*resumed, plan.identity(plan.prepare()[1]))
     return plan
 
 
@@ -183,29 +140,6 @@ def _check_is_elementwise(optimizer: str) -> None:
             f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight: zeros would not "
             f"stay; use AdamW, Adam, Adagrad or SGD"
         )
-
-
-@contextlib.contextmanager
-def _joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
-    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one.
-
-    An error that only says that a rank is missing becomes one that says which, and why.
-    """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    rendezvous(lambda: distributed.start(timeout), timeout)
-    try:
-        with watched():
-            yield
-    except LostRankError:  # a process group without one of its ranks cannot be left in order
-        distributed.free_shared_memory()
-        raise
-    except BaseException:
-        distributed.stop()
-        raise
-    distributed.stop()
 
 
 def _folder_of(phase: Phase, job: TrainJob) -> Path:
@@ -220,6 +154,8 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
         models = StartingModels(job.recipe, aside)
         for phase in job.recipe.phases:
             plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+            for split in plan.task.splits:  # what is wrong with one would show after the training else
+                plan.task.examples(split)
             if plan.teacher and not models.teacher_is_to_come(phase):
                 plan.task.check_trained(plan.teacher)
             models.left[phase.name] = plan.source
@@ -230,24 +166,21 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _tell(value: dict[str, Any]) -> None:
-    """Print JSON on rank 0's standard output."""
-    if distributed.is_main():
-        print(json.dumps(value, indent=2), flush=True)
+def _plan_and_claim(
+    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, wanted: tuple[Path, Position] | None
+) -> PhasePlan:
+    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
 
-
-def _plan_and_claim(job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels) -> PhasePlan:
-    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder."""
+    The one `wanted` is gone back to for good, once it is known that it can be: nothing is trained before.
+    """
     checkpoints = _checkpoints(phase, job)
     distributed.on_main(checkpoints.clear_asides)
-    wanted = job.checkpoint if job.checkpoint and _is_of(phase, job) else None
-    if job.checkpoint and not wanted:  # a phase after the one gone back to: it starts from another model now
-        distributed.on_main(lambda: checkpoints.supersede(after=-1))
-    resumed = checkpoints.newest(wanted) if job.resume else None
+    named = wanted if wanted and wanted[0].parent == checkpoints.folder else None
+    resumed = named or (checkpoints.newest() if job.resume else None)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
-    if wanted:
-        distributed.on_main(lambda: checkpoints.supersede(after=step_of(wanted)))
-    distributed.on_main(partial(_claim, folder, plan))
+    if named:
+        distributed.on_main(partial(_go_back, folder, job, named[0]))
+    distributed.on_main(partial(_claim, folder, job, plan))
     return plan
 
 
@@ -256,15 +189,55 @@ def _checkpoints(phase: Phase, job: TrainJob) -> Checkpoints:
     return Checkpoints(_folder_of(phase, job), phase.save_total_limit, best)
 
 
-def _is_of(phase: Phase, job: TrainJob) -> bool:
-    """Whether the checkpoint that was asked for is this phase's."""
-    assert job.checkpoint is not None, "one was asked for"
-    return job.checkpoint.resolve().parent == _folder_of(phase, job).resolve()
+def _number_of(checkpoint: Path, job: TrainJob) -> int:
+    """Which of the recipe's phases a checkpoint is of."""
+    folders = [_folder_of(phase, job).resolve() for phase in job.recipe.phases]
+    if checkpoint.resolve().parent not in folders:
+        raise ValueError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
+    return folders.index(checkpoint.resolve().parent)
+
+
+def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
+    """The checkpoint that the command names, if it names one, still whole; what was cut short before is ended first."""
+    if job.resume:
+        distributed.on_main(partial(_end_going_back, folder, job))
+    if job.checkpoint is None:
+        return None
+    phase = job.recipe.phases[_number_of(job.checkpoint, job)]
+    return _checkpoints(phase, job).named(job.checkpoint)
+
+
+def _go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
+    """Make a checkpoint the newest of the run for good: checkpoints, records and results of after it are no longer its.
+
+    What is to be done is written down first, so that it is also done where this run is killed in the midst of it.
+    """
+    folder.write_json(_GOING_BACK, str(checkpoint.relative_to(folder.path)))
+    _end_going_back(folder, job)
+
+
+def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
+    """Do what `_go_back` has written down, if there is something; it can be done twice."""
+    note = folder.path / _GOING_BACK
+    if not note.is_file():
+        return
+    checkpoint = folder.path / json.loads(note.read_text(encoding="utf-8"))
+    number = _number_of(checkpoint, job)
+    before = {phase.name for phase in job.recipe.phases[:number]}
+    _write_results(folder, {name: found for name, found in _read_results(folder).items() if name in before})
+    for phase in job.recipe.phases[number:]:
+        last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
+        _checkpoints(phase, job).supersede(after=last)
+        sync_folder(_folder_of(phase, job))
+        drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
+    note.unlink()
+    sync_folder(folder.path)
 
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard) as report:
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, _checkpoints(phase, job), stop)
         if phase.techniques.exits:
             found = _measure_exits(plan, phase.techniques.exits)
@@ -278,10 +251,12 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; what is found also goes to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
-    if spec.calibrated:
-        calibrate_folder(model, plan.task, batch_size, spec)
-    early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
-    found = evaluate_exits(early, plan.task, batch_size)
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with memory.told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+        if spec.calibrated:
+            calibrate_folder(model, plan.task, batch_size, spec)
+        early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
+        found = evaluate_exits(early, plan.task, batch_size)
     distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
     return found
 
@@ -313,55 +288,40 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     if mistakes:
         raise ValueError("\n".join(mistakes))
     folder.open(job.overwrite)
+    for name in ("log.jsonl", "tensorboard", "deepspeed"):
+        folder.claim(name)
+    folder.claim(MADE).mkdir(exist_ok=True)
+    results = _read_results(folder) if job.resume else {}
+    if job.checkpoint is None:
+        return results
+    before = [phase.name for phase in job.recipe.phases[: _number_of(job.checkpoint, job)]]
+    missing = [name for name in before if name not in results]
+    if missing:
+        raise ValueError(
+            f"--resume {job.checkpoint}: phase {missing[0]}, which comes before, is not finished: --resume without a "
+            f"checkpoint goes on with it"
+        )
+    return {name: results[name] for name in before}
+
+
+def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
+    """Write both files as this run resolves them, and claim what the phase is going to write."""
     # a cache elsewhere was this user's word, by a flag or a variable: in a file it would be a stranger's
     cache = job.recipe.cache_dir
     own = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
     folder.write_json("recipe.json", redacted(job.recipe.model_dump() | {"cache_dir": cache if own else None}))
     folder.write_json("command.json", redacted({"command": job.command}))
-    for name in ("log.jsonl", "tensorboard", "deepspeed"):
-        folder.claim(name)
-    folder.claim(MADE).mkdir(exist_ok=True)
-    done = folder.path / _RESULTS
-    results = json.loads(done.read_text(encoding="utf-8")) if job.resume and done.is_file() else {}
-    if job.checkpoint:  # its phase and those after it are done again
-        first = next((place for place, phase in enumerate(job.recipe.phases) if _is_of(phase, job)), None)
-        if first is None:
-            raise ValueError(f"--resume {job.checkpoint}: the checkpoint is of no phase of the recipe")
-        results = {phase.name: results[phase.name] for phase in job.recipe.phases[:first] if phase.name in results}
-    return results
-
-
-def _claim(folder: RunFolder, plan: PhasePlan) -> None:
     relative = plan.folder.relative_to(folder.path)
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
         folder.claim(str(relative / name))
     folder.write_json(str(relative / "deepspeed_config.json"), redacted(plan.engine_config))
 
 
-def _of_folder(job: EvaluateJob, folder: Path) -> EvaluateJob:
-    """The job with the model folder of a checkpoint in its place."""
-    return replace(job, model=str(folder), exit_policy=job.policy_for(str(folder)))
-
-
-def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
-    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
-    task = build_task(job.task, job.model, job.cache_dir)
-    task.check_trained(job.model)
-    model = task.build_model(job.model).to(distributed.device()).eval()
-    found = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
-    files: dict[str, Any] = {}
-    if has_exits(job.model):
-        early = with_exits(model, Path(job.model), job.exit_policy).eval()
-        files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-        found.scores |= flat_scores(task, files[EXITS_FILE])
-    return found.scores, found.files(task) | files
-
-
-def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
-    if job.output_file:
-        job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    if job.predictions_dir:
-        save_json(files, job.predictions_dir)
+def _read_results(folder: RunFolder) -> dict[str, Any]:
+    """The results of the phases that are finished, by name."""
+    file = folder.path / _RESULTS
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return results
 
 
 def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:

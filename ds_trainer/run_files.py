@@ -20,6 +20,8 @@ Records: TypeAlias = Sequence[Mapping[str, Any]]
 OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full_seconds|expected_saving)$)")
 """Scores that a table of phases leaves out: of single exit heads, and what says the same in another way."""
 
+_MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
+
 
 def encoder_weights(found: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many a phase has kept, and of how many before any was zeroed or cut out; None where it counted none."""
@@ -28,6 +30,17 @@ def encoder_weights(found: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     whole = weights["before"]["encoder"] if "before" in weights else weights["encoder"]["total"]
     return weights["encoder"]["kept"], whole
+
+
+def peak_memory(records: Records) -> dict[str, tuple[float, str]]:
+    """The most bytes that any rank has held while a phase was trained and evaluated, and its number, by kind."""
+    peaks: dict[str, tuple[float, str]] = {}
+    for record in records:
+        for name, held in record.items():
+            found = _MEMORY.fullmatch(name)
+            if found and isinstance(held, int | float):
+                peaks[found[1]] = max(peaks.get(found[1], (0.0, "")), (held, found[2]))
+    return peaks
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ MODEL_FILES = (
 """The names of files of a model, as this program writes its folder."""
 _WRITTEN = (
     *MODEL_FILES,
-    *("complete.json", "*_states.pt", "events.out.tfevents.*"),
+    *("complete.json*", "*_states.pt", "events.out.tfevents.*"),
     *("predictions.json", "nbest_predictions.json", "null_odds.json"),
 )
 """The names of files inside folders that a run writes: models, checkpoints, TensorBoard, predictions."""

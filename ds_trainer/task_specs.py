@@ -58,20 +58,32 @@ class SquadSpec(TaskBase):
     max_answer_length: Positive = Field(30, description="tokens")
 
     @model_validator(mode="after")
-    def _windows_overlap(self) -> SquadSpec:
-        room = self.max_seq_length - self.max_query_length
-        if self.doc_stride >= room:
-            raise ValueError(
-                f"doc_stride is {self.doc_stride} and max_seq_length - max_query_length is {room}: parts of a context "
-                f"would be in no window; {ways_out(room - 1)}"
-            )
+    def _windows_can_overlap(self) -> SquadSpec:
+        """Refuse what leaves gaps beside the shortest question; what longer ones leave, only the data can tell."""
+        mistake = self.gap_beside(question=1, special=1)
+        if mistake:
+            raise ValueError(mistake)
         return self
 
+    def gap_beside(self, question: int, special: int) -> str | None:
+        """Why parts of a long context are in no window beside a question and special tokens; None where none are.
 
-def ways_out(doc_stride: int) -> str:
-    """What to change of a `SquadSpec` whose windows leave gaps; `doc_stride` is the largest that would not."""
-    others = "lower max_query_length, or raise max_seq_length"
-    return others if doc_stride < 1 else f"lower doc_stride to {doc_stride} or less, {others}"
+        Both are numbers of tokens. A window holds what they leave of `max_seq_length`; windows are `doc_stride` apart.
+        """
+        room = self.max_seq_length - special - question
+        if self.doc_stride <= room:
+            return None
+        longest = self.max_seq_length - special - self.doc_stride
+        ways_out = [
+            f"lower doc_stride to {room} or less" if room > 0 else "",
+            f"lower max_query_length to {longest} or less, which cuts longer questions" if longest > 0 else "",
+            f"raise max_seq_length to {self.doc_stride + special + question} or more",
+        ]
+        return (
+            f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens "
+            f"to the context beside {special} special ones and {question} of a question: parts of the context would "
+            f"be in no window; {', or '.join(filter(None, ways_out))}"
+        )
 
 
 class LmSpec(TaskBase):

@@ -43,8 +43,12 @@ class DistillSpec(Strict):
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
     cache_teacher: bool = Field(False, description="compute its outputs for the training set once, keep them on disk")
-    freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings")
-    freeze_token_type_embds: bool = Field(False, description="freeze the student's token-type embeddings")
+    freeze_pos_embs: bool = Field(
+        False, description="freeze the student's position embeddings, whatever its family; an error where it has none"
+    )
+    freeze_token_type_embds: bool = Field(
+        False, description="freeze the student's token-type embeddings, whatever its family; an error where it has none"
+    )
     alpha_ce: Rate | None = Field(
         None,
         description="beside alpha_distil the weight of the task's own loss; beside alpha_mlm, alpha_clm or alpha_squad "

@@ -17,7 +17,7 @@ import torch
 
 from ds_trainer.universal_form import ENGINE_KEYS, GROUPS, MODEL, NAMES, State, as_universal, read, refuse_nvme
 
-__all__ = ["as_universal", "load", "parameter_names"]
+__all__ = ["as_universal", "load", "parameter_names", "set_scaler", "slices", "stepping"]
 Engine = Any
 
 
@@ -46,12 +46,23 @@ def load(engine: Engine, target: Path) -> dict[str, Any]:
         engine.optimizer.checkpoint_event_epilogue()
     for own, saved in zip(_base(engine).param_groups, groups["param_groups"], strict=True):
         own.update(saved)
-    _set_scaler(engine.optimizer, groups["scaler"])
+    set_scaler(engine.optimizer, groups["scaler"])
     if engine.lr_scheduler is not None and common["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     for count in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, count, common[count])
     return {key: value for key, value in common.items() if key not in ENGINE_KEYS and key != NAMES}
+
+
+def slices(engine: Engine) -> Iterator[_Slice]:
+    """What this rank steps, in fp32, of every trained parameter, by name; without ZeRO, all of them."""
+    return _slices(engine, _trained(engine))
+
+
+def stepping(engine: Engine) -> list[torch.optim.Optimizer]:
+    """The optimizers that make the steps: with `offload_optimizer.ratio` under ZeRO 3 one on the host, one beside."""
+    beside = getattr(engine.optimizer, "backup_optimizer", None)
+    return [_base(engine), *([beside] if beside is not None else [])]
 
 
 @dataclass(frozen=True)
@@ -255,7 +266,7 @@ def _fill_untrained(engine: Engine, saved: Mapping[str, torch.Tensor], trained: 
             buffer.copy_(saved[name])
 
 
-def _set_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
+def set_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
     """The dynamic loss scale goes on where it was; its settings are the engine file's."""
     own = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     if saved is None or not (getattr(own, "dynamic", False) or getattr(own, "dynamic_loss_scale", False)):

@@ -35,7 +35,7 @@ ENGINE_KEYS = frozenset(
 MODEL = "mp_rank_00_model_states.pt"
 GROUPS = Path("zero", "optimizer_state.pt")
 _SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def as_universal(checkpoint: Path, target: Path) -> None:
@@ -122,7 +122,7 @@ class _Source:
         kept = vars(self.shards[0].get("loss_scaler") or _Nothing()) if self.shards else self.model["optimizer"]
         if not kept.get("dynamic", kept.get("dynamic_loss_scale")):
             return None
-        return {name: kept[name] for name in _SCALER if name in kept}
+        return {name: kept[name] for name in SCALER if name in kept}
 
     def parameters(self) -> Iterator[tuple[int, str, State]]:
         """Group, name and whole state of every trained parameter, one at a time."""

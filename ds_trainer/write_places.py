@@ -28,12 +28,7 @@ _FOLDER_NAMES = {"job_name"}
 """Keys whose text DeepSpeed appends to a path as a folder's name."""
 _SWITCHED = ("tensorboard", "csv_monitor", "flops_profiler", "autotuning", "wandb", "comet")
 """Sections that write nothing unless they are enabled."""
-_UNSAID = {
-    ("tensorboard", "output_path"): ".",
-    ("csv_monitor", "output_path"): ".",
-    ("autotuning", "metric_path"): "autotuning_metric.json",
-    ("autotuning", "model_info_path"): "autotuning_model_info.json",
-}
+_UNSAID = {("tensorboard", "output_path"): ".", ("csv_monitor", "output_path"): "."}
 """What DeepSpeed writes to the current folder where nothing is said of it, and its name in `OWN_FOLDER`."""
 _BY_ENVIRONMENT = {"wandb": "WANDB_DIR", "comet": "COMET_OFFLINE_DIRECTORY"}
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a training command until it is finished, at most so many times. Give it with --resume, which starts what is not
 # there yet. What a restart cannot mend ends the loop: a mistake of the user's (2), a loss that is not finite (3), a
-# request to stop (5).
+# request to stop (5), too little memory (6).
 #
 #   bash launch/restart.sh 10 OUT deepspeed --num_gpus 2 launch/train.py ... --output_dir OUT --resume
 set -u
@@ -25,7 +25,7 @@ for ((attempt = 1; attempt <= attempts; attempt++)); do
     state=$(sed -n 's/^ *"state": "\(.*\)",\{0,1\}$/\1/p' "$output/status.json" 2>/dev/null)
     case "$state:$code" in
         finished:0) exit 0 ;;
-        stopped:* | *:2 | *:3 | *:5) exit "$code" ;;
+        stopped:* | *:2 | *:3 | *:5 | *:6) exit "$code" ;;
     esac
     [ -z "$asked" ] || exit "$((code ? code : 5))"
     echo "restart: attempt $attempt of $attempts ended with $code, the run is ${state:-not begun}" >&2

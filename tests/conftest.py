@@ -6,7 +6,9 @@ import copy
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import SHARED
@@ -100,6 +102,33 @@ def taught_recipe(tiny_recipe) -> dict:
     second |= {"logging_steps": 1, "eval_steps": 10, "save_total_limit": 3}
     second["techniques"]["distill"] = {"teacher": "@finetune", "alpha_ce": 0.5, "alpha_distil": 0.5}
     return recipe
+
+
+@pytest.fixture(scope="session")
+def words(taught_recipe, tmp_path_factory) -> list[str]:
+    """A run whose first phase is short, of which the second is disturbed."""
+    from killing import EVERY, STEPS, arguments, write
+
+    return arguments(write(tmp_path_factory.mktemp("recipe"), taught_recipe), EVERY, STEPS)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """Forks the ranks of one run after the other."""
+    from forked_ranks import ForkServer
+
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def whole(server, words, tmp_path_factory) -> Path:
+    """The run that nothing happens to."""
+    from killing import finish
+
+    output = tmp_path_factory.mktemp("whole") / "out"
+    finish(server, output, words)
+    return output
 
 
 @pytest.fixture

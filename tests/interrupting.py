@@ -118,8 +118,10 @@ def records_of(file: Path) -> list[dict]:
 
 
 def without_rates(record: dict) -> dict:
-    """A record without what depends on the clock."""
-    return {name: value for name, value in record.items() if not name.endswith("_per_s")}
+    """A record without what depends on the clock or on the machine."""
+    return {
+        name: value for name, value in record.items() if not name.endswith("_per_s") and "memory" not in name.split("/")
+    }
 
 
 def status_of(output: Path) -> dict:

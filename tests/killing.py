@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from ds_trainer.checkpoint import Checkpoints, step_of
 
 PHASE = "prune"
+EVERY, STEPS = 4, 40
+"""After how many steps the runs of `conftest.py` save, and how many they make."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ def _check_finished(run: ForkedRanks) -> None:
     codes = run.codes()
     assert codes == [0, 0], f"{codes}:\n{run.text[-4000:]}"
     assert status_of(run.output)["state"] == "finished"
+
+
+def states(checkpoint: Path) -> Path:
+    """One of the files that a checkpoint cannot do without."""
+    return next(checkpoint.glob("*optim_states.pt"))
 
 
 def write(folder: Path, recipe: dict) -> Path:

@@ -1,8 +1,9 @@
 """Phases stopped again and again, and resumed, beside the same phases that nothing stops: under the real engine.
 
-`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES twice, into OUT/CASE/{whole,stopped}, and
-each of ONLY_WHOLE once. The recipe's first phase is the teacher of the second, which is what is stopped. Wherever a run
-that nothing stops saves a checkpoint-N, its engine is exported as well, to `exported-N`.
+`deepspeed --num_gpus 2 tests/resume_matrix.py RECIPE OUT` runs each of CASES and BEST twice, into
+OUT/CASE/{whole,stopped}, with the phase's results beside, and each of ONLY_WHOLE once. What `hyperparameters.py` sees
+goes to OUT/hyperparameters.json. The recipe's first phase is the teacher of the second, which is what is stopped.
+Wherever a run that nothing stops saves a checkpoint-N, its engine is exported as well, to `exported-N`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import hyperparameters
 from deepspeed.accelerator import get_accelerator
 
-from ds_trainer import distributed
-from ds_trainer.checkpoint import Checkpoints
+from ds_trainer import distributed, loop
+from ds_trainer.checkpoint import Best, Checkpoints
 from ds_trainer.command import TrainJob, read_train_job
 from ds_trainer.export import export
 from ds_trainer.failures import StoppedError
-from ds_trainer.loop import Training, train
 from ds_trainer.report import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
@@ -76,6 +78,23 @@ ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS
 FEW, OFTEN = 4, 3
 """Their steps, and how often they save."""
 
+BEST = {"best-zero2-fp32": (6, True), "best-apart-zero3-fp32": (4, True), "kept-zero1-bf16": (6, False)}
+"""`save_steps`, and whether the best checkpoint is what is exported; without, it is only kept, beside one other."""
+BEST_STOPS = [5 + 2, 4 + 5 + 2, 4 + 5 + 2, 4 + 2]
+"""In the midst of every evaluation, of 4 questions each, and of that of the best checkpoint at the end. What was cut
+short is the first thing that the next run does."""
+
+
+def changes_of(case: str) -> dict[str, Any]:
+    """Fields of the phase, by their path; the best checkpoint is the worst, since that one comes early."""
+    if case not in BEST:
+        steps, save = (STEPS, SAVE) if case in CASES else (FEW, OFTEN)
+        return {"max_steps": steps, "save_steps": save, **(CASES | ONLY_WHOLE)[case]}
+    save, load = BEST[case]
+    fields = {"metric_for_best_model": "accuracy", "greater_is_better": False, "load_best_model_at_end": load}
+    fields |= {"max_steps": STEPS, "save_steps": save, "save_total_limit": 1}
+    return fields | ({"techniques.prune": None} if load else {})
+
 
 class StopAfter:
     """Asks to stop when asked for the `count`th time; never where that is 0."""
@@ -91,8 +110,7 @@ class StopAfter:
 
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
-    steps, save = (STEPS, SAVE) if case in CASES else (FEW, OFTEN)
-    changes = (CASES | ONLY_WHOLE)[case]
+    changes = {"eval_steps": EVALUATE, **changes_of(case)}
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
@@ -102,19 +120,21 @@ def job_of(recipe: str, case: str, output: Path) -> TrainJob:
                 for path, value in changes.items()
                 for word in ("--set", f"phases.prune.{path}={json.dumps(value)}")
             ),
-            *("--set", f"phases.prune.max_steps={steps}", "--set", f"phases.prune.save_steps={save}"),
-            *("--set", f"phases.prune.eval_steps={EVALUATE}"),
         ]
     )
 
 
 def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfter) -> None:
-    """One phase of the recipe, from its newest checkpoint."""
+    """One phase of the recipe, from its newest checkpoint; its results go to the folder."""
     phase = job.recipe.phases[number]
-    checkpoints = Checkpoints(job.output, phase.save_total_limit)
+    best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
+    checkpoints = Checkpoints(job.output, phase.save_total_limit, best)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, tensorboard=False) as report:
-        train(replace(plan, folder=job.output), report, checkpoints, stop)
+    examples = len(plan.task.examples("train"))
+    with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
+        results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
+        distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
+        checkpoints.drop_unasked()
 
 
 def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None:
@@ -124,10 +144,10 @@ def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None
         distributed.info(f"{job.output.parent.name}: {stopped}")
 
 
-_save = Training.save
+_save = loop.Training.save
 
 
-def save_and_export(training: Training) -> None:
+def save_and_export(training: loop.Training) -> None:
     """Save a checkpoint, and export the engine as it is at that step."""
     before = training.saved
     _save(training)
@@ -147,7 +167,8 @@ def make_run_folder(job: TrainJob, out: Path) -> None:
 
 def main(recipe: str, out: Path) -> None:
     get_accelerator().is_fp16_supported = lambda: True
-    Training.save = save_and_export
+    loop.Training.save = save_and_export
+    loop.SETTLE_EVERY = 3  # other steps than those of the records, and of the stops
     distributed.start_logging()
     distributed.start()
     first = job_of(recipe, "zero0-fp32", out / "teacher")
@@ -155,13 +176,19 @@ def main(recipe: str, out: Path) -> None:
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, models, StopAfter(0))
     models.left["finetune"] = str(first.output / "model")
-    for case in (*CASES, *ONLY_WHOLE):
-        stopped = {"stopped": list(STOPS.values())} if case in CASES else {}
-        for name, stops in ({"whole": []} | stopped).items():
+    stopped = {case: BEST_STOPS if case in BEST else list(STOPS.values()) for case in (*CASES, *BEST)}
+    for case in (*CASES, *BEST, *ONLY_WHOLE):
+        for name, stops in {"whole": [], "stopped": stopped.get(case)}.items():
+            if stops is None:
+                continue
             job = job_of(recipe, case, out / case / name)
             distributed.on_main(partial(make_run_folder, job, out))
             for count in (*stops, 0):
+                if (job.output / "results.json").exists():
+                    break
                 run_until_stopped(job, models, count)
+    seen = hyperparameters.run_all(out / "hyperparameters")
+    distributed.on_main(lambda: (out / "hyperparameters.json").write_text(json.dumps(seen)))
     distributed.stop()
 
 

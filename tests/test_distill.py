@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,7 +137,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(spec, teacher, tmp_path
     _, model, technique, batch = distillation(spec, teacher, teacher, tmp_path, **terms)
     found = terms_of(model.eval(), technique, batch)
     assert technique.projection is None
-    assert found.keys() == set(technique.term_names)
+    assert found.keys() == set(technique.term_units)
     assert max(float(term.detach()) for term in found.values()) == pytest.approx(0, abs=1e-6)
     assert technique.readings() == {"distill/agreement": 1.0}
     assert technique.readings() == {}
@@ -150,7 +151,7 @@ def test_agreement_counts_the_rows_of_equal_answers(spec, student, teacher, tmp_
         same = model(**batch.inputs).logits.argmax(-1) == teacher_model(**batch.inputs).logits.argmax(-1)
     terms_of(model, technique, batch)
     assert technique.readings()["distill/agreement"] == pytest.approx(float(same.float().mean()))
-    viewed = technique.views(Forward(batch, None, 0))
+    viewed = technique.views(Forward(batch, None, 0), None)
     assert viewed.keys() == {"teacher"}
     assert task.answers(viewed["teacher"], batch).keys() == set(range(10))
 
@@ -285,6 +286,30 @@ def test_position_and_token_type_embeddings_can_be_frozen(spec, student, teacher
         technique.parameter_rules(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("family", "frozen"),
+    [
+        ("distilbert", {"distilbert.embeddings.position_embeddings.weight"}),
+        ("roberta", {"roberta.embeddings.position_embeddings.weight"}),
+        ("gpt2", {"transformer.wpe.weight"}),
+        ("opt", {"model.decoder.embed_positions.weight"}),
+        ("llama", set()),
+    ],
+)
+def test_positions_are_frozen_in_any_family_that_has_them(family, frozen, spec, student, teacher, tmp_path):
+    """DistilBERT's script passes over the flag for other students than RoBERTa and GPT-2; here none is passed over."""
+    technique = distillation(spec, student, teacher, tmp_path, freeze_pos_embs=True)[2]
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family))
+    if not frozen:
+        with pytest.raises(ValueError, match="freeze_pos_embs is true, and the student has no such"):
+            technique.parameter_rules(model)
+        return
+    rules = technique.parameter_rules(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert {name for name in names if any(fnmatchcase(name, rule.params) for rule in rules)} == frozen
+
+
 def test_folding_leaves_a_plain_model(spec, student, teacher, tmp_path):
     """Projection and the outputs asked for are gone: config and parameters are as before."""
     _, model, technique, batch = distillation(spec, student, teacher, tmp_path, terms=["logits", "cos", "attention"])
@@ -363,10 +388,10 @@ def test_a_cached_teacher_is_not_kept_in_memory(spec, student, teacher, tmp_path
     """Once its answers are on disk the model is freed; it comes back for the evaluation of the teacher itself."""
     *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
     assert technique._teacher._model is None
-    technique.views(Forward(batch, None, 0))
+    technique.views(Forward(batch, None, 0), None)
     assert technique._teacher._model is not None
     technique.stop()
-    assert technique.views(Forward(batch, None, 0)) == {}
+    assert technique.views(Forward(batch, None, 0), None) == {}
 
 
 def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher, tmp_path):

@@ -1,6 +1,13 @@
-"""What a rank does before it meets the others."""
+"""What a rank does before it meets the others, and what they say to each other."""
 
 from __future__ import annotations
+
+import ast
+import copy
+import json
+
+from forked_ranks import ForkServer
+from launching import ROOT
 
 from ds_trainer.distributed import building_kernels
 
@@ -40,3 +47,34 @@ def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
     with building_kernels():
         done.append(True)
     assert done
+
+
+def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, tmp_path):
+    """NCCL has none for such tensors: a run of all techniques, gone on with from a checkpoint, does without.
+
+    Both ranks pretend to be on an accelerator, which `host_tensors.py` explains.
+    """
+    recipe = copy.deepcopy(taught_recipe)
+    recipe["phases"][1] |= {"max_steps": 6, "logging_steps": 4, "save_steps": 3, "eval_steps": 3}
+    recipe["phases"][1]["techniques"]["exits"] = {"training": "joint"}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    words = ["--recipe", str(tmp_path / "recipe.json"), "--set", "report=false", "--set", "tensorboard=false"]
+    pretended = dict.fromkeys(range(2), "import host_tensors; host_tensors.pretend()")
+    with ForkServer() as server:
+        for further in ([], ["--resume", str(tmp_path / "out/checkpoint-3")]):
+            run = server.run(2, tmp_path / "out", *words, *further, sabotage=pretended)
+            assert run.codes() == [0, 0], run.text[-3000:]
+    assert "resumed from" in run.text
+
+
+def test_collectives_are_called_in_one_place():
+    """What `distributed.py` sees to holds for all of them; the doctor's are of a process of its own."""
+    calls = {"all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "barrier", "reduce_scatter"}
+    elsewhere = []
+    for path in sorted((ROOT / "ds_trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.rstrip("_").split("_object")[0] in calls:
+                owner = ast.unparse(node.value)
+                if owner in ("dist", "torch.distributed", "comm") and path.name != "distributed.py":
+                    elsewhere.append(path.name)
+    assert set(elsewhere) == {"doctor_rank.py"}

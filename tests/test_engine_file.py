@@ -254,15 +254,15 @@ def test_autos_that_deepspeed_drops_become_its_default():
         "stage": 3,
         "sub_group_size": "auto",
         "overlap_comm": "auto",
-        "zenflow": {"select_strategy": "auto"},
+        "offload_param": {"device": "cpu", "buffer_size": "auto"},
     }
-    resolved = resolve({"zero_optimization": zero, "pipeline": {"stages": "auto"}})
+    resolved = resolve({"zero_optimization": zero, "data_types": {"keep_in_fp32_modules": "auto"}})
     assert resolved["zero_optimization"] == {
         "stage": 3,
         "sub_group_size": 10**9,
-        "zenflow": {"select_strategy": "auto"},
+        "offload_param": {"device": "cpu", "buffer_size": 10**8},
     }
-    assert resolved["pipeline"] == {"stages": "auto"}
+    assert resolved["data_types"] == {"keep_in_fp32_modules": "auto"}
 
 
 def test_the_recipes_precision_reaches_the_file():

@@ -17,6 +17,7 @@ from ds_trainer import exit_evaluation
 from ds_trainer.exit_evaluation import (
     all_logits,
     calibrate,
+    calibrate_folder,
     evaluate_exits,
     flat_scores,
     measured_speed,
@@ -24,7 +25,6 @@ from ds_trainer.exit_evaluation import (
 )
 from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.recipe import TextSpec
-from ds_trainer.run import calibrate_folder
 from ds_trainer.tasks import Batch, Task, build_task
 from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
 from ds_trainer.techniques.exit_heads import read_exits

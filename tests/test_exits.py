@@ -108,7 +108,7 @@ def test_joint_training_learns_a_mean_weighted_by_the_layer(folders, weights, tm
     losses = torch.stack([F.cross_entropy(one, forward.batch.labels) for one in said])
     by_layer = torch.tensor(weights or [1.0, 2.0, 3.0])
     torch.testing.assert_close(technique.terms(forward)["exits.heads"], (by_layer * losses).sum() / by_layer.sum())
-    assert technique.term_names == ("exits.heads",)
+    assert technique.term_units == {"exits.heads": "example"}
 
 
 def test_weights_are_by_the_number_of_the_layer_not_of_the_head(folders, tmp_path):
@@ -137,7 +137,7 @@ def test_the_own_head_teaches_the_others(folders, training, tmp_path):
     expected = kls.sum() if training == "heads" else (torch.tensor([1.0, 2.0]) * kls).sum() / 3
     found = technique.terms(forward)
     torch.testing.assert_close(found["exits.distill"], expected)
-    assert found.keys() == {"exits.heads", "exits.distill"} == set(technique.term_names)
+    assert found.keys() == {"exits.heads", "exits.distill"} == set(technique.term_units)
     assert float(expected.detach()) > 0.01
 
 
@@ -270,7 +270,7 @@ def test_heads_are_after_the_layers_asked_for(folders, layers, heads, tmp_path):
 def test_each_head_is_one_view(folders, tmp_path):
     """exit_1, exit_2: the head's own logits, which the task can answer from."""
     task, model, technique, forward = attached(folders["classes"], tmp_path)
-    views = technique.views(forward)
+    views = technique.views(forward, None)
     assert list(views) == ["exit_1", "exit_2"]
     for layer, logits in said_by_heads(model, forward).items():
         torch.testing.assert_close(views[f"exit_{layer}"].logits, logits)
@@ -298,7 +298,7 @@ def test_logits_are_in_the_precision_of_the_heads(folders, dtype, tmp_path):
     """Under autocast the states come in another than the weights of the heads: they are cast, the loss is fp32."""
     _, model, technique, forward = attached(folders["classes"], tmp_path)
     model.exit_heads.to(dtype)
-    assert {view.logits.dtype for view in technique.views(forward).values()} == {dtype}
+    assert {view.logits.dtype for view in technique.views(forward, None).values()} == {dtype}
     model(**forward.batch.inputs)
     assert technique.terms(forward)["exits.heads"].dtype == torch.float32
 
@@ -338,7 +338,7 @@ def test_folding_leaves_a_plain_model_and_a_folder_that_exits(folders, tmp_path)
 def test_the_saved_heads_are_those_that_were_trained(folders, tmp_path):
     """The folder's model says at each layer what the technique's heads said while training."""
     _, model, technique, forward = attached(folders["classes"], tmp_path, pooling="mean")
-    said = {name: view.logits.detach() for name, view in technique.views(forward).items()}
+    said = {name: view.logits.detach() for name, view in technique.views(forward, None).items()}
     own = forward.out.logits.detach()
     save_folder(technique.fold(model), technique.task.tokenizer, tmp_path / "out", technique.save)
     early = load_model(tmp_path / "out")

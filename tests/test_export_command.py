@@ -359,7 +359,7 @@ def test_exit_heads(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["nothing to do", "--shrink, --onnx, --compact or --unpack"]),
+        ([], ["nothing to do", "--shrink, --onnx, --compact, --unpack or --import_from"]),
         (["--shrink"], ["give --output_dir"]),
         (["--shrink", "--output_dir", "MODEL"], ["the model folder itself"]),
         (["--shrink", "--output_dir", "FULL"], ["something else than a model"]),

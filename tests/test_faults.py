@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -15,33 +16,13 @@ from pathlib import Path
 import pytest
 from forked_ranks import ForkServer
 from interrupting import status_of
-from killing import alike, arguments, finish, kill_often, resumed_at, trained, write
+from killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
+from launching import run_python
 
 from ds_trainer.checkpoint import Checkpoints, step_of
 from ds_trainer.checkpoint_files import MARKER, Writes, checked_sums
 
-EVERY, STEPS = 4, 40
 ENDLESS = ("--set", "phases.prune.max_steps=5000")
-
-
-@pytest.fixture(scope="module")
-def words(taught_recipe, tmp_path_factory) -> list[str]:
-    """A run whose first phase is short, of which the second is disturbed."""
-    return arguments(write(tmp_path_factory.mktemp("recipe"), taught_recipe), EVERY, STEPS)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def whole(server, words, tmp_path_factory) -> Path:
-    """The run that nothing happens to."""
-    output = tmp_path_factory.mktemp("whole") / "out"
-    finish(server, output, words)
-    return output
 
 
 @pytest.fixture
@@ -140,6 +121,38 @@ TextTask.collate = failing
 """
 
 
+LOSES_STEP_7 = """
+from ds_trainer import loop
+from ds_trainer.tasks.text import TextTask
+loop.SETTLE_EVERY = 10
+taken, loss, train_step = [], TextTask.loss, loop.train_step
+def watched(*args):
+    taken.append(train_step(*args))
+    print(f"took step {taken[-1]}", flush=True)
+    return taken[-1]
+def spoilt(self, out, batch):
+    return loss(self, out, batch) * (float("nan") if taken and taken[-1] == 6 else 1.0)
+loop.train_step, TextTask.loss = watched, spoilt
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "last"), [(0, ["techniques.prune=null"], 10), (0, [], 7), (2, [], 7), (3, [], 7)]
+)
+def test_a_loss_that_is_not_finite_is_told_without_a_record(server, words, output, stage, more, last):
+    """Within the step where the engine skips it, or before the next where scores show it; else within a bounded number
+    of steps: exit code 3, and its step."""
+    silent = [
+        word for field in ("logging_steps=0", "save_steps=0", *more) for word in ("--set", f"phases.prune.{field}")
+    ]
+    sabotage = {1: LOSES_STEP_7, 0: LOSES_STEP_7.replace("nan", "1")}
+    engine = f"ds_configs/zero{stage}.json"
+    run = server.run(2, output, *words, *silent, "--resume", engine=engine, sabotage=sabotage)
+    assert run.codes() == [3, 3], run.text[-3000:]
+    assert "error: prune: the loss of step 7 is not finite: the term task is nan on rank 1" in run.text
+    assert run.text.count("took step ") == 2 * last
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank):
     """It leaves its traceback and code 1, the other ends with 4; rank 0 tells the cause, its own or the other's."""
@@ -152,6 +165,70 @@ def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank
     if rank == 1:
         assert "failed: KeyError: 'of the test'" in run.text
     assert status_of(output)["state"] == "failed"
+
+
+ASKS_FOR_TOO_MUCH = {
+    "training": """
+import torch
+from transformers import BertModel
+forward, calls = BertModel.forward, []
+def hungry(self, *args, **kwargs):
+    calls.extend([0] * self.training)  # a teacher never is
+    if len(calls) == 5:
+        torch.empty(10**15)
+    return forward(self, *args, **kwargs)
+BertModel.forward = hungry
+""",
+    "an evaluation": """
+import torch
+from ds_trainer.tasks.text import TextTask
+TextTask.answers = lambda *_: torch.empty(10**15)
+""",
+}
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes"
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("training", [1]), ("training", [0, 1]), ("an evaluation", [0])])
+def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, where, ranks):
+    """The allocator's own error on one rank, or on both at once: all end with 6, and the only message says which rank,
+    where, what it held and what to change; status.json has it; and --resume ends as if nothing had happened."""
+    run = server.run(2, output, *words, "--resume", sabotage=dict.fromkeys(ranks, ASKS_FOR_TOO_MUCH[where]))
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert "Traceback" not in run.text
+    (told,) = [line for line in run.text.splitlines() if line.startswith("error:") or "ran out of memory" in line]
+    who = rf"error: rank [{min(ranks)}-{max(ranks)}] \(host .+, process \d+\)"
+    assert re.match(rf"{who} ran out of memory in {where}: ", told)
+    assert OUT_OF_MEMORY in told
+    step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
+    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds par" in told
+    assert f"activations, buffers and all else. Lower per_device_{size}" in told
+    assert ", or raise zero_optimization.stage (now 2), or lower" in told
+    assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
+    status = status_of(output)
+    assert (status["state"], status["exit_code"], OUT_OF_MEMORY in status["message"]) == ("failed", 6, True)
+    finish(server, output, words)
+    assert alike(output, whole)
+
+
+def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
+    """`launch/evaluate.py` has the same exit code, and its own batch size."""
+    command = "\nfrom ds_trainer.command import *\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
+    code = ASKS_FOR_TOO_MUCH["an evaluation"] + command
+    done = run_python("-c", code, str(whole / "model"), "--recipe", str(whole / "recipe.json"))
+    (told,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 6
+    assert "ran out of memory in the evaluation: " in told
+    assert OUT_OF_MEMORY in told
+    assert told.endswith("Lower --batch_size (now 64), or lower the task's max_seq_length.")
+
+
+def test_a_rank_that_waits_for_one_without_memory_ends_without_a_word(server, words, output):
+    """Also where no error wakes it, as with NCCL, whose collectives are waited for on the device."""
+    hangs = RAISES.format(what="import time; time.sleep(10_000)")
+    soon = "from ds_trainer import rank_watch; rank_watch._HUNG = 1.0"
+    run = server.run(2, output, *words, "--resume", sabotage={0: ASKS_FOR_TOO_MUCH["training"], 1: hangs + soon})
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert (run.text.count("ran out of memory"), run.text.count("hangs")) == (1, 0)
 
 
 def test_a_rank_that_hangs_is_found_out(server, words, output):
@@ -213,10 +290,6 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(server, words, whole, output
     assert alike(place, whole)
 
 
-def states(checkpoint: Path) -> Path:
-    return next(checkpoint.glob("*optim_states.pt"))
-
-
 DAMAGES = {
     "cut": lambda place: os.truncate(states(place), states(place).stat().st_size // 2),
     "changed": lambda place: states(place).write_bytes(b"x" + states(place).read_bytes()[1:]),
@@ -244,8 +317,9 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
     Checkpoints(folder, keep=1).drop_oldest()
     assert Checkpoints(folder).all() == [before], "the last whole one stays, whatever is damaged"
     assert (folder / f"damaged-{step_of(newest)}").is_dir()
-    with pytest.raises(ValueError, match="is damaged"):
-        Checkpoints(again).newest(again / newest.name)
+    with pytest.raises(ValueError, match=r"is damaged .* the run is left as it was"):
+        Checkpoints(again).named(again / newest.name)
+    assert newest.name in {path.name for path in again.iterdir()}
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(server, words, whole, tmp_path):
@@ -261,18 +335,6 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(se
     assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
     assert resumed_at(run) == step_of(before)
     assert Checkpoints(folder).newest()[0] == newest
-    assert alike(folder, whole)
-
-
-def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_path):
-    """--resume CHECKPOINT goes on from an older one; those after it are put aside, and the result is the same."""
-    folder = tmp_path / "out"
-    shutil.copytree(whole, folder)
-    oldest, *later = Checkpoints(folder).all()
-    run = server.run(2, folder, *words, "--resume", str(oldest))
-    assert run.codes() == [0, 0], run.text[-3000:]
-    assert resumed_at(run) == step_of(oldest)
-    assert {path.name for path in folder.glob("superseded-*")} == {f"superseded-{step_of(path)}" for path in later}
     assert alike(folder, whole)
 
 
@@ -333,22 +395,10 @@ def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
     assert results["eval"]["accuracy"] == scores[worst]
 
 
-def test_going_back_to_an_earlier_phase_does_the_later_ones_again(server, words, whole, tmp_path):
-    """They start from another model now: their old checkpoints are put aside, and not gone on from."""
-    saving = ("--set", "phases.finetune.save_steps=2")
-    finish(server, tmp_path / "out", [*words, *saving])
-    run = server.run(2, tmp_path / "out", *words, *saving, "--resume", str(tmp_path / "out/finetune/checkpoint-2"))
-    assert run.codes() == [0, 0], run.text[-3000:]
-    assert "finetune: resumed from " in run.text
-    assert resumed_at(run) == 0
-    assert any((tmp_path / "out").glob("superseded-*"))
-    assert alike(tmp_path / "out", whole)
-
-
 def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
     """Two epochs of 240 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
     epochs = ("--set", "phases.prune.max_steps=null", "--set", "phases.prune.num_train_epochs=2")
-    smaller = ("--set", "phases.prune.train_batch_size=8")
+    smaller = ("--set", "phases.prune.train_batch_size=8", "--set", "phases.prune.weight_decay=0.05")
     stops = []
     for more, until in ((epochs, 5), ((*epochs, *smaller), 12)):
         run = server.run(2, output, *words, *more, "--resume")
@@ -361,6 +411,9 @@ def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, w
     steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
     assert steps == stops[0] + (480 - 16 * stops[0]) // 8
     assert "train_batch_size was 16 up to step" in run.text
+    changed = "prune: not as in the checkpoint, but as this run's files have it: weight_decay 0.0 -> 0.05 (weights)\n"
+    assert changed in run.text
+    assert changed not in last.text
 
 
 def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):
@@ -373,10 +426,14 @@ def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole,
     shutil.copytree(folder / "finetune" / "kept", folder / "finetune" / "model")
     results = json.loads((whole / "all_results.json").read_text())
     (folder / "all_results.json").write_text(json.dumps({"finetune": results["finetune"]}))
-    run = server.run(2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null")
+    groups = ("--set", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
+    run = server.run(
+        2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null", *groups
+    )
     assert run.codes() == [2, 2], run.text[-3000:]
     assert "was written with the seed 42, and this run has 7" in run.text
     assert "with the techniques ['distill', 'prune'], and this run has ['prune']" in run.text
+    assert "with the parameter groups ['" in run.text
     assert [path.name for path in Checkpoints(folder).all()] == saved
 
 

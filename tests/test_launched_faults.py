@@ -119,9 +119,9 @@ def test_torchrun_restarts_a_run(words, whole, tmp_path):
     assert alike(output, whole)
 
 
-@pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (3, 1), (5, 1)])
+@pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1), (3, 1), (5, 1), (6, 1)])
 def test_the_restart_loop_does_not_repeat_what_a_restart_cannot_mend(tmp_path, code, attempts):
-    """Its own exit code is the command's; a mistake, a loss that is not finite and a request to stop end it at once."""
+    """Its own exit code is the command's; what would happen again, or was asked for, ends it at once."""
     tries = tmp_path / "tries"
     command = ["bash", "launch/restart.sh", "3", str(tmp_path), "bash", "-c", f"echo x >> {tries}; exit {code}"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == code

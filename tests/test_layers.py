@@ -13,16 +13,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each layer may import those after it, and its own.
 LAYERS = [
-    {"run", "benchmark"},
+    {"run", "scoring", "benchmark"},
+    {"joining"},
     {"checkpoint_model"},
     {"loop", "starting_models"},
     {"student"},
     {
         "engine",
         "numerics",
+        "histograms",
         "run_status",
         "export",
         "export_folder",
+        "foreign_folders",
         "onnx_file",
         "checkpoint",
         "checkpoint_scores",
@@ -46,7 +49,8 @@ LAYERS = [
     },
     {"techniques", "tasks"},
     {"shrink"},
-    {"flops", "timing", "models", "data", "losses", "compact", "universal", "universal_form", "loading"},
+    {"flops", "timing", "models", "data", "losses", "compact", "universal", "universal_form", "loading", "memory"},
+    {"machine"},
     {"shrunk_model"},
     {"benchmark_command", "evaluate_command", "export_command"},
     {"command"},
@@ -55,6 +59,8 @@ LAYERS = [
         "engine_file",
         "engine_blocks",
         "engine_keys",
+        "engine_verdicts",
+        "compression_block",
         "exit_command",
         "readers",
         "sources",
@@ -79,10 +85,10 @@ LAYERS = [
     {"recipe", "json_file"},
     {"task_specs", "technique_specs"},
     {"exit_specs", "prune_specs"},
-    {"fields", "failures", "interrupts", "launcher", "rank_watch", "stopping", "trust", "messages", "whole_file"},
+    {"fields", "interrupts", "launcher", "rank_watch", "stopping", "trust", "messages", "whole_file"},
     {"schedules"},
     {"distributed"},
-    {"attempts"},
+    {"attempts", "failures"},
 ]
 # What checks a command, and all below it, is loaded before torch.
 BEFORE_TORCH = tuple(

@@ -43,11 +43,12 @@ def notes() -> list[str]:
 def training_from(notes, monkeypatch):
     """Makes a Training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
     ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
-    for name, stub in (("start_engine", lambda *_: ds_engine), ("set_rates", lambda *_: None)):
-        monkeypatch.setattr(f"ds_trainer.engine.{name}", stub)
+    settings = SimpleNamespace(put_back=lambda _: "")
+    for name, stub in (("start_engine", ds_engine), ("OptimizerSettings", settings)):
+        monkeypatch.setattr(f"ds_trainer.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
     monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
-    monkeypatch.setattr(loop.PhasePlan, "identity", lambda _: {})
+    monkeypatch.setattr(loop.PhasePlan, "identity", lambda *_: {})
     position = SimpleNamespace(step=4, evaluated=4, scores={}, techniques={"noted": {"value": 3}}, report={}, order=1)
     best = SimpleNamespace(step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
@@ -55,7 +56,8 @@ def training_from(notes, monkeypatch):
     )
     report = SimpleNamespace(open=lambda *_: notes.append("open"))
     task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
-    phase = parse_recipe({"phases": [{"max_steps": 10}]}).phases[0]
+    best_of = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_steps": 2, "eval_steps": 2}
+    phase = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
     plan = loop.PhasePlan(phase, phase.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
     objective = SimpleNamespace(techniques=[Noted(notes)])
     monkeypatch.setattr(loop.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
@@ -80,10 +82,12 @@ def test_a_new_run_resumes_nothing(training_from, notes):
 
 
 def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, notes):
-    """Weights and state are of one step."""
-    training = training_from(resumed=False)
-    assert training.go_back_to_best()
-    assert (training.step, notes[-2:]) == (2, ["load checkpoint-2", "resume 2"])
+    """Weights and state are of one step, which is that of what is exported."""
+    training = training_from(resumed=True)
+    training.score = lambda step: notes.append(f"score {step}")
+    assert training.finish()[0] == 2
+    assert notes[-3:] == ["load checkpoint-2", "resume 2", "score 2"]
+    assert training.step == 4, "how far training has come"
 
 
 def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, monkeypatch):

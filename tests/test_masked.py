@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.losses import hard_concrete, score_penalty
+from ds_trainer.techniques.grains import Rows
 from ds_trainer.techniques.masked import MaskedLinear
-from ds_trainer.techniques.masks import HardMask, KeepAbove, KeepShare, OpenGates, SoftMask
-from ds_trainer.techniques.selection import Cut
+from ds_trainer.techniques.masks import HardMask, KeepAbove, KeepLargest, KeepShare, OpenGates, SoftMask
+from ds_trainer.techniques.selection import Cut, Sizes
 
 
 class StraightThrough(torch.autograd.Function):
@@ -277,3 +280,65 @@ def test_an_evaluation_sees_the_weights_of_today():
         layer.eval()
         expected = F.linear(hidden, layer.find_mask().times(layer.weight, layer.scores()), layer.bias)
         assert torch.equal(layer(hidden), expected)
+
+
+def exact_slope(scores: torch.Tensor, kind: str) -> torch.Tensor:
+    """The gradient of the penalty in fp64, by the formula of its paper."""
+    share = torch.sigmoid(scores.double() + {"l1": 0.0, "l0": -2 / 3 * math.log(0.1 / 1.1)}[kind])
+    return share * (1 - share) / scores.numel()
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((768, 3072), "l1"), ((768, 3072), "l0"), ((4096, 4096), "l1")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_penaltys_gradient_is_rounded_once(shape, dtype, kind):
+    """At every loss scale within 1% of fp64, or, in fp16, half of its smallest number: below 3e-6 that is the more.
+
+    So the mean over 4096 x 4096 scores has the gradient 0 in fp16 at a scale of 1, and 1.5e-8 in bf16.
+    """
+    scores = torch.zeros(shape, dtype=dtype)
+    scores[0, :4] = torch.tensor([2.197, -3.0, 1.0, -0.5])
+    layer = MaskedLinear(nn.Linear(*shape[::-1], bias=False, dtype=dtype), scores, kind)
+    layer.plan(KeepAbove(-math.inf, of_sigmoid=False))
+    layer(torch.zeros(1, shape[1], dtype=dtype))
+    penalty, exact = layer.penalty, exact_slope(scores[0, :5], kind) * 5 / scores.numel()
+    for scale in (1.0, 1024.0, 65536.0):
+        (gradient,) = torch.autograd.grad(penalty * scale, layer.mask_scores, retain_graph=True)
+        assert gradient.dtype == dtype
+        half = 2**-25 if dtype == torch.float16 else 0.0
+        torch.testing.assert_close(gradient[0, :5].double(), exact * scale, rtol=0.01, atol=half)
+        assert bool((gradient[1:] == gradient[0, 4]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", [KeepShare(0.5), OpenGates(3)], ids=["cut", "gates"])
+def test_a_penalty_under_the_rounding_of_the_loss_is_not_lost(rule, dtype):
+    """The mean over 200,000 scores has the penalty's part, where each score's other part rounds by more than it is."""
+    torch.manual_seed(0)
+    linear = nn.Linear(400, 500, bias=False, dtype=dtype)
+    layer = MaskedLinear(linear, torch.full((500, 400), 0.5, dtype=dtype), "l1")
+    layer.plan(rule)
+    hidden = torch.full((1, 400), 1.1, dtype=dtype)  # its products are no numbers of this dtype
+    scale = 2.0**-9 * 4e4 if dtype == torch.bfloat16 else 2.0**-9 * 5e3  # a tenth of the rounding of most products
+    out = layer(hidden)
+    (both,) = torch.autograd.grad(out.sum() + layer.penalty * scale, layer.mask_scores, retain_graph=True)
+    mask = layer.mask.drawn(1)
+    ones = torch.ones(500, 400, dtype=torch.float64)
+    slope = mask.scores_gradient(ones, ones, layer.mask_scores.detach().double(), None)
+    of_penalty = (both.double() - linear.weight.detach().double() * slope * hidden.double()).mean()
+    expected = scale * exact_slope(layer.mask_scores.detach(), "l1").mean()
+    assert float(of_penalty) == pytest.approx(float(expected), rel=0.1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0])
+def test_a_decisions_gradient_in_fp16_is_that_of_fp64(scale):
+    """The products that sum up to it, each below what fp16 can say, are summed in fp32."""
+    torch.manual_seed(0)
+    linear = nn.Linear(3072, 64, bias=False, dtype=torch.float16)
+    with torch.no_grad():
+        linear.weight.copy_(torch.rand(64, 3072) * 1e-3)
+    layer = MaskedLinear(linear, torch.zeros(64, dtype=torch.float16), None, Rows(64, 3072))
+    layer.plan(KeepLargest(64, Sizes()))
+    hidden = torch.full((1, 3072), 2.0**-14, dtype=torch.float16)
+    layer(hidden).backward(torch.full((1, 64), scale, dtype=torch.float16))
+    exact = linear.weight.detach().double().sum(1) * 2.0**-14 * scale
+    torch.testing.assert_close(layer.mask_scores.grad.double(), exact, rtol=0.01, atol=0)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launching import run_deepspeed
-from numerics_matrix import DECAY, RANKS, SKIPPING, SOUND, SPOILT, STOPPED
+from numerics_matrix import DECAY, EFFECTIVE, IDLE, RANKS, SKIPPING, SOUND, SPOILT, STOPPED, config_of
 
+from ds_trainer.engine_verdicts import idle_keys
 from ds_trainer.numerics import StepWatch
 
 
@@ -52,6 +53,27 @@ def test_the_norm_is_the_same_whatever_the_precision(seen):
     first = {name: of_all_ranks(seen, name)["norms"][0] for name in SKIPPING if SKIPPING[name].precision != "autocast"}
     first |= {name: of_all_ranks(seen, name)["norms"][0] for name in ("fp32-0", "fp32-0, unclipped", "autocast-0")}
     assert first == {name: pytest.approx(first["fp32-1"], rel=5e-3) for name in first}
+
+
+@pytest.mark.parametrize("name", [*SKIPPING, "fp32-0", "fp32-0, unclipped", "autocast-0"])
+def test_histograms_are_of_whole_parameters(seen, name):
+    """However ZeRO cuts weights and gradients: every value is counted once, in its bucket, and the gradients are those
+    that the optimizer gets, with the norm that is logged or, where that is more, the one they are clipped to."""
+    case, found = (SKIPPING | SPOILT)[name], of_all_ranks(seen, name)
+    sizes = {"first.weight": 128, "first.bias": 16, "second.weight": 64, "second.bias": 4}
+    histograms = found["histograms"]
+    assert histograms.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in sizes}
+    for tag, histogram in histograms.items():
+        assert sum(histogram["counts"]) == pytest.approx(sizes[tag.partition("/")[2]])
+    for parameter, values in found["weights"].items():
+        if values:  # None without ZeRO, where they are not cut
+            whole, histogram = torch.tensor(values), histograms[f"weights/{parameter}"]
+            assert histogram["counts"] == pytest.approx(whole.histc(64).tolist())
+            assert (histogram["low"], histogram["high"]) == (float(whole.min()), float(whole.max()))
+            assert histogram["total"] == pytest.approx(float(whole.double().sum()))
+            assert histogram["squares"] == pytest.approx(float(whole.double().square().sum()))
+    norm = math.sqrt(sum(histogram["squares"] for tag, histogram in histograms.items() if "gradients/" in tag))
+    assert norm == pytest.approx(min(found["norms"][1], case.clip or math.inf), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", SPOILT)
@@ -119,6 +141,16 @@ def test_fp16_without_zero_scales_its_loss(seen):
     expected = losses.pop("sgd-fp32-1")
     assert abs(expected[-1] / expected[0] - 1) > 0.1
     assert losses == {name: pytest.approx(expected, rel=5e-3) for name in losses}
+
+
+@pytest.mark.parametrize("name", [*EFFECTIVE, *IDLE])
+def test_a_key_changes_the_numbers_where_it_is_said_to(seen, name):
+    """The engine's losses differ by a key without a warning, and are the same to the bit with one that is warned of."""
+    key, plain = name.split(", ")
+    warned = [idle for idle in idle_keys(config_of((EFFECTIVE | IDLE)[name])) if key in idle]
+    assert bool(warned) == (name in IDLE)
+    same = [rank["losses"] for rank in seen[0][name]] == [rank["losses"] for rank in seen[0][plain]]
+    assert same == (name in IDLE)
 
 
 class Engine(SimpleNamespace):

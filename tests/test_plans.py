@@ -6,6 +6,12 @@ import pytest
 import torch
 from test_granularity import NEURONS_ALONE, kept_of, make_model, pruned, run
 from test_prune import make_prune
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+from zero_matrix import ToyTask, batch_of, bert, phase_of
+
+from ds_trainer.failures import NonFiniteLossError
+from ds_trainer.techniques import Clock, Forward, build_techniques
 
 
 def test_a_global_choice_over_mixed_grains_counts_weights():
@@ -96,7 +102,7 @@ def test_scores_that_are_nan_end_the_run(spec):
         run(model)
         prune.readings()
 
-    with pytest.raises(RuntimeError, match="the scores hold NaN: the run has diverged"):
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN: the run has diverged"):
         read()
 
 
@@ -121,3 +127,103 @@ def test_a_choice_over_all_layers_is_held_and_resumed():
     prune.on_step(10)
     run(model)
     assert not all(torch.equal(a.mask.open, b) for a, b in zip(prune.layers.values(), held, strict=True))
+
+
+def outputs(prune, model, step: int) -> tuple[Tensor, Tensor]:
+    """The logits of an evaluation at this step, and those of its view at the final threshold; of its second batch."""
+    prune.on_step(step)
+    with torch.no_grad():
+        for _ in range(2):
+            own = run(model)
+            view = prune.views(Forward(None, own, 0), lambda _: run(model))
+    return own, view["final_threshold"]
+
+
+VIEWED = {
+    "topK": {},
+    "magnitude": {"pruning_method": "magnitude"},
+    "threshold": {"pruning_method": "threshold", "final_threshold": 0.4},
+    "sigmoied": {"pruning_method": "sigmoied_threshold", "final_threshold": 0.6},
+    "l0": {"pruning_method": "l0", "initial_threshold": 0.0},
+    "2:4": {"granularity": "2:4", "final_threshold": 0.5},
+    "row": {"granularity": "row"},
+    "hybrid": {"granularity": "hybrid"},
+    "hybrid magnitude": {"granularity": "hybrid", "pruning_method": "magnitude"},
+    "uniform": {"granularity": "hybrid", "pruning_method": "threshold", "final_threshold": 0.4, "uniform": True},
+    "global": {"global_topk": True, "global_topk_frequency_compute": 4},
+    "global magnitude": {"global_topk": True, "global_topk_frequency_compute": 4, "pruning_method": "magnitude"},
+    "global hybrid": {"global_topk": True, "global_topk_frequency_compute": 4, "granularity": "hybrid"},
+    "flops": {
+        "target_flops": 0.5,
+        "final_threshold": 0.5,
+        "global_topk_frequency_compute": 4,
+        "granularity": "hybrid",
+        "pruning_method": "magnitude",
+    },
+}
+
+
+@pytest.mark.parametrize("spec", VIEWED.values(), ids=VIEWED)
+def test_the_view_at_the_final_threshold(spec):
+    """It is the model as its last step would have it; the model's own answers and all that trains it stay as they are.
+
+    Also where a choice over all layers is held, in a run that goes on from its state, and where a stop ends the view.
+    """
+    spec = {"final_threshold": 0.3, "mask_init": "uniform", "mask_scale": 1.0, "schedule": "linear"} | spec
+    plain = make_prune(**spec)
+    model = plain.attach(make_model()).eval()
+    prune = make_prune(evaluate_at_final_threshold=True, **spec)
+    viewed = prune.attach(make_model()).eval()
+    assert (prune.cheap_views, plain.cheap_views) == (True, False)
+    assert plain.views(Forward(None, None, 0), None) == {}
+    with torch.no_grad():
+        for step in (0, 4, 5):  # a choice over all layers is held after step 4
+            plain.on_step(step)
+            own, view = outputs(prune, viewed, step)
+            assert torch.equal(own, run(model))
+        other = make_prune(evaluate_at_final_threshold=True, **spec)
+        resumed = other.attach(make_model()).eval()
+        other.resume(prune.state())
+        assert [torch.equal(a, b) for a, b in zip(outputs(other, resumed, 5), (own, view), strict=True)] == [True, True]
+        before = prune._planned(), prune.state()
+        with pytest.raises(InterruptedError):
+            prune.views(Forward(None, own, 0), stopped)
+        assert all(a[1] is b[1] for a, b in zip(prune._planned(), before[0], strict=True))
+        assert (prune.state(), plain.state()) == (before[1], before[1])
+        assert prune.readings() == plain.readings()
+        plain.on_step(10)
+        assert torch.equal(view, run(model))
+        assert torch.equal(own, view) == (spec.get("pruning_method") == "l0")
+        own, view = outputs(prune, viewed, 10)
+        assert view is own
+
+
+def stopped(_) -> None:
+    raise InterruptedError
+
+
+def test_exit_heads_are_asked_about_the_models_own_forward():
+    """Their views are those of a phase without the one at the final threshold, which runs the layers once more."""
+    phase = phase_of("all")
+    logits = []
+    for viewed in (False, True):
+        torch.manual_seed(0)
+        prune = phase.techniques.prune.model_copy(update={"evaluate_at_final_threshold": viewed})
+        specs = phase.techniques.model_copy(update={"prune": prune, "distill": None})
+        techniques = build_techniques(specs, Clock(6, 1, seed=5), ToyTask())
+        model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3)).eval()
+        for technique in techniques:
+            model = technique.attach(model)
+            technique.on_step(1)
+        batch = batch_of(0, 0, 0)
+        with torch.no_grad():
+            for _ in range(2):
+                forward = Forward(batch, model(**batch.inputs), 0)
+                views = {}
+                for technique in techniques:
+                    views |= technique.views(forward, lambda batch, model=model: model(**batch.inputs))
+        assert ("final_threshold" in views) == viewed
+        logits.append({name: view.logits for name, view in views.items()} | {"own": forward.out.logits})
+    for name, values in logits[0].items():
+        assert torch.equal(values, logits[1][name])
+    assert not torch.equal(logits[1]["final_threshold"], logits[1]["own"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -161,7 +164,8 @@ def test_global_threshold_is_held_between_refreshes():
 @pytest.mark.parametrize(("kind", "method"), [("l1", "sigmoied_threshold"), ("l0", "l0")])
 def test_the_penalty_is_the_mean_over_layers_scaled_by_the_threshold(kind, method):
     """threshold / final_threshold x the mean penalty of the layers, from the closed form."""
-    prune = make_prune(pruning_method=method, regularization=kind, mask_init="uniform", mask_scale=2.0)
+    thresholds = {"initial_threshold": 0.0, "mask_init": "uniform", "mask_scale": 2.0}
+    prune = make_prune(pruning_method=method, regularization=kind, **thresholds)
     model = prune.attach(make_model("bert"))
     prune.on_step(5)
     out = model(input_ids=torch.randint(0, 60, (2, 5)))
@@ -204,3 +208,122 @@ def test_a_model_without_layers_is_refused():
     """The message says what was looked for."""
     with pytest.raises(ValueError, match="no list of equal layers"):
         encoder_layers(nn.Sequential(nn.Linear(2, 2)))
+
+
+def steps_of(prune: Prune, model: nn.Module, steps: int, rate: float = 0.0) -> list[float]:
+    """The density at each of so many steps; every score moves by `rate` against the sign of its gradient."""
+    densities = []
+    for step in range(steps):
+        prune.on_step(step)
+        model(input_ids=torch.randint(0, 60, (2, 5))).logits.square().sum().backward()
+        densities.append(prune.readings()["prune/density"])
+        for layer in prune.layers.values() if rate else ():
+            layer.mask_scores.data -= rate * layer.mask_scores.grad.sign()
+            layer.mask_scores.grad = None
+    return densities
+
+
+def jump_of(caplog) -> list[str]:
+    return [record.message for record in caplog.records if "training should start" in record.message]
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ds_trainer"), "propagate", True)
+    return caplog
+
+
+DENSE = ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"]
+
+
+@pytest.mark.parametrize("granularity", ["weight", "hybrid", "block"])
+@pytest.mark.parametrize("method", DENSE)
+def test_the_defaults_of_every_method_start_dense(method, granularity, told):
+    """All weights are kept while the threshold is held at its start, and by l0's gates each is let through by 0.98."""
+    prune = make_prune(total=100, initial_warmup=8, pruning_method=method, granularity=granularity)
+    prune = Prune(prune.spec, Clock(100, 1, seed=3), task=None)
+    model = prune.attach(make_model("bert"))
+    rate = 0.0 if method == "magnitude" else prune.spec.mask_scores_learning_rate
+    assert steps_of(prune, model, 8, rate) == [1.0] * 8
+    assert jump_of(told) == []
+    if method == "l0":
+        assert float(hard_concrete(torch.tensor(prune.spec.mask_scale), None)) == pytest.approx(0.98, abs=1e-3)
+        assert (prune.threshold / prune.spec.final_threshold, rate) == (1, 0.1)
+
+
+@pytest.mark.parametrize("init", ["uniform", "kaiming"])
+@pytest.mark.parametrize("method", DENSE)
+def test_every_kind_of_scores_starts_dense_or_is_told(method, init, told):
+    """Scores around 0 are dense where a share is kept, or a sigmoid is above 0; else half of them, which is told."""
+    prune = make_prune(pruning_method=method, mask_init=init, total=1000)
+    densities = steps_of(prune, prune.attach(make_model("bert")), 3)
+    half = method in ("threshold", "l0")
+    if method != "l0":
+        assert densities[0] == pytest.approx(0.5 if half else 1.0, abs=0.02)
+    assert len(jump_of(told)) == half
+    assert not half or 'set mask_init to "constant"' in jump_of(told)[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "step", "way"),
+    [
+        ({"pruning_method": "threshold", "mask_scale": 0.0}, 0, "mask_scale above initial_threshold by many steps"),
+        ({"pruning_method": "threshold", "mask_scale": 0.005}, 1, "mask_scale above initial_threshold by many steps"),
+        ({"pruning_method": "sigmoied_threshold", "initial_threshold": 0.5}, 0, "lower initial_threshold"),
+        (
+            {"pruning_method": "l0", "mask_scale": 0.0},
+            0,
+            "the gates are open by 50.0%, and training should start with 100%",
+        ),
+        ({"pruning_method": "threshold", "mask_scale": 0.0, "granularity": "hybrid"}, 0, "the density is 0.0%"),
+        ({"final_warmup": 1.0}, 0, "lower initial_warmup or final_warmup"),
+    ],
+)
+def test_a_jump_at_the_first_steps_is_told_once(spec, step, way, told):
+    """With the step, the density, and what to change; also where the scores cross the threshold in one step."""
+    prune = make_prune(**spec)
+    steps_of(prune, prune.attach(make_model("bert")), 4, rate=0.01)
+    (message,) = jump_of(told)
+    assert message.startswith(f"prune: at step {step} ")
+    assert way in message
+
+
+def test_a_start_as_the_recipe_says_is_no_jump(told):
+    """A share of a half from the start is what was asked for; a schedule of few steps moves fast after the first."""
+    for spec in ({"initial_threshold": 0.5}, {"total": 3}):
+        prune = make_prune(**spec)
+        model = prune.attach(make_model("bert"))
+        for step in (0, 1, 1, 2):  # an evaluation between two steps
+            prune.on_step(step)
+            model(input_ids=torch.randint(0, 60, (2, 5)))
+    assert jump_of(told) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"granularity": "head", "final_threshold": 0.1},
+            "of 50.0%, .* final_threshold .* 10.0%.*finer granularity",
+        ),
+        ({"pruning_method": "sigmoied_threshold"}, 'of 100.0%, next to no pruning: set .* "l1"'),
+        ({"pruning_method": "l0", "regularization": "l0"}, "of 100.0%, next to no pruning: raise final_lambda"),
+        (
+            {"pruning_method": "l0", "regularization": "l0", "mask_scale": -3.0},
+            "of 0.0%, next to nothing: lower final_lambda",
+        ),
+        ({"final_threshold": 0.1}, ""),
+        ({"pruning_method": "l0", "mask_init": "uniform", "mask_scale": 5.0}, ""),
+    ],
+)
+def test_an_end_far_from_the_recipe_is_told(spec, message, told):
+    """Where a share is asked for, a fifth more or less; else, where nothing was pruned or nothing is left."""
+    prune = make_prune(**spec)
+    model = prune.attach(make_model("bert")).eval()
+    for step in (5, 10):
+        prune.on_step(step)
+        model(input_ids=torch.randint(0, 60, (2, 5)))
+    prune.fold(model)
+    found = [record.message for record in told.records if "the run ends" in record.message]
+    assert len(found) == bool(message)
+    assert not found or re.search(message, found[0])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import cv2
 import pytest
 from launching import SHARED, run_deepspeed, run_python
 
+from ds_trainer import machine
 from ds_trainer.checkpoint_files import read_marker, write_marker
 from ds_trainer.command import run_command
 from ds_trainer.evaluate_command import read_evaluate_job
@@ -36,10 +38,16 @@ def log_of(output: Path, phase: str) -> list[dict]:
     return [record for record in records if record["phase"] == phase]
 
 
+def line_of(page: Path, title: str) -> str:
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith(f"| {title} |")]
+    return line
+
+
 @pytest.fixture(scope="module")
 def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "tiny.json"
-    path.write_text("// a comment\n" + json.dumps(tiny_recipe))
+    finetune, prune = tiny_recipe["phases"]
+    path.write_text("// a comment\n" + json.dumps(tiny_recipe | {"phases": [finetune, prune | {"histograms": True}]}))
     return path
 
 
@@ -115,6 +123,45 @@ def test_the_log_has_every_reading(output):
     assert len([name for name in record if name.startswith("prune/density/")]) == 12
 
 
+def test_every_record_has_its_epoch(output):
+    """Examples seen over the 240 of training, as a fraction: in the records of training and of evaluation alike."""
+    for phase in ("finetune", "prune"):
+        records = log_of(output, phase)
+        assert [r["epoch"] for r in records] == [pytest.approx(16 * r["step"] / 240) for r in records]
+        assert any("eval/accuracy" in record for record in records)
+        epochs = read(output / "all_results.json")[phase]["train"]["epochs"]
+        assert epochs == pytest.approx(records[-1]["epoch"])
+        assert f" {epochs:.2f} |" in line_of(output / "report.md", "epochs")
+
+
+def test_every_record_has_the_peak_memory_of_every_rank(output):
+    """Of both processes, in training and evaluation, more than the libraries take; the page names the largest."""
+    peaks = {name: [] for name in ("memory/resident/rank0", "memory/resident/rank1")}
+    for record in log_of(output, "prune"):
+        prefix = "" if "train/loss" in record else "eval/"
+        assert {f"{prefix}{name}" for name in peaks} == {name for name in record if "memory/" in name}
+        for name, values in peaks.items():
+            values.append(record[f"{prefix}{name}"])
+    assert all(200 << 20 < value < 8 << 30 for values in peaks.values() for value in values)
+    assert peaks["memory/resident/rank0"] != peaks["memory/resident/rank1"]
+    rank = max(range(2), key=lambda rank: max(peaks[f"memory/resident/rank{rank}"]))
+    most = max(peaks[f"memory/resident/rank{rank}"]) / 2**30
+    assert line_of(output / "report.md", "peak memory, resident").endswith(f" {most:.2f} GiB (rank {rank}) |")
+
+
+def test_the_results_say_what_every_phase_was_trained_on(output):
+    """Library versions, hosts and devices, once; beside the phase's own results, so that all keys are phases."""
+    results = read(output / "all_results.json")
+    assert list(results) == ["finetune", "prune"]
+    for found in results.values():
+        (session,) = found["trained_on"]
+        assert session["versions"] == machine.versions()
+        assert session["versions"].keys() == {"ds_trainer", "python", "torch", "transformers", "deepspeed", "numpy"}
+        assert session["hosts"] == {socket.gethostname(): {machine.device_name(): 2}}
+    note = f"Trained on {socket.gethostname()} (2 x "
+    assert note in (output / "report.md").read_text().replace("\\", "")
+
+
 def test_tensorboard_has_what_the_log_has(output):
     """Every scalar of the log's last training record is in the event file, at its step, with its value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -125,6 +172,25 @@ def test_tensorboard_has_what_the_log_has(output):
     for name in record.keys() - {"phase", "step"}:
         last = events.Scalars(name)[-1]
         assert (last.step, last.value) == (record["step"], pytest.approx(record[name], rel=1e-6))
+
+
+def test_tensorboard_has_histograms(output):
+    """Of every parameter that is trained and of its gradients, at every record, also where ZeRO 3 has cut it in two."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    all_steps = {"histograms": 0}
+    events = EventAccumulator(str(output / "tensorboard" / "prune"), all_steps).Reload()
+    tags = events.Tags()["histograms"]
+    matrix = "bert.encoder.layer.1.output.dense"
+    sizes = {f"weights/{matrix}.weight": 64 * 32, f"scores/{matrix}.mask_scores": 64 * 32, f"weights/{matrix}.bias": 32}
+    sizes |= {f"gradients/{name.partition('/')[2]}": size for name, size in sizes.items()}
+    for tag, size in sizes.items():
+        found = events.Histograms(tag)
+        assert [event.step for event in found] == [2, 4, 6, 8, 10, 12]
+        assert [event.histogram_value.num for event in found] == [pytest.approx(size)] * 6
+    assert len([tag for tag in tags if tag.startswith("scores/")]) == 12
+    assert 2 * len([tag for tag in tags if tag.startswith("gradients/")]) == len(tags)
+    assert not EventAccumulator(str(output / "tensorboard" / "finetune")).Reload().Tags()["histograms"]
 
 
 def test_plain_transformers_loads_the_pruned_model(output):

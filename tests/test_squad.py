@@ -41,11 +41,14 @@ from transformers import (
     RobertaModel,
 )
 
+from ds_trainer import distributed, run
+from ds_trainer.command import read_train_job
 from ds_trainer.data import Examples, evaluation_shard
 from ds_trainer.squad_file import Answer, Question
 from ds_trainer.task_specs import SquadSpec
 from ds_trainer.tasks.pretrained import load_tokenizer
 from ds_trainer.tasks.squad import SquadTask, WindowAnswer
+from ds_trainer.tasks.squad_windows import tokenised
 from ds_trainer.tasks.task import PAD_LOGIT
 
 
@@ -400,12 +403,56 @@ def test_long_questions_are_cut(encoder: Path, tmp_path: Path) -> None:
     assert row["input_ids"][1:7].tolist() == [*asked, task.tokenizer.sep_token_id]
 
 
-def test_windows_that_would_leave_gaps_are_refused(encoder: Path, tmp_path: Path) -> None:
-    """The special tokens take room too: the spec alone cannot know how many."""
+def test_windows_that_leave_gaps_beside_the_longest_question_are_refused(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one that has room, the same settings are warned of at the start and lose no token of any context."""
+    questions = [
+        question._replace(id=f"q{length}", question=" ".join(["year"] * length))
+        for length, question in zip((3, 6, 4), hard_questions(0, 3), strict=True)
+    ]
+    warnings: list[str] = []
+    monkeypatch.setattr(distributed, "warn", warnings.append)
+    task = squad(tmp_path, questions, encoder, doc_stride=31)  # 40 - 3 special ones - 6
+    [warning] = warnings  # at once: nothing was tokenised yet
+    assert "is refused if its longest question has max_query_length tokens: doc_stride is 31" in warning
+    assert "leaves 21 tokens to the context beside 3 special ones and 16 of a question" in warning
+    examples = task.examples("train")
+    contexts = tokenised(task.tokenizer, [question.context for question in questions])
+    for number, context in enumerate(contexts):
+        rows = [examples.row(place) for place in np.flatnonzero(examples.fields["question"] == number)]
+        seen = {(start, end) for row in rows for start, end in zip(row["char_start"], row["char_end"], strict=True)}
+        assert seen >= set(zip(context.starts, context.ends, strict=True))
+    assert max(len(context.ids) for context in contexts) > 62  # three windows or more
     with pytest.raises(
-        ValueError, match=r"doc_stride is 22, and .* - 3 special tokens is 21: .*; lower doc_stride to 21 or "
+        ValueError, match=r"question 'q6' is the longest: .* leaves 31 .*; lower doc_stride to 31 or less, "
     ):
-        squad(tmp_path, hard_questions(0, 2), encoder, doc_stride=22)
+        squad(tmp_path, questions, encoder, doc_stride=32).examples("train")
+    cut = squad(tmp_path, questions, encoder, doc_stride=32, max_query_length=5)
+    assert len(cut.examples("train")) >= len(questions)
+    with pytest.raises(
+        ValueError, match=r"max_seq_length 40 leaves 36 tokens to the context beside 3 special ones and 1 "
+    ):
+        squad(tmp_path, questions, encoder, doc_stride=37)
+
+
+def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path, tmp_path: Path) -> None:
+    """Its longest question need not be that of the training split."""
+    write(tmp_path / "data", [question._replace(question="what?") for question in hard_questions(0, 3)])
+    asked = json.loads((tmp_path / "data" / "dev-v1.1.json").read_text())
+    asked["data"][0]["paragraphs"][1]["qas"][0]["question"] = "year " * 9
+    (tmp_path / "data" / "dev-v1.1.json").write_text(json.dumps(asked))
+    task = {"name": "squad", "max_seq_length": 40, "doc_stride": 30, "data_dir": str(tmp_path / "data")}
+    recipe = {
+        "task": task,
+        "phases": [{"max_steps": 2, "train_batch_size": 2}],
+        "model": {"name_or_path": str(encoder)},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
+    job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"is the longest: doc_stride is 30, and .* 9 of a question"):
+        list(run._rehearsed(job))
 
 
 def test_a_slow_tokenizer_is_refused(encoder: Path, tmp_path: Path) -> None:

@@ -171,13 +171,20 @@ def test_a_name_that_is_too_long_is_that_of_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_seq_length": 40}, "is -24: .*; lower max_query_length, or raise max_seq_length$"),
-        ({"max_seq_length": 65, "doc_stride": 1}, "is 1: .*; lower max_query_length, or raise max_seq_length$"),
-        ({"doc_stride": 320}, "is 320: .*; lower doc_stride to 319 or less, lower max_query_length, or raise max_seq"),
+        (
+            {"max_seq_length": 40},
+            "leaves 38 .*; lower doc_stride to 38 or less, or raise max_seq_length to 130 or more$",
+        ),
+        (
+            {"max_seq_length": 4, "doc_stride": 3},
+            "leaves 2 .*; lower doc_stride to 2 or less, or raise max_seq_length to 5",
+        ),
     ],
 )
 def test_windows_that_would_leave_gaps_are_told_with_every_way_out(fields: dict[str, int], words: str) -> None:
-    """And with none that does not exist: a doc_stride below 1."""
+    """Those that would leave some beside any question at all: what a long one would leave, the data tell."""
+    assert SquadSpec(max_seq_length=128, doc_stride=64, max_query_length=64)
+    assert SquadSpec(max_seq_length=192, doc_stride=128, max_query_length=64)
     with pytest.raises(ValueError) as caught:
         SquadSpec(**fields)
     [error] = caught.value.errors()

@@ -17,18 +17,36 @@ from ds_trainer.shrunk_model import FIELD
 
 TEACH = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
 SOON = {"initial_warmup": 0, "final_warmup": 0.3}
+VIEW = {"evaluate_at_final_threshold": True}
 
 
 @pytest.fixture(scope="module")
 def run(tiny_recipe, tmp_path_factory) -> Path:
     common = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 4}
-    hybrid = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01, **SOON}
+    hybrid = {
+        "granularity": "hybrid",
+        "final_threshold": 0.5,
+        "mask_init": "uniform",
+        "mask_scale": 0.01,
+        **SOON,
+        **VIEW,
+    }
     magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
+    magnitude |= {"global_topk": True, "global_topk_frequency_compute": 3}
+    sparse = {"start_from": "@dense", "max_steps": 8}
     phases = [
         {"name": "dense", "max_steps": 12},
-        {"name": "cut", "max_steps": 12, "save_steps": 12, "shrink": True, "techniques": {"prune": hybrid, **TEACH}},
+        {
+            "name": "cut",
+            "max_steps": 12,
+            "save_steps": 12,
+            "shrink": True,
+            "techniques": {"prune": hybrid, **TEACH},
+            "eval_steps": 4,
+        },
         {"name": "filled", "max_steps": 8, "techniques": TEACH},
-        {"name": "sparse", "start_from": "@dense", "max_steps": 8, "techniques": {"prune": magnitude}},
+        sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
+        sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},
         {"name": "kept", "max_steps": 8, "save_steps": 8, "techniques": {"keep_zeros": True}},
     ]
     folder = tmp_path_factory.mktemp("structured")
@@ -68,6 +86,19 @@ def test_zeros_are_kept_under_zero_3(run):
         assert not torch.equal(linear.weight, zeros[name].weight)
     counts = [found["weights"]["encoder"]["kept"] for found in read(run / "all_results.json").values()]
     assert counts[-1] == counts[-2] < counts[0] / 4
+
+
+def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
+    """They are recorded beside the own, up to the end, and a run without them has the same weights bit by bit."""
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for phase, steps in (("cut", [4, 8, 12]), ("sparse", [2, 4, 6, 8])):
+        scores = {r["step"]: r for r in records if r["phase"] == phase and "eval/accuracy" in r}
+        assert list(scores) == steps
+        assert all("eval/final_threshold/accuracy" in record for record in scores.values())
+        assert scores[steps[-1]]["eval/final_threshold/agreement"] == 1
+        assert scores[steps[-1]]["eval/final_threshold/accuracy"] == scores[steps[-1]]["eval/accuracy"]
+    with_view, without = (load_file(run / phase / "model" / "model.safetensors") for phase in ("sparse", "unseen"))
+    assert all(torch.equal(with_view[name], without[name]) for name in without)
 
 
 def test_its_folders_are_measured_side_by_side(run, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, environment, run_deepspeed
 from two_hosts import INTERFACE, TwoHosts, missing, processes_in, wait_until
+
+from ds_trainer import machine
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -97,6 +100,8 @@ def test_two_hosts_train_as_two_ranks_on_one_do(one_host, both_hosts):
     assert losses(both_hosts) == losses(one_host)
     assert len(losses(both_hosts)) == 45
     assert weights(both_hosts) == weights(one_host)
+    (session,) = json.loads((both_hosts / "all_results.json").read_text())["prune"]["trained_on"]
+    assert session["hosts"] == {f"host{number}": {machine.device_name(): 1} for number in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +153,7 @@ def test_one_host_goes_on_where_two_stopped(power_cut, one_host, recipe_file, tm
         assert losses(output) == losses(one_host)
         assert weights(output) == weights(one_host)
     final = json.loads((output / "all_results.json").read_text())["prune"]
+    assert [list(session["hosts"]) for session in final["trained_on"]] == [["host1", "host2"], [socket.gethostname()]]
     assert final["weights"] == json.loads((one_host / "all_results.json").read_text())["prune"]["weights"]
 
 

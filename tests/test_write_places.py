@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,6 @@ def test_what_writes_nothing_is_left_alone(tmp_path):
     [
         ("tensorboard.output_path", "."),
         ("csv_monitor.output_path", "."),
-        ("autotuning.metric_path", "autotuning_metric.json"),
-        ("autotuning.model_info_path", "autotuning_model_info.json"),
     ],
 )
 def test_what_would_go_to_the_current_folder_goes_to_the_output_folder(path, default, tmp_path):
@@ -243,25 +242,72 @@ def test_an_evaluation_takes_a_runs_own_cache_and_refuses_others(command, tmp_pa
     assert read_evaluate_job(["name", "--recipe", str(run / "recipe.json")]).cache_dir == str(run / "cache")
 
 
-def test_a_run_writes_deepspeeds_own_files_into_its_output_folder(tiny_recipe, write_json, tmp_path):
-    """The real command, started in an empty folder, with relative paths and none: that folder stays empty."""
+PRINTED = {
+    "steps_per_print": (2, "step=2, skipped=0"),
+    "timers": ({"throughput": {"synchronized": False}}, "RunningAvgSamplesPerSec"),
+    "wall_clock_breakdown": (True, "time (ms) | fwd: "),
+    "memory_breakdown": (True, "Engine before forward\nMA "),
+    "comms_logger": ({"enabled": True, "verbose": True}, "comm op: all_reduce | time (ms): "),
+    "dump_state": (True, "DeepSpeedEngine:"),
+    "vocabulary_size": (50003, "vocabulary size 50003 is not aligned"),
+}
+"""Keys that have DeepSpeed print something at `log_level` info, and what."""
+
+
+@pytest.fixture(scope="module")
+def talkative(tiny_recipe, tmp_path_factory):
+    """The real command, started in an empty folder, with an engine file that makes DeepSpeed print and write a lot."""
+    folder = tmp_path_factory.mktemp("talkative")
     engine = json.loads((ROOT / "ds_configs/zero0.json").read_text())
     engine |= {
         "tensorboard": {"enabled": True},
         "csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "j"},
+        "checkpoint": {"tag_validation": "Fail", "checkpoint_serialization": False},
+        "log_level": "info",
+        "amp": {"enabled": False, "opt_level": "O1"},  # DeepSpeed would raise for it
+        "aio": {"queue_depth": 32},
     }
     engine |= {"flops_profiler": {"enabled": True, "profile_step": 2, "output_file": "flops/profile.txt"}}
-    phase = tiny_recipe["phases"][0] | {"max_steps": 4, "eval_steps": None}
-    recipe = write_json("recipe.json", tiny_recipe | {"phases": [phase], "report": False})
-    (tmp_path / "here").mkdir()
-    command = [str(ROOT / "launch/train.py"), "--deepspeed_config", write_json("engine.json", engine)]
-    command += ["--recipe", recipe, "--output_dir", str(tmp_path / "out")]
-    code = f"import os, runpy, sys; os.chdir({str(tmp_path / 'here')!r}); sys.argv = {command!r}; "
+    engine |= {key: value for key, (value, _) in PRINTED.items()}
+    phase = tiny_recipe["phases"][0] | {"max_steps": 4, "eval_steps": None, "save_steps": 2}
+    for name, value in (("recipe", tiny_recipe | {"phases": [phase], "report": False}), ("engine", engine)):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    (folder / "here").mkdir()
+    command = [str(ROOT / "launch/train.py"), "--deepspeed_config", str(folder / "engine.json")]
+    command += ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder / "out")]
+    code = f"import os, runpy, sys; os.chdir({str(folder / 'here')!r}); sys.argv = {command!r}; "
     done = run_python("-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert list((tmp_path / "here").iterdir()) == []
-    own = tmp_path / "out/deepspeed"
+    return done, folder
+
+
+def test_a_run_writes_deepspeeds_own_files_into_its_output_folder(talkative):
+    """With relative paths and none: the folder that the command was started in stays empty."""
+    done, folder = talkative
+    assert list((folder / "here").iterdir()) == []
+    own = folder / "out/deepspeed"
     assert f"the engine file's csv_monitor.output_path is {own / 'csv'}" in done.stderr
     assert list((own / "DeepSpeedJobName").glob("events.out.tfevents.*"))
     assert list((own / "csv/j").glob("*.csv"))
     assert (own / "flops/profile.txt").stat().st_size
+
+
+@pytest.mark.parametrize("key", PRINTED)
+def test_what_an_engine_file_asks_deepspeed_to_print_is_printed(talkative, key):
+    """Each of these keys has its words in the output; what is warned of is the one key that has no effect."""
+    done, folder = talkative
+    assert PRINTED[key][1] in done.stdout
+    (warning,) = [line for line in done.stderr.splitlines() if "without effect" in line]
+    assert warning == f"without effect in {folder / 'engine.json'}: aio (needs an offload with device nvme)"
+
+
+def test_the_communication_summary_comes_at_the_end(talkative):
+    """DeepSpeed prints it only when asked: once for this phase, after the last step."""
+    assert talkative[0].stdout.count("Comm. Op ") == 1
+
+
+def test_checkpoints_are_written_as_the_engine_file_says(talkative):
+    """Without torch's zip format, and counted as whole all the same."""
+    states = list((talkative[1] / "out").glob("checkpoint-*/**/*model_states.pt"))
+    assert states
+    assert not any(zipfile.is_zipfile(path) for path in states)

@@ -1,4 +1,7 @@
-"""Pruning, distillation and exits under DeepSpeed equal a plain torch loop: methods, ZeRO stages, precisions, ranks."""
+"""Pruning, distillation and exits under DeepSpeed equal a plain torch loop: methods, ZeRO stages, precisions, ranks.
+
+So do the gradients of losses over tokens, however a global batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+import torch
+from batch_cuts import cuts
 from launching import run_deepspeed
 from zero_matrix import CASES, DISTILLED, EXITS, METHODS, Case, reference
 
@@ -16,12 +21,23 @@ TOLERANCE = {"fp32": 2e-6, "autocast": 3e-4, "bf16": 3e-3}
 reference_of = cache(reference)
 
 
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What a number of ranks writes, as a file; each number is run once."""
+
+    @cache
+    def run(ranks):
+        out = tmp_path_factory.mktemp("zero") / "losses.json"
+        done = run_deepspeed(ranks, "tests/zero_matrix.py", str(out))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return out
+
+    return run
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def losses(request, tmp_path_factory):
-    out = tmp_path_factory.mktemp("zero") / "losses.json"
-    done = run_deepspeed(request.param, "tests/zero_matrix.py", str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+def losses(request, outputs):
+    return json.loads(outputs(request.param).read_text())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,3 +71,18 @@ def test_the_reference_learns(method):
     """The cases are no trivial ones: the loss changes at every step, and so the agreement says something."""
     losses = reference_of(Case(method, 0, "fp32"))["losses"]
     assert all(abs(a - b) > 1e-4 for a, b in pairwise(losses))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_gradient_of_a_global_batch_does_not_depend_on_how_it_is_cut(ranks, outputs):
+    """MLM, CLM and all their terms of distillation, with documents of 3 to 30 words, under ZeRO 0 to 3."""
+    gradients = torch.load(f"{outputs(ranks)}.pt")
+    whole = torch.load(f"{outputs(1)}.pt")
+    for cut in cuts(ranks):
+        expected = whole[f"{cut.task}-zero0-accumulation1"]
+        difference, size = (
+            torch.cat([value.flatten() for value in values]).norm()
+            for values in ([gradients[str(cut)][name] - value for name, value in expected.items()], expected.values())
+        )
+        assert size > 0.1
+        assert difference < 1e-5 * size, f"{cut} on {ranks} ranks: {float(difference / size):.2g}"

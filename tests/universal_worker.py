@@ -111,7 +111,7 @@ def train(running: engine.Engine, steps: range) -> list[float]:
             running.backward(loss)
             running.step()
             total += loss.detach() * MICRO / share.shape[0]
-        losses.append(float(distributed.mean_(total)))
+        losses.append(float(distributed.mean(total)))
     return losses
 
 

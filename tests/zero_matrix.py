@@ -1,7 +1,7 @@
 """A tiny BERT pruned, distilled and with exits for a few steps: under the real engine, and by a plain torch loop.
 
 `deepspeed --num_gpus N tests/zero_matrix.py OUT` runs every case of CASES under the engine and writes the losses; the
-test compares them with `reference(case)`.
+test compares them with `reference(case)`. It also writes the gradients of `batch_cuts.py`, to OUT.pt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from batch_cuts import gradients
 from transformers import AutoModelForSequenceClassification, BertConfig
 from zeroed import empty
 
@@ -40,7 +41,7 @@ METHODS = {
         "global_topk_frequency_compute": 2,
         "mask_init": "kaiming",
     },
-    "threshold": {"pruning_method": "threshold", "final_threshold": 0.01},
+    "threshold": {"pruning_method": "threshold", "final_threshold": 0.01, "mask_scale": 0.005},
     "sigmoied": {
         "pruning_method": "sigmoied_threshold",
         "final_threshold": 0.51,
@@ -149,6 +150,7 @@ class ToyTask:
     """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder."""
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
+    loss_unit = logits_unit = "example"
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
@@ -274,7 +276,7 @@ def under_engine(case: Case) -> dict[str, list]:
             ds_engine.step()
             total += loss.detach().float() / ACCUMULATION
         assert ds_engine.global_steps == step + 1
-        losses.append(float(distributed.mean_(total)))
+        losses.append(float(distributed.mean(total)))
         readings.append(readings_of(techniques))
     held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
     for technique in techniques:
@@ -344,7 +346,9 @@ def reference(case: Case) -> dict[str, list]:
 def main(out: str) -> None:
     distributed.start()
     results = {str(case): under_engine(case) for case in CASES}
+    steps = gradients()
     if distributed.is_main():
+        torch.save(steps, f"{out}.pt")
         Path(out).write_text(json.dumps(results))
     distributed.stop()
 

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from ds_trainer import distributed, lm_text
 from ds_trainer.data import Array, Examples, Positions, fingerprint, pack, spread
 from ds_trainer.task_specs import LmSpec
 from ds_trainer.tasks.head_positions import take_head_positions
-from ds_trainer.tasks.masking import MaskRule, mask_tokens, token_weights
+from ds_trainer.tasks.masking import MaskRule, chosen_count, mask_tokens, token_weights
 from ds_trainer.tasks.pretrained import (
     CAUSAL_LM,
     MASKED_LM,
@@ -33,7 +34,7 @@ from ds_trainer.tasks.pretrained import (
     tokenizer_state,
 )
 from ds_trainer.tasks.sequences import Tally, cutter_for, tokenised_documents
-from ds_trainer.tasks.task import Batch, Task, check_finite
+from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
 IGNORED = -100
 """The label of a position that has logits and no loss."""
@@ -62,12 +63,14 @@ class LmTask(Task):
 
     spec: LmSpec
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
+    loss_unit: ClassVar[Unit] = "label"
     own_inputs: ClassVar[frozenset[str]] = frozenset({"head_positions"})
 
     def __init__(self, spec: LmSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(tokenizer, MASKED_LM if spec.name == "mlm" else CAUSAL_LM, cache_dir)
         self.spec = spec
         self.inputs_vary = spec.name == "mlm"
+        self.logits_unit = "token" if spec.name == "mlm" and spec.head_positions == "all" else "label"
         load_config(source, self.head)
         if spec.name == "mlm" and tokenizer.mask_token_id is None:
             raise ValueError(
@@ -92,15 +95,21 @@ class LmTask(Task):
         return model
 
     def examples(self, split: str) -> Examples:
-        """The tokenised split; for "mlm" the first call also counts the training split's tokens. Collective.
+        """The tokenised split, with `labels` (n,): on how many places of each example there is a loss. Collective.
 
-        Where there is nothing to train on, the tokens of the split itself are counted.
+        For "mlm" the first call also counts the training split's tokens; where there is nothing to train on, those of
+        the split itself.
         """
-        found = super().examples(split)
-        if self.spec.name == "mlm" and self._rule is None:
-            can_train = bool(self.spec.train_file or self.spec.dataset)
-            self._rule = self._mask_rule(super().examples("train") if can_train else found)
-        return found
+        examples = super().examples(split)
+        if "labels" not in examples.fields:
+            if self.spec.name == "mlm" and self._rule is None:
+                can_train = bool(self.spec.train_file or self.spec.dataset)
+                self._rule = self._mask_rule(super().examples("train") if can_train else examples)
+            examples = self._examples[split] = replace(examples, fields={"labels": self._label_counts(examples)})
+        return examples
+
+    def counts(self, examples: Examples, positions: Positions) -> dict[Unit, int]:
+        return super().counts(examples, positions) | {"label": int(examples.fields["labels"][positions].sum())}
 
     def fingerprint(self, split: str) -> str:
         names = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
@@ -137,8 +146,9 @@ class LmTask(Task):
         )
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
-        """Cross entropy over the labels of the micro-batch."""
-        return F.cross_entropy(out.logits[0].float(), batch.labels, ignore_index=IGNORED)
+        """Mean cross entropy over the labels of the micro-batch."""
+        total = F.cross_entropy(out.logits[0].float(), batch.labels, ignore_index=IGNORED, reduction="sum")
+        return total / (batch.labels != IGNORED).sum().clamp(min=1)
 
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
         """(n, vocabulary) at `head_positions`."""
@@ -184,6 +194,14 @@ class LmTask(Task):
         return MaskRule(
             weights, self._ordinary(), self.tokenizer.mask_token_id, spec.mlm_mask_prop, spec.word_mask, spec.word_rand
         )
+
+    def _label_counts(self, examples: Examples) -> Array:
+        """(n,) the number of labels that `collate` gives each example, in every draw alike."""
+        if self.spec.name == "clm":
+            return examples.lengths - 1
+        assert self._rule is not None, "the examples come from `examples`"
+        can_be_chosen = (self._rule.weights > 0)[examples.tokens["input_ids"]]
+        return chosen_count(np.add.reduceat(can_be_chosen, examples.offsets[:-1], dtype=np.int64), self._rule.mask_prop)
 
     def _ordinary(self) -> Array:
         """The ids of tokens that stand for text."""

@@ -65,14 +65,18 @@ def choose(weights: Array, share: float, uniform: Array) -> Array:
     exponential variables of those rates come first. `uniform` in [0, 1), as the weights.
     """
     possible = weights > 0
-    n = possible.sum(axis=1)
-    wanted = np.minimum(n, np.maximum(1, np.rint(share * n)))
+    wanted = chosen_count(possible.sum(axis=1), share)
     arrivals = np.full(weights.shape, np.inf)
     np.divide(-np.log1p(-uniform), weights, out=arrivals, where=possible)
     order = np.argsort(arrivals, axis=1, kind="stable")
     chosen = np.zeros(weights.shape, dtype=bool)
     np.put_along_axis(chosen, order, np.arange(weights.shape[1]) < wanted[:, None], axis=1)
     return chosen
+
+
+def chosen_count(possible: Array, share: float) -> Array:
+    """max(1, round(share * n)) of n places, at most n; of the shape of `possible`, int64."""
+    return np.minimum(possible, np.maximum(1, np.rint(share * possible))).astype(np.int64)
 
 
 def _noise(ids: Array, draw: int, lengths: Array, width: int) -> Array:

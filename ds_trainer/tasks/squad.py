@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_trainer import distributed, squad_file
 from ds_trainer.data import Examples, Positions, fingerprint, pack, spread
 from ds_trainer.squad_file import Question
-from ds_trainer.task_specs import SquadSpec, ways_out
+from ds_trainer.task_specs import SquadSpec
 from ds_trainer.tasks.pretrained import (
     ANSWERER,
     check_fits,
@@ -252,12 +252,11 @@ def _check_tokenizer(tokenizer: Any, spec: SquadSpec, source: str | Path) -> Non
             f"a token is: take a model with a tokenizer.json"
         )
     special = special_tokens(tokenizer)
-    room = spec.max_seq_length - spec.max_query_length - special
-    if spec.doc_stride > room:
-        raise ValueError(
-            f"doc_stride is {spec.doc_stride}, and max_seq_length - max_query_length - {special} special tokens is "
-            f"{room}: parts of a context would be in no window; {ways_out(room)}"
-        )
+    certain, possible = (spec.gap_beside(length, special) for length in (1, spec.max_query_length))
+    if certain:
+        raise ValueError(certain)
+    if possible:
+        distributed.warn(f"squad: a split is refused if its longest question has max_query_length tokens: {possible}")
 
 
 def _tell(split: str, questions: Sequence[Question], examples: Examples, seconds: float) -> None:

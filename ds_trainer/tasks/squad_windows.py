@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_trainer.data import Array
+from ds_trainer.messages import quoted
 from ds_trainer.squad_file import Question
 from ds_trainer.task_specs import SquadSpec
 
@@ -94,8 +95,12 @@ class PairForm(NamedTuple):
 
 
 def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
-    """All windows, in the order of their questions, some at a time."""
+    """All windows, in the order of their questions, some at a time.
+
+    ValueError where the longest question leaves so little room that its windows would not touch each other.
+    """
     form = pair_form(tokenizer, questions)
+    _check_no_gaps(tokenizer, spec, questions, form)
     for begin in range(0, len(questions), _CHUNK):
         part = questions[begin : begin + _CHUNK]
         contexts = list(dict.fromkeys(question.context for question in part))
@@ -151,6 +156,21 @@ def tokenised(tokenizer: Any, texts: list[str]) -> list[Tokens]:
 def window_starts(tokens: int, room: int, doc_stride: int) -> range:
     """The first token of each window of at most `room` tokens; the last window holds the last token."""
     return range(0, max(1, tokens - room + doc_stride), doc_stride)
+
+
+def _check_no_gaps(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question], form: PairForm) -> None:
+    """Tokenises the questions alone, and only where one that `max_query_length` allows would leave a gap."""
+    if spec.gap_beside(spec.max_query_length, form.special) is None:
+        return
+    lengths = [
+        len(tokens.ids)
+        for begin in range(0, len(questions), _CHUNK)
+        for tokens in tokenised(tokenizer, [question.question for question in questions[begin : begin + _CHUNK]])
+    ]
+    longest = max(range(len(questions)), key=lengths.__getitem__)
+    mistake = spec.gap_beside(min(lengths[longest], spec.max_query_length), form.special)
+    if mistake:
+        raise ValueError(f"question {quoted(questions[longest].id)} is the longest: {mistake}")
 
 
 def _form(ids: list[int], types: list[int], sides: list[int | None], cls_id: int | None) -> PairForm:

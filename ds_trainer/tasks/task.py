@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +22,19 @@ from ds_trainer.losses import PAD_LOGIT
 from ds_trainer.task_specs import TaskSpec
 from ds_trainer.tasks.pretrained import HeadKind, input_names, load_config
 
-__all__ = ["PAD_LOGIT", "Batch", "Task"]
+__all__ = ["PAD_LOGIT", "Batch", "Task", "Unit"]
 
 if TYPE_CHECKING:
     from ds_trainer.data import Positions
+
+
+Unit = Literal["example", "label", "token", "pair"]
+"""What the mean of a loss term is taken over: the examples of a batch, the places that carry a label, the attended
+positions, or the pairs of positions of which one attends to the other.
+
+Micro-batches have equally many examples, and different numbers of all else. A term that is no mean over data, such as a
+penalty on weights, is alike in every micro-batch and counts as one over examples.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Task(ABC):
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
     """What a row of `logits` is: an example; an example, and its columns are the tokens; or a place of
     `inputs["head_positions"]`."""
+    loss_unit: ClassVar[Unit] = "example"
+    """What `loss` is a mean over."""
+    logits_unit: Unit = "example"
+    """What a comparison of the `logits` of two models is a mean over."""
     inputs_vary: bool = False
     """Whether an example's inputs differ from one `draw` to the next."""
 
@@ -89,6 +103,15 @@ class Task(ABC):
     def key(self, split: str) -> str:
         """What tells this tokenised split from every other, on every rank; collective."""
         return distributed.on_main(lambda: self.fingerprint(split))
+
+    def counts(self, examples: Examples, positions: Positions) -> dict[Unit, int]:
+        """How many of each unit but "example" these examples bring to a batch, whatever `draw` it is of.
+
+        It is found from what every host has in memory, so that each rank knows the sums over the global batch before
+        its first forward, without asking another rank or the device.
+        """
+        lengths = examples.lengths[positions]
+        return {"token": int(lengths.sum()), "pair": int(np.square(lengths).sum())}
 
     def limit(self, split: str) -> int | None:
         """How many examples of the split to use at most."""
@@ -139,7 +162,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, out: Any, batch: Batch) -> Tensor:
-        """Scalar fp32 loss, mean over the micro-batch."""
+        """Scalar fp32 loss, the mean over the `loss_unit`s of the micro-batch; 0 where it has none."""
 
     @abstractmethod
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:

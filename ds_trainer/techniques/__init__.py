@@ -11,7 +11,11 @@ from ds_trainer.techniques.prune import Prune
 from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
 TECHNIQUES = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
-"""In the order in which they are attached: an exit head is made like the model's own, which is run for it."""
+"""In the order in which they are attached, and give their views.
+
+Exits come first: a head is made like the model's own, which is run for it; and the heads' views are of the states that
+the model's latest forward has left, whereas the view of prune runs the model once more.
+"""
 
 __all__ = ["TECHNIQUES", "Clock", "Forward", "Predict", "Technique", "build_techniques"]
 

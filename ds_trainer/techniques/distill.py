@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from ds_trainer import distributed, losses
 from ds_trainer.recipe import DistillSpec, GroupRule
 from ds_trainer.tasks.pretrained import load_config, load_tokenizer
-from ds_trainer.tasks.task import Task
+from ds_trainer.tasks.task import Task, Unit
 from ds_trainer.techniques.teacher import Outputs, Teacher, Teaches, Wanted, check_vocabulary
 from ds_trainer.techniques.teacher_cache import cached_teacher
-from ds_trainer.techniques.technique import Clock, Forward, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
 _PROJECTION = "distill_projection"
+_LAYER_UNITS: dict[str, Unit] = {"cos": "token", "hidden": "token", "attention": "pair"}
+"""The terms that compare layers, and what each is a mean over."""
 _FROZEN = {
     "freeze_pos_embs": ("*position_embeddings*", "*.wpe.*", "*embed_positions*"),
     "freeze_token_type_embds": ("*token_type_embeddings*",),
@@ -34,7 +36,8 @@ class Distill(Technique):
 
     def __init__(self, spec: DistillSpec, clock: Clock, task: Task) -> None:
         self.spec, self.task = spec, task
-        self.term_names = tuple(f"distill.{term}" for term in spec.terms)
+        units = {"logits": task.logits_unit, "mse": task.logits_unit} | _LAYER_UNITS
+        self.term_units = {f"distill.{term}": units[term] for term in spec.terms}
         self.projection: nn.Linear | None = None
         self._ask_student = _layers_wanted(spec, side=0)
         self._ask_teacher = _layers_wanted(spec, side=1)
@@ -92,7 +95,7 @@ class Distill(Technique):
         student = self._ask_student.of(forward.out, self.task.logits(forward.out, forward.batch))
         self._compare(student, teacher)
         mask = forward.batch.mask
-        of_layers = [term for term in self.spec.terms if term in ("cos", "hidden", "attention")]
+        of_layers = [term for term in self.spec.terms if term in _LAYER_UNITS]
         found = {f"distill.{term}": self._layer_term(term, student, teacher, mask) for term in of_layers}
         if "mse" in self.spec.terms:
             found["distill.mse"] = _mean([losses.logit_mse(*pair) for pair in _logit_pairs(student, teacher)])
@@ -120,9 +123,9 @@ class Distill(Technique):
         """Rows on which both agree, and rows compared; the mean over all ranks."""
         agreed, compared = self._counts
         pair = torch.stack([agreed.float(), torch.full_like(agreed, compared, dtype=torch.float32)])
-        return distributed.mean_(pair).tolist()
+        return distributed.mean(pair).tolist()
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
 
     def fold(self, model: nn.Module) -> nn.Module:

@@ -21,24 +21,28 @@ from ds_trainer.models import encoder_layers
 from ds_trainer.recipe import ExitsSpec, GroupRule
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exit_heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
-from ds_trainer.techniques.technique import Clock, Forward, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
 
 _HEADS = "exit_heads"
+_MOST_PENDING = 1000
+"""Micro-batches whose losses wait on the device at most, before they are summed up."""
 
 
 class Exits(Technique):
     name: ClassVar[str] = "exits"
-    cheap_views: ClassVar[bool] = True
+    cheap_views = True
 
     def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
         self.spec, self.task = spec, task
-        self.term_names = tuple(f"exits.{term}" for term in spec.terms)
+        units = {"heads": task.loss_unit, "distill": task.logits_unit}
+        self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
         self.layers: list[int] = []
         self.heads: dict[int, nn.Module] = {}
         self._module = nn.ModuleDict()
         self._source = self._told = ""
         self._states: LayerStates | None = None
         self._losses: list[Tensor] = []
+        self._sums, self._summed = torch.zeros(()), 0
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Add the heads: those of the folder the model comes from, where it has them, or copies of its own."""
@@ -69,6 +73,12 @@ class Exits(Technique):
         heads = GroupRule(params=f"{_HEADS}.*")
         return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)
 
+    def on_step(self, step: int) -> None:
+        """Sum up the heads' losses once they are many, as the next readings may be far; collective."""
+        if len(self._losses) >= _MOST_PENDING:
+            self._sums, self._summed = self._totals()
+            self._losses = []
+
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         logits = self._logits(forward)
         found = {}
@@ -81,24 +91,35 @@ class Exits(Technique):
 
     def readings(self) -> dict[str, float]:
         """Each head's loss on the labels, mean since the last time over all ranks; collective."""
-        if not self._losses:
+        sums, summed = self._totals()
+        if not summed:
             return {}
-        means = self._mean_losses().mean(0).tolist()
-        self._losses = []
+        self._losses, self._sums, self._summed = [], torch.zeros(()), 0
+        means = (sums / summed).tolist()
         return {f"exits/loss/{layer}": value for layer, value in zip(self.layers, means, strict=True)}
 
     def state(self) -> dict[str, Any]:
         """The heads' losses since the last readings; collective."""
-        return {"losses": self._mean_losses().tolist() if self._losses else []}
+        return {"losses": self._mean_losses().tolist(), "sums": self._sums.tolist(), "summed": self._summed}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        self._losses = [torch.tensor(row, device=distributed.device(), dtype=torch.float64) for row in state["losses"]]
+        device = distributed.device()
+        self._losses = [torch.tensor(row, device=device, dtype=torch.float64) for row in state["losses"]]
+        self._sums = torch.tensor(state.get("sums", 0.0), device=device, dtype=torch.float64)
+        self._summed = state.get("summed", 0)  # both are missing in checkpoints of version 0.1.0
 
     def _mean_losses(self) -> Tensor:
         """(micro-batches, heads), each the mean over all ranks, in fp64."""
-        return distributed.mean_(torch.stack([row.double() for row in self._losses]))
+        if not self._losses:
+            return torch.zeros(0, len(self.layers), dtype=torch.float64, device=distributed.device())
+        return distributed.mean(torch.stack([row.double() for row in self._losses]))
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def _totals(self) -> tuple[Tensor, int]:
+        """(heads,) sums of the losses since the last readings, and the number of micro-batches; collective."""
+        rows = self._mean_losses()
+        return self._sums + rows.sum(0), self._summed + len(rows)
+
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
 
     def fold(self, model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ Which share is kept, and when, is not decided here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,15 @@ from ds_trainer.losses import score_penalty, score_penalty_slope
 from ds_trainer.models import AnyLinear, rows_of
 from ds_trainer.techniques.grains import Grain
 from ds_trainer.techniques.masks import DecisionMask, HardMask, Mask, MaskRule
+
+
+class Planned(NamedTuple):
+    """What `MaskedLinear.plan` says, and what the forwards since have made of it."""
+
+    rule: MaskRule | None = None
+    mask: Mask | None = None
+    draws: int = 0
+    evaluation_weight: Tensor | None = None
 
 
 class MaskedLinear(nn.Linear):
@@ -58,14 +67,20 @@ class MaskedLinear(nn.Linear):
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
         self.penalty: Tensor | None = None
-        self.rule: MaskRule | None = None
-        self.mask: Mask | None = None
-        self.draws = 0
-        self.evaluation_weight: Tensor | None = None
+        self.planned = Planned()
+
+    @property
+    def planned(self) -> Planned:
+        """To be put aside for another plan, and set again: what was found is not found anew."""
+        return Planned(self.rule, self.mask, self.draws, self.evaluation_weight)
+
+    @planned.setter
+    def planned(self, planned: Planned) -> None:
+        self.rule, self.mask, self.draws, self.evaluation_weight = planned
 
     def plan(self, rule: MaskRule) -> None:
         """Say how the next forward finds its mask."""
-        self.rule, self.mask, self.draws, self.evaluation_weight = rule, None, 0, None
+        self.planned = Planned(rule)
 
     @property
     def covered(self) -> int:
@@ -178,9 +193,8 @@ class _MaskedLinear(torch.autograd.Function):
                 weight_gradient = _weight_gradient(rows, seen, ctx.plain).to(weight.dtype)
                 del seen
             if needs_scores:
-                scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores)
-                if ctx.kind:
-                    scores_gradient += penalty_gradient * score_penalty_slope(scores, ctx.kind)
+                penalty = score_penalty_slope(scores, ctx.kind).mul_(penalty_gradient) if ctx.kind else None
+                scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores, penalty)
             weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
         return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None

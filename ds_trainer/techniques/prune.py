@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer import distributed
+from ds_trainer.losses import hard_concrete
 from ds_trainer.models import swap
+from ds_trainer.prune_specs import BY_SHARE
 from ds_trainer.recipe import GroupRule, PruneSpec
 from ds_trainer.schedules import Schedule, steps_of
 from ds_trainer.shrunk_model import in_features, whole_class
@@ -33,11 +35,22 @@ from ds_trainer.techniques.costs import (
     weight_costs,
 )
 from ds_trainer.techniques.decisions import Site, sites_of
-from ds_trainer.techniques.masked import MaskedLinear
+from ds_trainer.techniques.masked import MaskedLinear, Planned
 from ds_trainer.techniques.masks import DecisionMask, HardMask, KeepCut, KeepGates
 from ds_trainer.techniques.plans import plan_decisions_together, plan_each, plan_weights_together, sizes_of
 from ds_trainer.techniques.selection import Cut
-from ds_trainer.techniques.technique import Clock, Forward, Technique
+from ds_trainer.techniques.technique import Clock, Forward, Predict, Technique
+
+_LEAVE_STEPS = "lower initial_warmup or final_warmup, which leave the threshold no step to move in"
+_START_DENSE = {
+    "topK": _LEAVE_STEPS,
+    "magnitude": _LEAVE_STEPS,
+    "threshold": 'set mask_init to "constant", and mask_scale above initial_threshold by many steps of '
+    "mask_scores_learning_rate",
+    "sigmoied_threshold": "lower initial_threshold, or raise mask_scale",
+    "l0": 'set mask_init to "constant" and mask_scale to 2.197',
+}
+"""What to change, by method, where training does not start dense."""
 
 
 class Prune(Technique):
@@ -48,7 +61,8 @@ class Prune(Technique):
         self.seed = clock.seed
         self.last_step = clock.total
         self.schedule = threshold_schedule(spec, clock)
-        self.term_names = ("prune.penalty",) if spec.regularization else ()
+        self.together = spec.global_topk or spec.target is not None
+        self.term_units = {"prune.penalty": "example"} if spec.regularization else {}
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
         self.flops: Costs | None = None
@@ -57,9 +71,12 @@ class Prune(Technique):
         self.model_class: Any = None
         self.config: Any = None
         self.counted = Counter[str]()
-        self.threshold = self.schedule(0)
+        self.cheap_views = spec.evaluate_at_final_threshold
+        self.step, self.threshold = 0, self.schedule(0)
+        self.at_final: list[Planned] = []
+        """The plans of the layers at the final threshold, once they are made for a view of this step."""
         self.told: set[str] = set()
-        """The granularities of which it was told that nothing is left."""
+        """What is told once and was: a start that is not dense, and granularities of which nothing is left."""
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
@@ -68,7 +85,7 @@ class Prune(Technique):
         if self.spec.target_flops is not None and self.flops is not None:
             self.flops.check(self.spec.target_flops, "target_flops", self._lowest())
             self.costs = self.flops
-        elif self.spec.target is None and self.spec.global_topk and all(site.grain for site in self.sites.values()):
+        elif self.spec.target is None and self.together and all(site.grain for site in self.sites.values()):
             self.costs = weight_costs(self.sites)
         base: Any = getattr(model, "base_model", model)
         self.model_class, self.config = whole_class(base), getattr(base, "config", None)
@@ -93,20 +110,28 @@ class Prune(Technique):
         self.costs.check(self.spec.target_latency, "target_latency", self._lowest())
 
     def on_step(self, step: int) -> None:
-        self.threshold = self.schedule(step)
-        together = self.spec.global_topk or self.spec.target is not None
-        if together and not self._due(step):
-            return
-        for name, site in self.sites.items():
-            if site.inner and self.layers[name].mask_scores is None:
-                self.layers[name].worth = site.magnitudes(self.layers[name].weight)
-        if not together:
-            plan_each(self.layers, self.sites, self.spec, self.threshold, (self.seed, step))
-        elif all(site.grain is None for site in self.sites.values()):
-            plan_weights_together(self.layers, self.threshold)
-        else:
-            assert self.costs is not None, "start(), or resume() from a run that has measured, comes first"
-            plan_decisions_together(self.layers, self.sites, self.spec, self.costs, self.threshold)
+        if step in (1, 2) and step > self.step:  # an evaluation may have made this step's masks before
+            self._warn_of_jump()
+        self.step, self.threshold, self.at_final = step, self.schedule(step), []
+        if self._due():
+            self._plan(self.threshold)
+
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
+        """The model at the final threshold, as the original's evaluations have it, where the recipe asks for that."""
+        if not self.spec.evaluate_at_final_threshold:
+            return {}
+        if self.threshold == self.spec.final_threshold and self._due():
+            return {"final_threshold": forward.out}
+        now = self._planned()
+        try:
+            if self.at_final:
+                self._set_planned(self.at_final)
+            else:
+                self._plan(self.spec.final_threshold)
+            return {"final_threshold": predict(forward.batch)}
+        finally:  # also where the run is stopped: a checkpoint holds what was chosen for training
+            self.at_final = self._planned()
+            self._set_planned(now)
 
     def state(self) -> dict[str, Any]:
         """What was chosen over all layers, as the scores of today would choose otherwise, and what was measured."""
@@ -133,7 +158,7 @@ class Prune(Technique):
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """The mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
-        if not self.term_names:
+        if not self.term_units:
             return {}
         penalties = [layer.penalty for layer in self.layers.values() if layer.penalty is not None]
         ramp = self.threshold / self.spec.final_threshold
@@ -167,6 +192,8 @@ class Prune(Technique):
         for name, layer in self.layers.items():
             if isinstance(layer.mask, DecisionMask):
                 self.sites[name].clear(model, ~layer.mask.open)
+        if self.step == self.last_step:
+            self._warn_of_end()
         return model
 
     def _warn_of_none(self, gone: Iterable[str]) -> None:
@@ -178,10 +205,76 @@ class Prune(Technique):
                 f"(final_lambda), or raise mask_scale" + (", or set min_heads" if kind == "head" else "")
             )
 
-    def _due(self, step: int) -> bool:
-        """Whether what is chosen over all layers is chosen anew: every so many steps, and at the end."""
-        due = step % self.spec.global_topk_frequency_compute == 0 or step == self.last_step
+    def _warn_of_jump(self) -> None:
+        """Tell, after one of the first two steps, of a start that is not as dense as the recipe says."""
+        spec = self.spec
+        by_share = spec.pruning_method in BY_SHARE
+        density, expected = self._density(), spec.initial_threshold if by_share else 1.0
+        if density is None or "start" in self.told or (by_share and self.step > 0):  # by then the share has moved
+            return
+        what = "the density is"
+        if spec.pruning_method == "l0":  # its density counts a gate that is half open, too
+            constant, what = spec.mask_init == "constant", "the gates are open by"
+            density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5
+        if density < expected - 0.1:
+            self.told.add("start")
+            distributed.warn(
+                f"prune: at step {self.step} {what} {density:.1%}, and training should start with {expected:.0%}: "
+                f"{_START_DENSE[spec.pruning_method]}"
+            )
+
+    def _warn_of_end(self) -> None:
+        """Tell of an end that is far from the share that the recipe asks for or, without one, far from any pruning."""
+        spec, density = self.spec, self._density()
+        if density is None or spec.target is not None:
+            return
+        if spec.pruning_method in BY_SHARE:
+            if not math.isclose(density, spec.final_threshold, rel_tol=0.2):
+                distributed.warn(
+                    f"prune: the run ends at a density of {density:.1%}, and final_threshold asks for "
+                    f"{spec.final_threshold:.1%}: min_heads, multiple_of or the size of a decision allow nothing "
+                    "nearer; lower them, or choose a finer granularity"
+                )
+        elif density > 0.99:
+            kind = "l0" if spec.pruning_method == "l0" else "l1"
+            way = "raise final_lambda" if spec.regularization else f'set regularization to "{kind}", and final_lambda'
+            distributed.warn(f"prune: the run ends at a density of {density:.1%}, next to no pruning: {way}")
+        elif density < 0.01:
+            way = "lower final_lambda" if spec.regularization else "raise mask_scale or lower final_threshold"
+            distributed.warn(f"prune: the run ends at a density of {density:.1%}, next to nothing: {way}")
+
+    def _density(self) -> float | None:
+        """The share of the weights that the masks keep; None before the first forward, which finds them."""
+        masks = {name: layer.mask for name, layer in self.layers.items() if layer.mask is not None}
+        whole = sum(self.layers[name].covered for name in masks)
+        return sum(mask.kept for mask in masks.values()) / whole if masks else None
+
+    def _due(self) -> bool:
+        """Whether this step has masks of its own: what is chosen over all layers is held for so many steps."""
+        if not self.together:
+            return True
+        due = self.step % self.spec.global_topk_frequency_compute == 0 or self.step == self.last_step
         return due or any(layer.rule is None for layer in self.layers.values())
+
+    def _plan(self, threshold: float) -> None:
+        """Say how the next forward finds its masks, or, over all layers, choose them now; collective."""
+        for name, site in self.sites.items():
+            if site.inner and self.layers[name].mask_scores is None:
+                self.layers[name].worth = site.magnitudes(self.layers[name].weight)
+        if not self.together:
+            plan_each(self.layers, self.sites, self.spec, threshold, (self.seed, self.step))
+        elif all(site.grain is None for site in self.sites.values()):
+            plan_weights_together(self.layers, threshold)
+        else:
+            assert self.costs is not None, "start(), or resume() from a run that has measured, comes first"
+            plan_decisions_together(self.layers, self.sites, self.spec, self.costs, threshold)
+
+    def _planned(self) -> list[Planned]:
+        return [layer.planned for layer in self.layers.values()]
+
+    def _set_planned(self, planned: Iterable[Planned]) -> None:
+        for layer, its in zip(self.layers.values(), planned, strict=True):
+            layer.planned = its
 
     def _lowest(self) -> dict[str, int]:
         """How many decisions of each site are kept whatever they cost."""

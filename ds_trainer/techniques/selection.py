@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_trainer.failures import NonFiniteLossError
+
 Chunks = Callable[[], Iterable[Tensor]]
 
 _SAMPLE = 8192
@@ -75,8 +77,9 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
     return _cuts(chunks, value, just_below(value, dtype), greater, ties, k - sum(greater))
 
 
-def diverged() -> RuntimeError:
-    return RuntimeError("the scores hold NaN: the run has diverged")
+def diverged() -> NonFiniteLossError:
+    """The error of every rank, since all of them see the same scores."""
+    return NonFiniteLossError("the scores hold NaN: the run has diverged; lower mask_scores_learning_rate")
 
 
 def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:

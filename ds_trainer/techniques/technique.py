@@ -6,15 +6,16 @@ A technique sees neither the loop nor the engine, and no other technique. Every 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ds_trainer.recipe import GroupRule
-from ds_trainer.tasks.task import Batch
+from ds_trainer.tasks.task import Batch, Unit
 
 Predict = Callable[[Batch], Any]
 """A way to run a model: batch -> model output."""
@@ -31,26 +32,35 @@ class Clock:
 
 @dataclass(frozen=True)
 class Forward:
-    """One micro-batch, what the model made of it, and the optimizer step it belongs to."""
+    """One micro-batch, what the model made of it, and the optimizer step it belongs to.
+
+    `shares` say by unit how many there are in the micro-batch, over the mean of all micro-batches of the step on all
+    ranks; a unit that is not named is in equal parts in all of them.
+    """
 
     batch: Batch
     out: Any
     step: int
+    shares: Mapping[Unit, float] = field(default_factory=dict)
 
 
 class Technique:
     name: ClassVar[str]
-    cheap_views: ClassVar[bool] = False
-    """Whether `views` costs little beside the model's own forward, so that evaluations while training have them too."""
-    term_names: tuple[str, ...] = ()
-    """The loss terms on offer, as this object is set up."""
+    cheap_views: bool = False
+    """Whether evaluations while training have `views` too: they cost little, or the recipe asks for them."""
+    term_units: Mapping[str, Unit] = MappingProxyType({})
+    """The loss terms on offer, as this object is set up, and what each is a mean over."""
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Change the model for training, before the engine takes it."""
         return model
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
-        """Rates and freezing of the parameters it cares about; the recipe's own rules come first."""
+        """Rates and freezing of the parameters it cares about; the recipe's own rules come first.
+
+        A rule that does not freeze is about what the technique has added, by its name between wildcards: of the
+        recipe's rules those alone reach it that contain this name.
+        """
         return ()
 
     def start(self, device: torch.device) -> None:
@@ -70,17 +80,17 @@ class Technique:
         """Go on from what `state` gave, in training or to be exported; not collective."""
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
-        """Unweighted scalar loss terms, by the names in `term_names`."""
+        """Unweighted scalar loss terms, by the names in `term_units`: each the mean over the micro-batch's units."""
         return {}
 
     def readings(self) -> dict[str, float]:
         """What to log at a flush: density, threshold, ..."""
         return {}
 
-    def views(self, forward: Forward) -> dict[str, Any]:
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         """Other outputs for the batch, to evaluate beside the model's own: a teacher's, an early exit's.
 
-        `forward` is the model's latest.
+        `forward` is the model's own; `predict` runs the model once more, on every rank alike.
         """
         return {}
 

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from figures import Figure, report
+from figures import Figure, is_quick, report, use_threads
 from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from ds_trainer import distributed
 from ds_trainer.loop import PhasePlan
+from ds_trainer.stopping import StopRequests
 
 ENGINE_FILE = ROOT / "ds_configs/zero2.json"
-STEPS = 50
+STEPS = 10 if is_quick() else 50
 """Optimizer steps of a turn: a window of `BatchPlan`, so that each of our turns has short and long batches alike."""
-ROUNDS, WARMUP = 5, 1
+ROUNDS, WARMUP = (1, 0) if is_quick() else (5, 1)
 
 
 class Turns(TrainerCallback):
@@ -111,12 +111,12 @@ def our_batches(plan: PhasePlan) -> list[list[int]]:
 def main() -> None:
     distributed.start_logging()
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = planned(ENGINE_FILE, folder)
-        with record_of(plan) as record:
-            turns = Turns(Loop(plan, record))
+        with record_of(plan) as record, StopRequests() as stop:
+            turns = Turns(Loop(plan, record, stop))
             collator = RecordingCollator(plan.task.tokenizer)
             trainer_of(plan, collator, turns, folder / "trainer").train()
         for side, seconds, batches in (

@@ -4,12 +4,11 @@ BERT of 4 layers x 256 (random weights, dropout on), fp32, 2 threads, one proces
 classifier on the sentences of SST-2, 32 a batch, and a masked language model on the lines of wikitext-2, 16 a batch,
 each batch padded to its longest. Padding is counted over an epoch. Speed is that of turns of 20 steps: the one side has
 the batches of `BatchPlan`, the other the same examples dealt out at random. Needs ../shared:
-`python tests/bench/length_grouping.py`, with `--quick` a few steps that show it works.
+`python tests/bench/length_grouping.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import Figure, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from ds_trainer.data import Array, BatchPlan, Positions
@@ -30,8 +29,8 @@ from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.text import TextTask
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
-BERT = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
-STEPS = 20
+BERT = bert_shape(256, layers=4, heads=4)
+STEPS = 3 if is_quick() else 20
 """Optimizer steps of a turn."""
 ROWS = {"sst2": 32, "wikitext2": 16}
 
@@ -84,15 +83,15 @@ def padding_share(lengths: Array, batches: list[Positions]) -> float:
     return 1 - sum(int(b.sum()) for b in found) / sum(len(b) * int(b.max()) for b in found)
 
 
-def figures_of(name: str, task: Task, folder: Path, steps: int, rounds: int) -> list[Figure]:
+def figures_of(name: str, task: Task, folder: Path) -> list[Figure]:
     lengths, rows, bars = task.examples("train").lengths, ROWS[name], BARS[name]
     plan, epoch = BatchPlan(lengths, rows, seed=1), len(lengths) // rows
     sides = {"grouped": grouped_turns, "random": random_turns}
     shares = {side: padding_share(lengths, next(turns(plan, epoch))) for side, turns in sides.items()}
-    first, second = (Side(task, folder, sides[side](plan, steps)) for side in ("random", "grouped"))
-    speed, *seconds = ratio(first.turn, second.turn, rounds, warmup=1)
+    first, second = (Side(task, folder, sides[side](plan, STEPS)) for side in ("random", "grouped"))
+    speed, *seconds = ratio(first.turn, second.turn, rounds=5, warmup=1)
     for side, taken in zip(("random", "grouped"), seconds, strict=True):
-        print(f"{name} {side}: {100 * shares[side]:.1f}% padding, {rows * steps / taken:.1f} examples/s")
+        print(f"{name} {side}: {100 * shares[side]:.1f}% padding, {rows * STEPS / taken:.1f} examples/s")
     return [
         Figure(f"length_grouping/{name}/padding", shares["grouped"] / shares["random"], bars.padding),
         Figure(f"length_grouping/{name}/examples_per_second", speed, bars.speed, at_least=True),
@@ -118,17 +117,14 @@ def tasks_of(folder: Path) -> dict[str, Task]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it works, not how fast")
-    steps, rounds = (3, 1) if parser.parse_args().quick else (STEPS, 5)
     if not SHARED.is_dir():
         print(f"length_grouping: skipped, {SHARED} is not there: it holds SST-2, wikitext-2 and a tokenizer")
         return
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tasks = tasks_of(folder)
-        report(*(f for name, task in tasks.items() for f in figures_of(name, task, folder / name, steps, rounds)))
+        report(*(f for name, task in tasks.items() for f in figures_of(name, task, folder / name)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from figures import Figure, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
@@ -26,7 +26,7 @@ from ds_trainer.tasks.pretrained import load_tokenizer
 from ds_trainer.techniques import Clock, Forward
 from ds_trainer.techniques.distill import Distill
 
-ROWS, TOKENS, VOCABULARY, TEMPERATURE = 16, 128, 30_522, 2.0
+ROWS, TOKENS, VOCABULARY, TEMPERATURE = 16, 128, 1_000 if is_quick() else 30_522, 2.0
 WEIGHTS = {"task": 2.0, "distill.logits": 5.0, "distill.cos": 1.0}
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -43,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(layers: int, folder: Path) -> str:
     torch.manual_seed(layers)
-    shape = {"hidden_size": 384, "num_hidden_layers": layers, "num_attention_heads": 12, "intermediate_size": 1536}
+    shape = bert_shape(384, layers, heads=12)
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **shape, **no_dropout)).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -109,7 +109,7 @@ class Reference:
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(2)
+    use_threads(2)
     distributed.keep_freed_memory()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

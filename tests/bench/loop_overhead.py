@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.nn.functional as F
-from figures import Figure, ratio, report
+from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer import distributed, engine
 from ds_trainer.command import TrainJob
@@ -40,13 +39,7 @@ from ds_trainer.trust import Trust
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 384,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "intermediate_size": 1536,
-}
+BERT: dict[str, Any] = {"model_type": "bert"} | bert_shape(384, layers=6, heads=12)
 ROWS, EXAMPLES = 32, 6400
 LOG_EVERY = 10
 ROUNDS, WARMUP = 16, 2
@@ -100,7 +93,7 @@ class BareLoop:
         return [
             batch
             for step in range(steps)
-            for batch in micro_batches(plan.task, batches.indices(step), self.engine, draw=1)
+            for batch, _ in micro_batches(plan.task, batches.indices(step), self.engine, draw=1)
         ]
 
 
@@ -137,13 +130,15 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 
 
 def record_of(plan: PhasePlan) -> Report:
-    return Report(plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True)
+    return Report(
+        plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
+    )
 
 
 def main() -> None:
     distributed.start_logging()
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
         with record_of(plan) as record, StopRequests() as stop:

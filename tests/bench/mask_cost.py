@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from figures import Figure, ratio, report
+from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer import distributed, engine
 from ds_trainer.optim import Hyperparameters, parameter_groups
@@ -31,8 +31,7 @@ class Run:
         from transformers import AutoModelForSequenceClassification, BertConfig
 
         torch.manual_seed(0)
-        config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-        model = AutoModelForSequenceClassification.from_config(config)
+        model = AutoModelForSequenceClassification.from_config(BertConfig(**bert_shape(384, layers=6, heads=12)))
         spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
         self.techniques = [Prune(spec, Clock(STEPS, 0, seed=1), task=None)] if masked else []
         for technique in self.techniques:
@@ -103,7 +102,7 @@ def extra_memory(plain: Run, masked: Run) -> float:
 
 def main() -> None:
     distributed.start()
-    torch.set_num_threads(2)
+    use_threads(2)
     figures = []
     for accumulation, bar in ((1, 1.15), (4, 1.08)):
         plain, masked = Run(False, accumulation), Run(True, accumulation)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from figures import Figure, ratio, report
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from torch import nn
 
 from ds_trainer import distributed, engine
@@ -35,7 +35,7 @@ from ds_trainer.techniques.prune import Prune
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)
 BARS = {1: 0.75, 32: 0.85}
-ROUNDS = {1: 60, 32: 12}
+ROUNDS = {1: 1, 32: 1} if is_quick() else {1: 60, 32: 12}
 ROWS = 16
 BASE = Hyperparameters(5e-5)
 
@@ -55,12 +55,7 @@ class Encoder(nn.Module):
 def config_of(flags: argparse.Namespace) -> Any:
     from transformers import BertConfig
 
-    return BertConfig(
-        hidden_size=flags.hidden,
-        num_hidden_layers=flags.layers,
-        num_attention_heads=12,
-        intermediate_size=4 * flags.hidden,
-    )
+    return BertConfig(**bert_shape(flags.hidden, flags.layers, heads=12))
 
 
 def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
@@ -73,21 +68,23 @@ def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
         model = BertModel(config, add_pooling_layer=False)
     else:
         heads, neurons = (round(kept * n) for n in (config.num_attention_heads, config.intermediate_size))
-        config.shrunk = {"heads": [heads] * flags.layers, "neurons": [neurons] * flags.layers}
+        layers = config.num_hidden_layers
+        config.shrunk = {"heads": [heads] * layers, "neurons": [neurons] * layers}
         model = shrunk_class(BertModel)(config, add_pooling_layer=False)
     return Encoder(model).eval(), encoder_flops(model, TOKENS)
 
 
 def speed(flags: argparse.Namespace, folder: Path) -> list[Figure]:
     encoders = {kept: encoder(flags, kept) for kept in KEPT}
-    example = torch.randn(2, TOKENS, flags.hidden)
+    hidden_size = encoders[1.0][0].config.hidden_size
+    example = torch.randn(2, TOKENS, hidden_size)
     sessions = {}
     for kept, (model, _) in encoders.items():
         write_onnx(model, {"hidden": example}, folder / f"{kept}.onnx")
         sessions[kept] = session(folder / f"{kept}.onnx", THREADS)
     figures = []
     for batch, bar in BARS.items():
-        hidden = torch.randn(batch, TOKENS, flags.hidden)
+        hidden = torch.randn(batch, TOKENS, hidden_size)
         calls: dict[Any, Callable[[], object]] = {}
         for kept, (model, _) in encoders.items():
             calls["torch", kept] = partial(model, hidden)
@@ -154,9 +151,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="one round of a small model: shows that it works")
     flags = parser.parse_args()
     distributed.start()
-    torch.set_num_threads(THREADS)
+    use_threads(THREADS)
     distributed.keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         figures = speed(flags, Path(folder))

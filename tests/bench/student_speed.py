@@ -10,8 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from figures import Figure, ratio, report
+from figures import Figure, ratio, report, use_threads
 
 from ds_trainer import distributed
 from ds_trainer.evaluate import evaluate
@@ -22,7 +21,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def main(teacher: str, student: str, data_dir: str = str(SHARED / "data")) -> None:
-    torch.set_num_threads(2)
+    use_threads(2)
     distributed.keep_freed_memory()
     scores, runs = {}, []
     with tempfile.TemporaryDirectory() as cache:
@@ -42,4 +41,4 @@ def main(teacher: str, student: str, data_dir: str = str(SHARED / "data")) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(argument for argument in sys.argv[1:] if argument != "--quick"))

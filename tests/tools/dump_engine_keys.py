@@ -86,14 +86,14 @@ BY_HAND: dict[str, dict] = {
     "gradient_allreduce_op": {"enum": list(ds.GRADIENT_ALLREDUCE_OP_SUPPORTED), "any_case": True},
     "gradient_clipping": {"types": ["number"], "min": 0},
     # read in deepspeed.initialize, before DeepSpeedConfig
-    "sequence_parallel_size": POSITIVE,
+    "sequence_parallel_size": {**POSITIVE, "default": 1},
     "data_parallel_size": POSITIVE,
     # read_zero_config_deprecated: "zero_optimization": true with this beside it
     "zero_optimization": {"types": ["dict", "bool"]},
     "allgather_size": {"types": ["int"]},
     # read by transformers, ignored by the training engine
     "inference": {"types": ["dict"], "open": True},
-    "datastates_ckpt": {"types": ["bool", "dict", "null"], "open": True},
+    "datastates_ckpt": {"types": ["bool", "dict", "null"], "open": True, "on_by_presence": True},
     # read with copy.copy of whole blocks: their keys depend on the user's metrics and schedules
     "data_efficiency": {"types": ["dict"], "open": True},
     # get_pipeline_config keeps whatever it is given
@@ -107,7 +107,7 @@ BY_HAND: dict[str, dict] = {
     "torch_autocast.dtype": {"types": ["str"], "enum": DTYPES},
     "torch_autocast.lower_precision_safe_modules": {"types": ["list"], "items": {"types": ["str"]}},
     "checkpoint.tag_validation": {"types": ["str"], "enum": ["WARN", "IGNORE", "FAIL"], "any_case": True},
-    "checkpoint.writer": {"types": ["dict", "null"]},
+    "checkpoint.writer": {"types": ["dict", "null"], "on_by_presence": True},
     "checkpoint.writer.type": {
         "types": ["str", "null"],
         "enum": ["MOCK", "PYTHON", "FAST"],
@@ -121,7 +121,7 @@ BY_HAND: dict[str, dict] = {
     "checkpoint.writer.io_buffer_size": {"types": ["number"]},
     "aio": {"types": ["dict", "null"]},
     # the name of intra_op_parallelism up to 0.15, still in the documentation of transformers; ignored
-    "aio.thread_count": {"types": ["int"], "ignored": True},
+    "aio.thread_count": {"types": ["int"], "default": 1},
     "activation_checkpointing.number_checkpoints": {"types": ["int", "null"]},
     "autotuning.model_info": {"types": ["dict", "null"]},
     # the autotuner, a program of its own, reads more than the engine does
@@ -134,6 +134,7 @@ BY_HAND: dict[str, dict] = {
     "scheduler.params": {"types": ["dict"], "open": True},
     # a field validator: float(v) >= 0
     "fp16.loss_scale": {"min": 0},
+    "zero_optimization.zenflow": {"on_by_presence": True},
     # model validators of ZenFlowConfig
     "zero_optimization.zenflow.select_strategy": {"enum": ["auto", "step", "epoch"], "own_auto": True},
     "zero_optimization.zenflow.select_interval": {"types": ["int"], "own_auto": True},
@@ -257,6 +258,8 @@ def keys_of_noted(noted: Noted) -> dict:
             keys[key] = {"types": [JSON_TYPES[type(default)]]}
         else:
             keys[key] = {}
+        if isinstance(default, SCALARS):
+            keys[key]["default"] = default
     for key in noted:
         if isinstance(noted[key], Noted):
             keys[key] = {"types": ["dict"], "keys": keys_of_noted(noted[key])}
@@ -362,10 +365,10 @@ def table() -> dict:
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__.split("+")[0],
         "keys": add_by_hand(top_level()),
-        "removed": {
-            **ds._REMOVED_TOP_LEVEL_CONFIG_KEYS,
-            **{f"zero_optimization.{key}": why for key, why in ds._REMOVED_ZERO_CONFIG_KEYS.items()},
-        },
+        "removed": [
+            *ds._REMOVED_TOP_LEVEL_CONFIG_KEYS,
+            *(f"zero_optimization.{key}" for key in ds._REMOVED_ZERO_CONFIG_KEYS),
+        ],
         "optimizers": optimizers(),
         # what is_zero_supported_optimizer takes; mup's classes are functions that return torch's
         "zero_optimizers": ["adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"],

@@ -1,0 +1,92 @@
+"""What is scored apart from a run: model folders, checkpoints, and the exits of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_trainer import distributed, memory
+from ds_trainer.checkpoint_files import DamagedCheckpointError
+from ds_trainer.checkpoint_model import model_of
+from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
+from ds_trainer.command import CalibrateJob
+from ds_trainer.evaluate import evaluate
+from ds_trainer.evaluate_command import EvaluateJob
+from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
+from ds_trainer.exit_specs import EXITS_FILE
+from ds_trainer.joining import joined, print_json
+from ds_trainer.report import save_json
+from ds_trainer.tasks import build_task
+from ds_trainer.techniques.early_exit import with_exits
+from ds_trainer.techniques.exit_heads import has_exits
+
+
+def evaluate_folder(job: EvaluateJob) -> None:
+    """Score a model folder, over all ranks, or a checkpoint; the scores are printed as JSON."""
+    with joined(), contextlib.ExitStack() as until_scored:
+        for saved in job.checkpoints:
+            folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
+            job = _of_folder(job, folder)
+        scores, files = _scored(job)
+        print_json(scores)
+        distributed.on_main(lambda: _write_evaluation(job, scores, files))
+
+
+def evaluate_checkpoints(job: EvaluateJob) -> None:
+    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
+    with joined():
+        rows = []
+        for saved in job.checkpoints:
+            try:
+                with model_of(saved, job.cache_dir) as (folder, exported):
+                    scores, files = _scored(_of_folder(job, folder))
+            except DamagedCheckpointError as error:
+                distributed.warn(f"left out: {error}")
+                continue
+            rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
+            distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+            if job.predictions_dir:
+                save_json(files, job.predictions_dir / saved.path.name)
+        if not rows:
+            raise ValueError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
+        print(scores_table(rows), flush=True)
+        write_scores(rows, job)
+
+
+def calibrate_exits(job: CalibrateJob) -> None:
+    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
+    with joined():
+        task = build_task(job.task, job.model, job.cache_dir)
+        task.check_trained(job.model)
+        with memory.told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+            print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+
+
+def _of_folder(job: EvaluateJob, folder: Path) -> EvaluateJob:
+    """The job with the model folder of a checkpoint in its place."""
+    return replace(job, model=str(folder), exit_policy=job.policy_for(str(folder)))
+
+
+def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
+    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
+    task = build_task(job.task, job.model, job.cache_dir)
+    task.check_trained(job.model)
+    model = task.build_model(job.model).to(distributed.device()).eval()
+    files: dict[str, Any] = {}
+    with memory.told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+        if has_exits(job.model):
+            early = with_exits(model, Path(job.model), job.exit_policy).eval()
+            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+            evaluation.scores |= flat_scores(task, files[EXITS_FILE])
+    return evaluation.scores, evaluation.files(task) | files
+
+
+def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
+    if job.output_file:
+        job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    if job.predictions_dir:
+        save_json(files, job.predictions_dir)

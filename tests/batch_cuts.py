@@ -1,0 +1,122 @@
+"""The gradient of one global batch of language modelling, distilled, for many ways to cut it in micro-batches.
+
+`zero_matrix.py` runs `gradients` under the engine, on one rank and on two.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
+
+from ds_trainer import distributed, engine
+from ds_trainer.data import BatchPlan
+from ds_trainer.loop import PhasePlan, train_step
+from ds_trainer.models import train_tokenizer, whole_state_dict
+from ds_trainer.optim import Hyperparameters
+from ds_trainer.recipe import parse_recipe, task_of
+from ds_trainer.report import Report
+from ds_trainer.tasks import build_task
+from ds_trainer.techniques import Clock
+
+EXAMPLES = 8
+LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10)]
+"""Documents of 3 to 30 words: a micro-batch of the longest has many times the tokens of one of the shortest."""
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "attn_implementation": "eager"}
+WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3, "attention": 20.0}
+CUTS = {1: (1, 8), 2: (1, 4)}
+"""The numbers of micro-batches a rank, by the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    task: str
+    stage: int
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"{self.task}-zero{self.stage}-accumulation{self.accumulation}"
+
+
+def cuts(world: int) -> list[Cut]:
+    return [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+
+
+def gradients() -> dict[str, dict[str, Tensor]]:
+    """By cut, the gradient of every parameter, on rank 0: what a step of plain SGD at rate 1 takes off it."""
+    folder = Path(distributed.on_main(_folders))
+    return {str(cut): _gradient(cut, folder) for cut in cuts(distributed.world_size())}
+
+
+def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
+    plan = _plan(cut, folder)
+    model, groups, objective = plan.prepare()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lambda step: 1.0)
+    for technique in objective.techniques:
+        technique.start(ds_engine.device)
+    order = BatchPlan(plan.task.examples("train").lengths, EXAMPLES, seed=0)
+    report = Report(plan.folder, "train", 1, plan.phase.loss, tensorboard=False, training_examples=EXAMPLES)
+    train_step(objective, ds_engine, order, report, seed=0)
+    after = whole_state_dict(ds_engine.module, keep=distributed.is_main())
+    for technique in objective.techniques:
+        technique.stop()
+    engine.stop_engine(ds_engine)
+    return {name: before[name] - value for name, value in after.items()}
+
+
+def _plan(cut: Cut, folder: Path) -> PhasePlan:
+    task, _, everywhere = cut.task.partition("-")
+    distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
+    if task == "mlm":
+        distill["restrict_ce_to_mask"] = not everywhere
+    recipe = parse_recipe(
+        {
+            "task": {"name": task, "data_dir": str(folder), "train_file": "text.txt", "validation_file": "text.txt"}
+            | {"min_seq_length": 2},
+            "phases": [
+                {
+                    "max_steps": 1,
+                    "techniques": {"distill": distill},
+                    "loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in WEIGHTS.items()},
+                }
+            ],
+            "cache_dir": str(folder / "cache"),
+        }
+    )
+    (phase,) = recipe.phases
+    student = folder / task / "student"
+    config = {
+        "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
+        "gradient_accumulation_steps": cut.accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": cut.stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "steps_per_print": 10**9,
+    }
+    lm = build_task(task_of(phase, recipe), str(student), recipe.cache_dir)
+    return PhasePlan(phase, phase.techniques, lm, str(student), Clock(1, 0, 0), config, Hyperparameters(1.0), folder)
+
+
+def _folders() -> str:
+    """The text, and of each task a student and a wider teacher, without dropout."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "text.txt").write_text("\n".join(LINES) + "\n")
+    tokenizer = train_tokenizer(LINES * 5, 60, True)
+    vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(3)
+    for name, width in (("student", 16), ("teacher", 24)):
+        bert = BertConfig(hidden_size=width, intermediate_size=32, **SMALL, **vocabulary)
+        bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        gpt2 = GPT2Config(n_embd=width, n_positions=128, **SMALL, **vocabulary, **no_dropout)
+        for task, auto, config in (("mlm", AutoModelForMaskedLM, bert), ("clm", AutoModelForCausalLM, gpt2)):
+            auto.from_config(config).save_pretrained(folder / task / name)
+            tokenizer.save_pretrained(folder / task / name)
+    return str(folder)

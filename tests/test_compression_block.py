@@ -1,0 +1,187 @@
+"""A `compression_training` block is refused with the recipe that does the same."""
+
+import json
+
+import pytest
+
+from ds_trainer.engine_file import Said, check_engine_file
+from ds_trainer.recipe import parse_recipe
+
+
+def shared(**more):
+    return {"enabled": True, **more}
+
+
+def group(name, ratio, modules, related=None):
+    found = {"params": {"dense_ratio": ratio}, "modules": modules}
+    return {name: found | ({"related_modules": related} if related else {})}
+
+
+LAYERS = {
+    "enabled": True,
+    "keep_number_layer": 5,
+    "module_name_prefix": "bert.encoder.layer",
+    "teacher_layer": [2, 4, 6, 8, 10],
+    "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
+}
+SPARSE = {
+    "shared_parameters": shared(schedule_offset=30, method="l1"),
+    "different_groups": group("sp1", 0.5, ["attention.self"]),
+}
+SNIP = {
+    "shared_parameters": shared(
+        schedule_offset=30,
+        schedule_offset_end=90,
+        schedule_offset_stride=15,
+        method="snip_momentum",
+        block_pattern="4x1",
+        dense_ratio=0.4,
+        excluded_modules=["classifier", "pooler"],
+    ),
+    "different_groups": {},
+}
+ROW = {
+    "shared_parameters": shared(schedule_offset=20, method="topk"),
+    "different_groups": group("rp1", 0.5, ["intermediate.dense"], [["layer.\\w+.output.dense"]]),
+}
+HEAD = {
+    "shared_parameters": shared(schedule_offset=20, method="topk", num_heads=12),
+    "different_groups": group("hp1", 0.5, ["attention.output.dense"], [["self.query", "self.key", "self.value"]]),
+}
+CHANNEL = {
+    "shared_parameters": shared(schedule_offset=0, method="topk"),
+    "different_groups": group("cp1", 0.5, ["layer....conv1"], [["layer....conv2", "layer....bn1"]]),
+}
+WEIGHTS = {
+    "shared_parameters": shared(quantizer_kernel=False, quantize_groups=1, quantization_type="symmetric"),
+    "different_groups": {
+        "wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 50}, "modules": ["intermediate"]},
+        "wq2": {"params": {"start_bits": 4, "target_bits": 4}, "modules": ["attention.output"]},
+    },
+}
+ACTIVATIONS = {
+    "shared_parameters": shared(quantization_type="asymmetric", range_calibration="dynamic", schedule_offset=50),
+    "different_groups": {"aq1": {"params": {"bits": 8}, "modules": ["attention.output"]}},
+}
+
+
+def refusal(**block):
+    """The one mistake of a file with this block."""
+    (mistake,) = check_engine_file({"compression_training": block}, Said(), 1)
+    assert mistake.startswith("compression_training is refused, remove it: DeepSpeed has deleted it; ")
+    return mistake
+
+
+def printed_phase(text):
+    """The phase that a refusal prints, and the same as the strict recipe understands it."""
+    (line,) = [line for line in text.splitlines() if line.startswith("{")]
+    written = json.loads(line)
+    return written, parse_recipe({"phases": [{"max_steps": 100} | written]}).phases[0]
+
+
+def test_sparse_pruning_becomes_magnitude_of_the_named_matrices():
+    """l1 is magnitude, dense_ratio the final threshold, and the step from which it prunes is the same."""
+    written, phase = printed_phase(refusal(sparse_pruning=SPARSE))
+    prune = phase.techniques.prune
+    assert (prune.pruning_method, prune.final_threshold) == ("magnitude", 0.5)
+    assert prune.granularity == {"*attention.self*": "weight"}
+    assert phase.warmup_steps * prune.initial_warmup == 30
+    assert set(written) == {"warmup_steps", "techniques"}
+
+
+def test_rows_and_heads_become_neurons_and_heads_that_are_cut_out():
+    """Groups that agree are one prune with a granularity each, and the exported model is smaller."""
+    phase = printed_phase(text := refusal(row_pruning=ROW, head_pruning=HEAD))[1]
+    prune = phase.techniques.prune
+    assert (prune.pruning_method, prune.final_threshold) == ("topK", 0.5)
+    assert prune.granularity == {"attention": "head", "feed_forward": "neuron"}
+    assert phase.warmup_steps * prune.initial_warmup == 20
+    assert phase.shrink
+    assert "no counterpart" not in text
+
+
+def test_rows_without_related_modules_stay_rows():
+    """Nothing is said of the next layer's columns, so only the rows go; regular expressions become patterns."""
+    row = {"shared_parameters": shared(), "different_groups": group("rp1", 0.3, ["layer.\\d+.output.dense"])}
+    written, phase = printed_phase(refusal(row_pruning=row))
+    assert phase.techniques.prune.granularity == {"*layer.*.output.dense*": "row"}
+    assert phase.techniques.prune.initial_warmup == 0
+    assert "shrink" not in written
+
+
+@pytest.mark.parametrize(("pattern", "granularity"), [("4x1", "block"), ("2:4", "2:4")])
+def test_snip_momentum_becomes_blocks_chosen_over_all_layers(pattern, granularity):
+    """The blocks and the global density are the same; criterion, end and exclusions are named."""
+    snip = SNIP | {"shared_parameters": SNIP["shared_parameters"] | {"block_pattern": pattern}}
+    text = refusal(sparse_pruning=snip)
+    prune = printed_phase(text)[1].techniques.prune
+    assert prune.granularity == granularity
+    if pattern == "4x1":
+        assert (prune.block_shape, prune.final_threshold, prune.global_topk) == ([4, 1], 0.4, True)
+    assert "head_pruning beside snip_momentum" in refusal(sparse_pruning=snip, head_pruning=HEAD)
+    assert all(word in text for word in ("criterion snip_momentum", "schedule_offset_end 90", "excluded_modules"))
+
+
+def test_layer_reduction_becomes_a_student_and_its_teacher():
+    """The teacher's layers are those that are copied, counted from 0 there and here."""
+    phase = printed_phase(refusal(layer_reduction=LAYERS))[1]
+    assert phase.student.layers == [2, 4, 6, 8, 10]
+    assert (phase.start_from, phase.techniques.distill.teacher) == ("@model", "@model")
+    named = {"enabled": True, "other_module_name": ["bert.pooler", "bert.encoder.layer.2", "bert.encoder.layer.4"]}
+    assert printed_phase(refusal(layer_reduction=named))[1].student.layers == [2, 4]
+    assert "layer_reduction without teacher_layer" in refusal(layer_reduction={"enabled": True})
+
+
+def test_quantization_becomes_an_export():
+    """Eight bits are int8 of the exported model; four bits, and training with them, have no counterpart."""
+    for name, block in (("weight_quantization", WEIGHTS), ("activation_quantization", ACTIVATIONS)):
+        text = refusal(**{name: block})
+        assert "python launch/export.py OUTPUT_DIR/model --onnx --quantize int8" in text
+        assert f"{name} in training" in text
+        assert ("wq2 with 4 bits" in text) == (name == "weight_quantization")
+
+
+def test_a_whole_block_of_the_documentation():
+    """All seven together: one phase, one command, and each thing without a counterpart by its name, once."""
+    text = refusal(
+        layer_reduction=LAYERS,
+        weight_quantization=WEIGHTS,
+        activation_quantization=ACTIVATIONS,
+        sparse_pruning=SPARSE,
+        row_pruning=ROW,
+        head_pruning=HEAD,
+        channel_pruning=CHANNEL,
+    )
+    phase = printed_phase(text)[1]
+    assert phase.student.layers == [2, 4, 6, 8, 10]
+    assert phase.techniques.prune.granularity == {"attention": "head", "feed_forward": "neuron"}
+    assert phase.techniques.distill is not None
+    assert text.count("launch/export.py") == 1
+    assert text.count("channel_pruning") == text.count("sparse_pruning.sp1 beside head_pruning.hp1") == 1
+    assert max(map(len, text.splitlines())) < 1000, "the command would cut the line"
+
+
+@pytest.mark.parametrize("block", [None, False, {}, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}])
+def test_a_block_that_is_off_is_none(block):
+    """Nothing is asked for, so nothing is refused."""
+    assert check_engine_file({"compression_training": block}, Said(), 1) == []
+
+
+def test_junk_is_refused_and_never_raises():
+    """Whatever stands at any place of the documentation's blocks, the refusal's phase is one that the recipe takes."""
+    junk = [None, True, 0, -1, 2.5, 1e400, "x", "4x", "0x1", [], [[1]], ["(", 3], {}, {"a": 1}]
+    whole = {"layer_reduction": LAYERS, "sparse_pruning": SNIP, "row_pruning": ROW, "weight_quantization": WEIGHTS}
+
+    def spoilt(value):
+        yield from junk
+        for key in value if isinstance(value, dict) else ():
+            for inner in spoilt(value[key]):
+                yield value | {key: inner}
+
+    count = 0
+    for block in spoilt(whole):
+        for mistake in check_engine_file({"compression_training": block}, Said(), 1):
+            if "\n{" in mistake:
+                printed_phase(mistake)
+                count += 1
+    assert count > 100

@@ -1,0 +1,79 @@
+"""Memory that runs out becomes one error, with what was held and what can be changed."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from ds_trainer import distributed, memory
+from ds_trainer.command import exit_code
+from ds_trainer.failures import OutOfMemoryError
+from ds_trainer.memory import evaluation_cure, held, told_if_out, training_cure
+
+RUNNING_OUT = {
+    "torch": lambda: torch.empty(10**15),
+    "numpy": lambda: np.empty(10**15),
+    "python": lambda: bytearray(10**15),
+}
+
+
+@pytest.mark.parametrize("allocator", RUNNING_OUT)
+def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocator):
+    """Torch, numpy and Python each say it in their own way."""
+    with pytest.raises(OutOfMemoryError) as error, told_if_out(" in a test", lambda: "The cure."):
+        RUNNING_OUT[allocator]()
+    assert re.fullmatch(r"rank 0 \(host .+\) ran out of memory in a test: .+\. The cure\.", str(error.value))
+    assert exit_code(error.value) == 6
+
+
+def test_other_errors_stay_what_they_are():
+    """A shape that does not fit is no matter of memory; an error that was told already is not told again."""
+    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("told"), KeyError("x")):
+        with pytest.raises(type(mistake)) as error, told_if_out(""):
+            raise mistake
+        assert error.value is mistake
+
+
+def test_what_the_failed_step_held_is_free_again():
+    """The message and status.json are written after it, and need some memory, too."""
+    kept = []
+
+    def step() -> None:
+        activations = torch.ones(10)
+        kept.append(weakref.ref(activations))
+        torch.empty(10**15)
+
+    with pytest.raises(OutOfMemoryError), told_if_out(""):
+        step()
+    assert kept[0]() is None
+
+
+def test_the_cure_names_what_can_still_be_changed(monkeypatch):
+    """No batch of less than one, no stage above 3, no sharing by one rank."""
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    assert training_cure(config) == (
+        "Lower per_device_train_batch_size (train_micro_batch_size_per_gpu, now 8) and raise "
+        "gradient_accumulation_steps (now 2) as much, or lower the task's max_seq_length."
+    )
+    monkeypatch.setattr(memory.distributed, "world_size", lambda: 2)
+    assert "raise zero_optimization.stage (now 2)" in training_cure(config)
+    last = config | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    assert training_cure(last) == evaluation_cure("x", 1, last) == "Lower the task's max_seq_length."
+    assert evaluation_cure("x", 2, config).startswith("Lower x (now 2), or raise zero_optimization.stage (now 2), or ")
+
+
+def test_what_was_held_adds_up():
+    """The parts of the arithmetic, and the rest of this process's peak."""
+    sizes = {"parameters": 1 << 20, "gradients": 2 << 20, "optimizer": 3 << 20, "total": 6 << 20}
+    text = held(sizes, {"zero_optimization": {"stage": 1}})
+    assert "of ZeRO stage 1 it holds parameters 1.00 MiB, gradients 2.00 MiB, optimizer 3.00 MiB; the peak" in text
+
+
+def test_what_fails_on_rank_0_for_all_is_told_by_rank_0():
+    """Scoring is rank 0's alone: the other ranks end with the same code, and without a word."""
+    error = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
+    assert (type(error), getattr(error, "teller", None)) == (OutOfMemoryError, 0)

@@ -1,0 +1,39 @@
+"""Write the table of docs/engine_files.md from engine_keys.json and the verdicts of ds_trainer/engine_verdicts.py.
+
+python tests/tools/write_engine_docs.py
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+from ds_trainer.engine_keys import key_table
+from ds_trainer.engine_verdicts import NEEDS, REFUSED
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "engine_files.md"
+HEAD = "| key | what becomes of it |\n|---|---|\n"
+
+
+def verdict(path: str) -> str:
+    """Honoured, honoured with something beside it, or refused and what to do instead."""
+    if path in REFUSED:
+        return f"refused: {REFUSED[path]}"
+    needs = [need.words for need in NEEDS if path in need.keys]
+    return f"honoured with {'; and with '.join(needs)}" if needs else "honoured"
+
+
+def paths() -> Iterator[str]:
+    """Every key at the top, DeepSpeed's deleted ones too, and below it those of another verdict than their block's."""
+    known, removed = key_table()["keys"], key_table()["removed"]
+    special = {*REFUSED, *(key for need in NEEDS for key in need.keys)}
+    for key in sorted({*known, *(path for path in removed if "." not in path)}):
+        yield key
+        yield from sorted(path for path in special if path.startswith(f"{key}."))
+
+
+def table() -> str:
+    return HEAD + "".join(f"| `{path}` | {verdict(path)} |\n" for path in paths())
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text[: text.index(HEAD)] + table(), encoding="utf-8")
