@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ds_trainer import distributed
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Part of every fingerprint: raise it when tokenised data of the same sources would come out otherwise."""
 
 _INDEX = "index.json"

@@ -122,7 +122,8 @@ class OptimizerSettings:
         else:  # torch's others go from rate to rate, and keep their settings in their state
             vars(scheduler).update(self._schedule)
             for group, old in zip(groups, before, strict=True):
-                group["lr"] = old["lr"] * (group["initial_lr"] / old["initial_lr"])
+                factor = old["lr"] / old["initial_lr"] if old["initial_lr"] else 1.0
+                group["lr"] = group["initial_lr"] * factor
                 cycled = ("betas", "momentum") if "base_momentum" in group else ()
                 group.update({key: old[key] for key in cycled if key in old})
 

@@ -88,7 +88,7 @@ class Histograms:
                 row[_BUCKETS] = values[tag].sum(dtype=torch.float64)
                 row[_BUCKETS + 1] = torch.linalg.vector_norm(values[tag], dtype=torch.float64) ** 2
         found = {}
-        for (tag, (low, high)), row in zip(ranges.items(), distributed.mean(rows), strict=True):
+        for (tag, (low, high)), row in zip(ranges.items(), distributed.mean(rows).cpu(), strict=True):
             *counts, total, squares = (row * (self._sizes[tag] / row[:_BUCKETS].sum())).tolist()
             found[tag] = Histogram(*_widened(low, high), counts, total, squares)
         return found

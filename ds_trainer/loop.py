@@ -95,6 +95,12 @@ class PhasePlan(PhaseModel):
             "the parameter groups": [group.identity for group in groups],
         }
 
+    def bytes_per_rank(self, model: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
+        """What a rank will hold of the model and its groups, as `engine.bytes_per_rank` has it."""
+        trained = sum(group.size for group in groups)
+        frozen = sum(p.numel() for p in model.parameters()) - trained
+        return engine.bytes_per_rank(trained, frozen, self.engine_config, distributed.world_size())
+
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
         """All of a phase that a user can get wrong, before the engine takes it. Raises ValueError."""
         model, techniques = self.build()
@@ -148,8 +154,9 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
 class Training:
     """A phase under way: the engine with its model, how far it has come, and what is due when.
 
-    After a step it is recorded, evaluated and saved, in this order, and only then a request to stop is heard, but for
-    one in the midst of an evaluation. That evaluation comes first when the phase goes on.
+    Every step is recorded, then evaluated, then saved; only then does the phase look for a request to stop. An
+    evaluation also looks, between its batches: a run that was stopped there begins with that evaluation when it is
+    resumed.
     """
 
     def __init__(self, plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> None:
@@ -158,16 +165,14 @@ class Training:
         self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
         self.techniques = self.objective.techniques
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
-        self.step, frozen = 0, sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        trained, world = sum(group.size for group in groups), distributed.world_size()
-        self.bytes = engine.bytes_per_rank(trained, frozen, plan.engine_config, world)
+        self.step, self.bytes = 0, plan.bytes_per_rank(model, groups)
         self.cure = partial(memory.training_cure, plan.engine_config)
         with memory.told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
             self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
         )
-        self.step, self.saved, self.evaluated, self.order = 0, 0, 0, self.engine.train_batch_size()
+        self.saved, self.evaluated, self.order = 0, 0, self.engine.train_batch_size()
         self.evaluation = Evaluation()  # of the step `evaluated`; the answers are kept at the last step only
         self.identity = plan.identity(groups)
         if plan.resumed:

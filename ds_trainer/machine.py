@@ -28,7 +28,7 @@ def session() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Those of this library, of Python, and of what a result depends on most."""
+    """The versions of this library, of Python, and of the libraries that a result depends on most."""
     libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return {"ds_trainer": ds_trainer.__version__, "python": platform.python_version(), **libraries}
 

@@ -28,9 +28,10 @@ def told_if_out(where: str, told: Callable[[], str] = lambda: _ELSEWHERE) -> Ite
     except Exception as error:
         if not ran_out(error):
             raise
-        said = told()
         # the frames hold the activations, and what is still to be done needs some memory, too
-        traceback.clear_frames(error.__traceback__)
+        for source in (error, error.__cause__, error.__context__):
+            traceback.clear_frames(source.__traceback__ if source else None)
+        said = told()
         process = f"rank {distributed.rank()} (host {socket.gethostname()}, process {os.getpid()})"
         cause = first_line(error) or type(error).__name__
         raise OutOfMemoryError(f"{process} ran out of memory{where}: {cause}. {said}", distributed.rank()) from error

@@ -142,7 +142,8 @@ class Report:
     def settle(self) -> None:
         """Sum up the terms since the last time, so that what is kept does not grow until a flush; collective.
 
-        Done after the same steps with and without a stop in between, or the sums would round otherwise.
+        It must be called after the same steps whether or not the run was stopped in between, since the order of the
+        additions decides the rounding.
         """
         rows = self._rows()
         self._settled = _Sums(self._settled.micro_batches + len(rows), self._settled.added(rows))

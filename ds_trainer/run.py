@@ -18,7 +18,6 @@ from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_
 from ds_trainer.checkpoint_files import sync_folder
 from ds_trainer.command import TrainJob, said_by
 from ds_trainer.data import steps_for
-from ds_trainer.engine import bytes_per_rank
 from ds_trainer.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
 from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
@@ -199,16 +198,21 @@ def _number_of(checkpoint: Path, job: TrainJob) -> int:
 
 def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
     """The checkpoint that the command names, if it names one, still whole; what was cut short before is ended first."""
-    if job.resume:
-        distributed.on_main(partial(_end_going_back, folder, job))
     if job.checkpoint is None:
+        if job.resume:
+            distributed.on_main(partial(_end_going_back, folder, job))
         return None
+    if distributed.on_main((folder.path / _GOING_BACK).is_file):
+        raise ValueError(
+            f"--resume {job.checkpoint}: the run was killed while it went back to another checkpoint, which "
+            f"{folder.path / _GOING_BACK} names: give --resume alone first"
+        )
     phase = job.recipe.phases[_number_of(job.checkpoint, job)]
     return _checkpoints(phase, job).named(job.checkpoint)
 
 
 def _go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
-    """Make a checkpoint the newest of the run for good: checkpoints, records and results of after it are no longer its.
+    """Make a checkpoint the newest of the run for good: checkpoints, records and results of later steps go.
 
     What is to be done is written down first, so that it is also done where this run is killed in the midst of it.
     """
@@ -332,8 +336,6 @@ def _write_results(folder: RunFolder, results: dict[str, Any]) -> None:
 
 def _described(plan: PhasePlan) -> dict[str, Any]:
     model, groups, _ = plan.prepare()
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    trained = sum(group.size for group in groups)
     return {
         "starts_from": plan.source,
         "steps": {"total": plan.clock.total, "warmup": plan.clock.warmup},
@@ -347,6 +349,6 @@ def _described(plan: PhasePlan) -> dict[str, Any]:
             }
             for g in groups
         ],
-        "frozen_parameters": frozen,
-        "bytes_per_rank": bytes_per_rank(trained, frozen, plan.engine_config, distributed.world_size()),
+        "frozen_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "bytes_per_rank": plan.bytes_per_rank(model, groups),
     }

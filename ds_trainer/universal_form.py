@@ -57,7 +57,7 @@ def as_universal(checkpoint: Path, target: Path) -> None:
 
 
 def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The whole state dict of the model of an engine checkpoint, under all names of tied weights, bit by bit.
+    """The model's whole state dict from an engine checkpoint, bit by bit; tied weights are under each of their names.
 
     Parameters come before buffers, which DeepSpeed leaves in fp32: the precision of a model is that of the first.
     `dtype` is what the engine had the model in: ZeRO 3 saves the trained weights as fp32 masters only, of which its

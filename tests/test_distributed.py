@@ -11,6 +11,8 @@ from launching import ROOT
 
 from ds_trainer.distributed import building_kernels
 
+OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
+
 
 def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
     """torch waits for a lock for ever; whoever may compile holds another, which goes with the process, or once done."""
@@ -69,12 +71,15 @@ def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, tmp_path):
 
 def test_collectives_are_called_in_one_place():
     """What `distributed.py` sees to holds for all of them; the doctor's are of a process of its own."""
-    calls = {"all_reduce", "all_gather", "broadcast", "reduce", "gather", "scatter", "barrier", "reduce_scatter"}
-    elsewhere = []
+    kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
+    elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr.rstrip("_").split("_object")[0] in calls:
-                owner = ast.unparse(node.value)
-                if owner in ("dist", "torch.distributed", "comm") and path.name != "distributed.py":
-                    elsewhere.append(path.name)
-    assert set(elsewhere) == {"doctor_rank.py"}
+            names = []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in OWNERS:
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module in OWNERS:
+                names = [alias.name for alias in node.names]
+            if any(name.startswith(kinds) for name in names):
+                elsewhere.add(path.name)
+    assert elsewhere == {"distributed.py", "doctor_rank.py"}

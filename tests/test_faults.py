@@ -357,7 +357,7 @@ CHAIN = {(2, "zero2"): 8, (1, "zero3"): 16, (2, "zero3"): 24, (2, "zero0"): STEP
 
 
 def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, words, tmp_path):
-    """2 ranks, 1, 2, 2, and ZeRO 2, 3, 3, 0 in one run: without dropout its losses are those of 2 ranks under ZeRO 2 to 1e-5."""
+    """2 ranks, 1, 2, 2, and ZeRO 2, 3, 3, 0 in one run: its losses are those of 2 ranks under ZeRO 2 to 1e-5."""
     calm = ("--set", "model.config.hidden_dropout_prob=0", "--set", "model.config.attention_probs_dropout_prob=0")
     folder, straight = tmp_path / "chain", tmp_path / "straight"
     finish(server, straight, [*words, *calm])

@@ -10,7 +10,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -95,21 +94,21 @@ class LmTask(Task):
         return model
 
     def examples(self, split: str) -> Examples:
-        """The tokenised split, with `labels` (n,): on how many places of each example there is a loss. Collective.
+        """The tokenised split; for "mlm" the first call also counts the training split's tokens. Collective.
 
-        For "mlm" the first call also counts the training split's tokens; where there is nothing to train on, those of
-        the split itself.
+        Where there is nothing to train on, the tokens of the split itself are counted.
         """
-        examples = super().examples(split)
-        if "labels" not in examples.fields:
-            if self.spec.name == "mlm" and self._rule is None:
-                can_train = bool(self.spec.train_file or self.spec.dataset)
-                self._rule = self._mask_rule(super().examples("train") if can_train else examples)
-            examples = self._examples[split] = replace(examples, fields={"labels": self._label_counts(examples)})
-        return examples
+        found = super().examples(split)
+        if self.spec.name == "mlm" and self._rule is None:
+            can_train = bool(self.spec.train_file or self.spec.dataset)
+            self._rule = self._mask_rule(super().examples("train") if can_train else found)
+        return found
 
     def counts(self, examples: Examples, positions: Positions) -> dict[Unit, int]:
-        return super().counts(examples, positions) | {"label": int(examples.fields["labels"][positions].sum())}
+        labels = examples.lengths[positions] - 1
+        if self.spec.name == "mlm":
+            labels = chosen_count(examples.fields["ordinary"][positions], self.spec.mlm_mask_prop)
+        return super().counts(examples, positions) | {"label": int(labels.sum())}
 
     def fingerprint(self, split: str) -> str:
         names = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
@@ -128,7 +127,11 @@ class LmTask(Task):
         distributed.info(
             f"{self.spec.name} {split}: {_told(tally, examples, self.spec)} ({time.monotonic() - started:.1f} s)"
         )
-        return Examples(examples.offsets, examples.tokens, notes=tally.as_notes() | {"counts": counts.tolist()})
+        # of each example, the tokens that can be chosen for a prediction
+        is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[examples.tokens["input_ids"]]
+        ordinary = np.add.reduceat(is_ordinary, examples.offsets[:-1], dtype=np.int32)
+        notes = tally.as_notes() | {"counts": counts.tolist()}
+        return Examples(examples.offsets, examples.tokens, {"ordinary": ordinary}, notes)
 
     def collate(self, examples: Examples, positions: Sequence[int] | Positions, draw: int = 0) -> Batch:
         ids = np.asarray(positions, dtype=np.int64)
@@ -194,14 +197,6 @@ class LmTask(Task):
         return MaskRule(
             weights, self._ordinary(), self.tokenizer.mask_token_id, spec.mlm_mask_prop, spec.word_mask, spec.word_rand
         )
-
-    def _label_counts(self, examples: Examples) -> Array:
-        """(n,) the number of labels that `collate` gives each example, in every draw alike."""
-        if self.spec.name == "clm":
-            return examples.lengths - 1
-        assert self._rule is not None, "the examples come from `examples`"
-        can_be_chosen = (self._rule.weights > 0)[examples.tokens["input_ids"]]
-        return chosen_count(np.add.reduceat(can_be_chosen, examples.offsets[:-1], dtype=np.int64), self._rule.mask_prop)
 
     def _ordinary(self) -> Array:
         """The ids of tokens that stand for text."""

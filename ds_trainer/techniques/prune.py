@@ -201,8 +201,10 @@ class Prune(Technique):
         for kind in {*gone} - self.told:
             self.told.add(kind)
             distributed.warn(
-                f"prune: no {kind} is left in any layer: lower final_threshold, or the weight of the penalty "
-                f"(final_lambda), or raise mask_scale" + (", or set min_heads" if kind == "head" else "")
+                f"prune: no {kind} is left in any layer: lower "
+                + ("" if self.spec.pruning_method == "l0" else "final_threshold, or ")
+                + "the weight of the penalty (final_lambda), or raise mask_scale"
+                + (", or set min_heads" if kind == "head" else "")
             )
 
     def _warn_of_jump(self) -> None:
@@ -210,7 +212,9 @@ class Prune(Technique):
         spec = self.spec
         by_share = spec.pruning_method in BY_SHARE
         density, expected = self._density(), spec.initial_threshold if by_share else 1.0
-        if density is None or "start" in self.told or (by_share and self.step > 0):  # by then the share has moved
+        if density is None or spec.target is not None or "start" in self.told:
+            return
+        if by_share and self.step > 0:  # the share has moved by then
             return
         what = "the density is"
         if spec.pruning_method == "l0":  # its density counts a gate that is half open, too
@@ -240,7 +244,8 @@ class Prune(Technique):
             way = "raise final_lambda" if spec.regularization else f'set regularization to "{kind}", and final_lambda'
             distributed.warn(f"prune: the run ends at a density of {density:.1%}, next to no pruning: {way}")
         elif density < 0.01:
-            way = "lower final_lambda" if spec.regularization else "raise mask_scale or lower final_threshold"
+            other = "mask_scores_learning_rate" if spec.pruning_method == "l0" else "final_threshold"
+            way = "lower final_lambda" if spec.regularization else f"raise mask_scale or lower {other}"
             distributed.warn(f"prune: the run ends at a density of {density:.1%}, next to nothing: {way}")
 
     def _density(self) -> float | None:
