@@ -45,7 +45,7 @@ from ds_trainer.interrupts import held_back, leaving
 from ds_trainer.latency import bytes_on_disk
 from ds_trainer.loading import told
 from ds_trainer.model_folder import COMPACT_FILE, is_compact
-from ds_trainer.models import count_weights, save_folder
+from ds_trainer.models import count_weights, save_folder, total_weights
 from ds_trainer.onnx_file import (
     Inputs,
     by_torch,
@@ -193,7 +193,7 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     if job.checkpoint:
         step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
-        report["checkpoint"] = step | {"weights": _weights_of(model)}
+        report["checkpoint"] = step | {"weights": total_weights(model)}
     if job.shrink:
         model, report["shrunk"] = _shrunk(model, tokenizer, batches, folder)
     if job.compact:
@@ -239,15 +239,7 @@ def _shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> 
     tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
     if found["max_difference"] > tolerance * max(1.0, found["largest"]):
         raise RuntimeError(f"the shrunk model's outputs differ by {found['max_difference']}")
-    return reloaded, found | {"weights": _weights_of(reloaded)}
-
-
-def _weights_of(model: Any) -> dict[str, Any]:
-    """The counts of all weights; a line for each matrix is more than a report of the whole wants."""
-    weights = count_weights(model)
-    for counts in (weights, weights.get("before", {})):
-        counts.pop("layers", None)
-    return weights
+    return reloaded, found | {"weights": total_weights(reloaded)}
 
 
 def _compact(

@@ -27,7 +27,7 @@ from ds_trainer.export_command import ExportJob
 from ds_trainer.loading import most_allocated, told
 from ds_trainer.messages import quoted
 from ds_trainer.model_folder import Held
-from ds_trainer.models import count_weights, encoder_linears, save_folder
+from ds_trainer.models import encoder_linears, save_folder, total_weights
 from ds_trainer.run_folder import TOKENIZER_FILES
 from ds_trainer.tasks.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
 from ds_trainer.techniques.early_exit import load_model
@@ -59,7 +59,8 @@ def import_folder(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     """
     config, state = read_value(job.model / "config.json"), _weights(job.model)
     family = "roberta" if any(name.startswith("roberta.") for name in state) else "bert"
-    added = {name: state.pop(name) for name in list(state) if name.endswith(_SCORES) or _HIGHWAY in name}
+    pattern = f"*{_SCORES}" if job.import_from == "masked_bert" else f"*{_HIGHWAY}*"
+    added = {name: state.pop(name) for name in list(state) if fnmatchcase(name, pattern)}
     model = _plain_model(job.model, config, state, family)
     if job.import_from == "masked_bert":
         report = {"pruning_method": config["pruning_method"], "threshold": job.threshold}
@@ -71,9 +72,7 @@ def import_folder(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         layers = _save_heads(job.model, model, added, made)
         report = {"exits": layers, "left_out": "the highway of the last layer, which DeeBERT does not train"}
     load_model(made)  # refuses what would not be loaded later
-    weights = count_weights(model)
-    del weights["layers"]  # a line for each matrix is more than the report of a folder wants
-    return {"imported": {"from": job.import_from, **report, "weights": weights}}
+    return {"imported": {"from": job.import_from, **report, "weights": total_weights(model)}}
 
 
 def mask_of(scores: Tensor, method: str, threshold: float) -> Tensor:
@@ -191,8 +190,10 @@ def _save_heads(folder: Path, model: Any, highways: dict[str, Tensor], made: Pat
         name = f"{family}{_HIGHWAY}{layer - 1}.{part}.{kind}"
         if name not in highways:
             raise ValueError(f"the weights of {folder} lack {name}: they are not those of DeeBERT's second stage")
-        state[f"{layer}.{place}.{kind}"] = highways[name]
-    _check_shapes(folder, heads.state_dict(), state)
+        state[f"{layer}.{place}.{kind}"] = highways.pop(name)
+    last = f"{family}{_HIGHWAY}{len(layers)}."
+    strangers = {name: value for name, value in highways.items() if not name.startswith(last)}
+    _check_shapes(folder, heads.state_dict(), state | strangers)
     heads.load_state_dict(state)
     policy = policy_of(ExitsSpec(), len(layers), regression=model.config.num_labels == 1)
     save_heads(made, heads, SavedExits(layers=layers, pooling="first", policy=policy))

@@ -117,6 +117,14 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     return counts
 
 
+def total_weights(model: nn.Module) -> dict[str, Any]:
+    """`count_weights` without a line for each matrix, which is more than the report of a folder wants."""
+    weights = count_weights(model)
+    for counts in (weights, weights.get("before", {})):
+        counts.pop("layers", None)
+    return weights
+
+
 def whole_totals(model: Any) -> dict[str, Any]:
     """Weights of each linear layer of the encoder, of the encoder and the model, zeros too; of a shrunk one before."""
     if getattr(model.config, FIELD, None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -60,7 +60,7 @@ def parameter_groups(
     rules_of = {name: _rules_of(name, user_rules, other_rules) for name in named}
     for rule in user_rules:
         if not any(rule in rules for rules in rules_of.values()):
-            raise ValueError(_idle(rule, named))
+            raise ValueError(_idle(rule, named, other_rules))
     groups: dict[tuple[str, bool], Group] = {}
     for name, parameter in named.items():
         rule = next(iter(rules_of[name]), GroupRule(params="*"))
@@ -79,19 +79,25 @@ def parameter_groups(
 
 def _rules_of(name: str, user_rules: Sequence[GroupRule], other_rules: Sequence[GroupRule]) -> list[GroupRule]:
     """The rules that reach a parameter, the first of which decides."""
-    others = [rule for rule in other_rules if fnmatchcase(name, rule.params)]
-    added = [rule.params.strip("*.") for rule in others if not rule.frozen]
     users = [rule for rule in user_rules if fnmatchcase(name, rule.params)]
-    return [rule for rule in users if all(word in rule.params for word in added)] + others
+    others = [rule for rule in other_rules if fnmatchcase(name, rule.params)]
+    return [rule for rule in users if not _missing(name, rule, other_rules)] + others
 
 
-def _idle(rule: GroupRule, named: Mapping[str, nn.Parameter]) -> str:
+def _missing(name: str, rule: GroupRule, other_rules: Sequence[GroupRule]) -> set[str]:
+    """What techniques call a parameter that they have added and train, where the rule's pattern does not contain it."""
+    trained = [other.params for other in other_rules if not other.frozen and fnmatchcase(name, other.params)]
+    return {word for pattern in trained if (word := pattern.strip("*.")) not in rule.params}
+
+
+def _idle(rule: GroupRule, named: Iterable[str], other_rules: Sequence[GroupRule]) -> str:
     matching = [name for name in named if fnmatchcase(name, rule.params)]
     if not matching:
         return f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...'
+    missing = set().union(*(_missing(name, rule, other_rules) for name in matching))
     return (
         f'groups: "{rule.params}" matches only what a technique has added, such as {matching[0]}, and that is reached '
-        "by patterns that contain its name: mask_scores, exit_heads or distill_projection"
+        f"by patterns that contain its name: {' or '.join(sorted(missing))}"
     )
 
 

@@ -66,7 +66,7 @@ class SquadSpec(TaskBase):
         return self
 
     def gap_beside(self, question: int, special: int) -> str | None:
-        """Why parts of a long context are in no window beside a question and special tokens; None where none are.
+        """Say why no window covers some tokens of a long context; None if all are covered.
 
         Both are numbers of tokens. A window holds what they leave of `max_seq_length`; windows are `doc_stride` apart.
         """

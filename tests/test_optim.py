@@ -118,7 +118,7 @@ def test_a_rule_that_names_what_a_technique_adds_decides_on_it():
     assert settings["body.mask_scores"] == 0.3
     assert not any(name.startswith("exit_heads") for name in settings)
     with pytest.raises(
-        ValueError, match=r'"\*pooler\*" matches only .* such as exit_heads.1.pooler.weight, .*exit_heads'
+        ValueError, match=r'"\*pooler\*" matches only .* such as exit_heads.1.pooler.weight, .* name: exit_heads$'
     ):
         parameter_groups(model, [GroupRule(params="*pooler*")], rules, BASE)
 

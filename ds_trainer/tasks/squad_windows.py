@@ -97,10 +97,9 @@ class PairForm(NamedTuple):
 def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
     """All windows, in the order of their questions, some at a time.
 
-    ValueError where the longest question leaves so little room that its windows would not touch each other.
+    ValueError at a question that leaves the windows of its context too little room to touch each other.
     """
     form = pair_form(tokenizer, questions)
-    _check_no_gaps(tokenizer, spec, questions, form)
     for begin in range(0, len(questions), _CHUNK):
         part = questions[begin : begin + _CHUNK]
         contexts = list(dict.fromkeys(question.context for question in part))
@@ -158,21 +157,6 @@ def window_starts(tokens: int, room: int, doc_stride: int) -> range:
     return range(0, max(1, tokens - room + doc_stride), doc_stride)
 
 
-def _check_no_gaps(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question], form: PairForm) -> None:
-    """Tokenises the questions alone, and only where one that `max_query_length` allows would leave a gap."""
-    if spec.gap_beside(spec.max_query_length, form.special) is None:
-        return
-    lengths = [
-        len(tokens.ids)
-        for begin in range(0, len(questions), _CHUNK)
-        for tokens in tokenised(tokenizer, [question.question for question in questions[begin : begin + _CHUNK]])
-    ]
-    longest = max(range(len(questions)), key=lengths.__getitem__)
-    mistake = spec.gap_beside(min(lengths[longest], spec.max_query_length), form.special)
-    if mistake:
-        raise ValueError(f"question {quoted(questions[longest].id)} is the longest: {mistake}")
-
-
 def _form(ids: list[int], types: list[int], sides: list[int | None], cls_id: int | None) -> PairForm:
     question, context = ([place for place, side in enumerate(sides) if side == wanted] for wanted in (0, 1))
     if question[-1] > context[0]:
@@ -219,6 +203,9 @@ def _of_question(
 ) -> Iterator[Window]:
     asked = asked[: spec.max_query_length]
     room = spec.max_seq_length - form.special - len(asked)
+    mistake = spec.gap_beside(len(asked), form.special)
+    if mistake and len(context.ids) > room:
+        raise ValueError(f"question {quoted(question.id)}: {mistake}")
     answer = _answer_tokens(question, context)
     for begin in window_starts(len(context.ids), room, spec.doc_stride):
         part = slice(begin, begin + room)

@@ -42,10 +42,9 @@ class Mask(Protocol):
     def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor, penalty: Tensor | None) -> Tensor:
         """dL/dscores in their dtype, from dL/d(masked weight) and, in fp32, dL/dscores of the penalty.
 
-        Overwrites `penalty`. The sum is rounded once: a penalty of less than the rounding of the first part would be
-        lost if it were added to what is rounded already, and so it is kept on average over the scores. In fp16 what
-        is left is off by half of 2**-24, the smallest number, at the most: more than 1% below 3e-6, which is what the
-        loss scale is for.
+        Overwrites `penalty`. The two parts are added in fp32 and rounded once. Added after rounding, a penalty smaller
+        than the other part's rounding error would be lost in every score. In fp16 the result may be off by 2**-25,
+        which is more than 1% of gradients below 3e-6; the loss scale is for those.
         """
 
 
