@@ -415,7 +415,7 @@ def test_windows_that_leave_gaps_in_a_long_context_are_refused(
     monkeypatch.setattr(distributed, "warn", warnings.append)
     task = squad(tmp_path, questions, encoder, doc_stride=31)  # 40 - 3 special ones - 6
     [warning] = warnings  # at once: nothing was tokenised yet
-    assert "is refused if its longest question has max_query_length tokens: doc_stride is 31" in warning
+    assert "tokens about a long context would be refused: doc_stride is 31" in warning
     assert "leaves 21 tokens to the context beside 3 special ones and 16 of a question" in warning
     examples = task.examples("train")
     contexts = tokenised(task.tokenizer, [question.context for question in questions])

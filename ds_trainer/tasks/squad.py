@@ -256,7 +256,9 @@ def _check_tokenizer(tokenizer: Any, spec: SquadSpec, source: str | Path) -> Non
     if certain:
         raise ValueError(certain)
     if possible:
-        distributed.warn(f"squad: a split is refused if its longest question has max_query_length tokens: {possible}")
+        distributed.warn(
+            f"squad: a question of {spec.max_query_length} tokens about a long context would be refused: {possible}"
+        )
 
 
 def _tell(split: str, questions: Sequence[Question], examples: Examples, seconds: float) -> None:
