@@ -7,10 +7,25 @@ command for the exported model; what has none is named. Reads only; never fails 
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+
+from ds_trainer.messages import shown
 
 _EXPORT = "python launch/export.py OUTPUT_DIR/model --onnx --quantize int8"
 _PRUNERS = ("head_pruning", "row_pruning", "sparse_pruning")
+_BLOCKS = {
+    "attention": ["self.query", "self.key", "self.value", "output.dense", "q_lin", "k_lin", "v_lin", "out_lin"],
+    "feed_forward": ["intermediate.dense", "output.dense", "ffn.lin1", "ffn.lin2"],
+}
+_MATRICES = {
+    f"{encoder}.layer.{number}.{'attention.' if kind == 'attention' else ''}{name}": kind
+    for encoder in ("bert.encoder", "roberta.encoder", "electra.encoder", "deberta.encoder", "distilbert.transformer")
+    for number in range(12)
+    for kind, names in _BLOCKS.items()
+    for name in names
+}
+"""The kind of block by a linear layer's name, of the families whose blocks are known: to try patterns on."""
 
 
 class _Group(NamedTuple):
@@ -72,14 +87,29 @@ def _pruned(block: Any, missing: list[str]) -> dict[str, Any]:
     granularity: dict[str, str] = {}
     for group in groups:
         if group[2:] == first[2:]:
-            granularity |= {key: grain for key, grain in group.granularity.items() if key not in granularity}
+            _add(granularity, group, missing)
         else:
             missing.append(
                 f"{group.path} beside {first.path}: a phase has one pruning_method, one final_threshold and one start"
             )
     prune = {"pruning_method": first.method, "granularity": granularity, "final_threshold": first.density}
     whole = {"head", "neuron"} & set(granularity.values())
-    return {**({"shrink": True} if whole else {}), **_started(prune, first.start)}
+    return {**({"shrink": True} if whole else {}), **_started(prune, first.start, missing)}
+
+
+def _add(granularity: dict[str, str], group: _Group, missing: list[str]) -> None:
+    """Add a group's keys, but those that would decide nothing or split a block, which a run refuses at its start."""
+    for key, grain in group.granularity.items():
+        names = [name for name in _MATRICES if _decides(key, name)] or [key]
+        taken = {name: other for other in reversed(granularity) for name in names if _decides(other, name)}
+        if rivals := [other for other in granularity if other in taken.values() and granularity[other] != grain]:
+            missing.append(f"{group.path} on {key} beside {rivals[0]}: of a matrix the first of these decides")
+        if not taken or (len(taken) < len(names) and key not in _BLOCKS):
+            granularity[key] = grain
+
+
+def _decides(key: str, name: str) -> bool:
+    return _MATRICES.get(name) == key if key in _BLOCKS else fnmatchcase(name, key)
 
 
 def _snip(sparse: dict[str, Any], missing: list[str]) -> dict[str, Any]:
@@ -105,7 +135,7 @@ def _snip(sparse: dict[str, Any], missing: list[str]) -> dict[str, Any]:
     else:
         missing.append(f"block_pattern {shared.get('block_pattern')}: known are NxM and 2:4")
         return {}
-    return _started(prune, _offset(shared))
+    return _started(prune, _offset(shared), missing)
 
 
 def _groups(pruning: dict[str, Any], kind: str, missing: list[str]) -> Iterator[_Group]:
@@ -114,16 +144,20 @@ def _groups(pruning: dict[str, Any], kind: str, missing: list[str]) -> Iterator[
     method = "topK" if shared.get("method", "topk" if kind == "head_pruning" else "l1") == "topk" else "magnitude"
     named = {name: group for name, group in _at(pruning, "different_groups").items() if isinstance(group, dict)}
     for name, group in named.items():
-        related = bool(group.get("related_modules"))
+        path, modules = f"{kind}.{name}", group.get("modules")
+        patterns = _patterns(path, modules, missing)
         if kind == "head_pruning":
             granularity = {"attention": "head"}
-        elif kind == "row_pruning" and related:
+        elif kind == "row_pruning" and group.get("related_modules"):
             granularity = {"feed_forward": "neuron"}
         else:
-            grain = "row" if kind == "row_pruning" else "weight"
-            granularity = dict.fromkeys(_patterns(group.get("modules")), grain)
+            granularity = dict.fromkeys(patterns, "row" if kind == "row_pruning" else "weight")
+        # a number between dots is a layer's
+        if granularity.keys() & _BLOCKS and any(re.search(r"\b\d", pattern) for pattern in patterns):
+            missing.append(f"{path} on {shown(modules)} alone: heads and neurons are pruned in every layer")
         density = _share(_at(group, "params").get("dense_ratio"), 0.5)
-        yield _Group(f"{kind}.{name}", granularity, method, density, _offset(shared))
+        if granularity:
+            yield _Group(path, granularity, method, density, _offset(shared))
     if not named:
         missing.append(f"{kind} without different_groups")
 
@@ -142,16 +176,33 @@ def _quantized(block: Any, missing: list[str]) -> Iterator[str]:
         missing.append(f"{kind} in training: it is done after it, weights once and activations as they come")
 
 
-def _started(prune: dict[str, Any], start: int) -> dict[str, Any]:
+def _started(prune: dict[str, Any], start: int, missing: list[str]) -> dict[str, Any]:
     """The parts of a phase whose pruning begins after so many steps; the recipe counts in warm-ups."""
     prune |= {"initial_warmup": 1 if start else 0, "final_warmup": 0.3}
+    if start:
+        missing.append(
+            f"schedule_offset {start} in steps without warmup_steps, which warms the learning rate up, too: leave that "
+            f"out where the phase's steps are known, and write {start} / steps, a fraction, as initial_warmup"
+        )
     return {**({"warmup_steps": start} if start else {}), "pruned": {"prune": prune}}
 
 
-def _patterns(modules: Any) -> list[str]:
+def _patterns(path: str, modules: Any, missing: list[str]) -> list[str]:
     """Patterns with `*` of the regular expressions that DeepSpeed looked for anywhere in a name."""
-    found = [re.sub(r"(\\[wd]|\.)[+*]+|\\[wd]", "*", text).replace("\\", "") for text in _texts(modules)]
-    return [re.sub(r"\*+", "*", f"*{text}*") for text in found] or ["*"]
+    patterns = []
+    for text in _texts(modules):
+        parts = re.sub(r"^\(([^()]*)\)$", r"\1", text).replace("[0-9]", r"\d").split("|")
+        # what else a regular expression may have, a pattern cannot say; "*" alone was DeepSpeed's word for all
+        if text != "*" and not all(re.fullmatch(r"\^?((\\[wd]|\.)[+*]?|\\\.|[\w-])*\$?", part) for part in parts):
+            missing.append(f"{path} on {shown(text)}: write name patterns with * for this regular expression")
+            continue
+        for part in parts:
+            start, end = "*" * (not part.startswith("^")), "*" * (not part.endswith("$"))
+            body = re.sub(r"(\\[wd]|(?<!\\)\.)[+*]", "*", part.removeprefix("^").removesuffix("$"))
+            # a dot inside is the dot of a name; at an edge, or one of many, it is any character
+            body = re.sub(r"\\w|(?<!\\)(^\.|\.$|\.(?=\.)|(?<=\.)\.)", "?", body).replace(r"\d", "[0-9]")
+            patterns.append(re.sub(r"\*+", "*", start + body.replace("\\", "") + end))
+    return patterns if _texts(modules) else ["*"]
 
 
 def _at(block: Any, *keys: str) -> dict[str, Any]:

@@ -126,12 +126,16 @@ NEEDS: tuple[Need, ...] = (
         ),
     ),
     Need(
-        f"{_ZERO}.stage 1 with bf16 and data_types.grad_accum_dtype fp32",
-        lambda config: zero_stage(config) == 1 and bool(value_at(config, "data_types.grad_accum_dtype")),
+        f"{_ZERO}.stage 1 with bf16, data_types.grad_accum_dtype fp32 and no offload_optimizer",
+        lambda config: (
+            zero_stage(config) == 1
+            and not offloads(config, "optimizer")
+            and value_at(config, "data_types.grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
+        ),
         ("bf16.immediate_grad_update", "bfloat16.immediate_grad_update"),
     ),
     Need(
-        f"bf16 or fp16 where {_ZERO}.stage is 2",
+        f"bf16 or fp16 in {_ZERO}.stage 2 (other stages need nothing)",
         lambda config: zero_stage(config) != 2 or _is_16bit(config),
         ("data_types.grad_accum_dtype",),
     ),

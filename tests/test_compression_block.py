@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.engine_file import Said, check_engine_file
 from ds_trainer.recipe import parse_recipe
+from ds_trainer.techniques.decisions import sites_of
 
 
 def shared(**more):
@@ -72,11 +74,81 @@ def refusal(**block):
     return mistake
 
 
-def printed_phase(text):
-    """The phase that a refusal prints, and the same as the strict recipe understands it."""
+def printed_phase(text, model=None):
+    """The phase that a refusal prints, and the same as the strict recipe, and a model, understand it."""
     (line,) = [line for line in text.splitlines() if line.startswith("{")]
     written = json.loads(line)
-    return written, parse_recipe({"phases": [{"max_steps": 100} | written]}).phases[0]
+    phase = parse_recipe({"phases": [{"max_steps": 100} | written]}).phases[0]
+    if model and phase.techniques.prune:
+        assert sites_of(model, phase.techniques.prune)
+    return written, phase
+
+
+@pytest.fixture(scope="module")
+def bert():
+    """Twelve layers, as the documentation's patterns know them."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 12}
+    return BertForSequenceClassification(BertConfig(vocab_size=8, max_position_embeddings=8, **sizes))
+
+
+def pruning(method="topk", **groups):
+    return {"shared_parameters": shared(method=method), "different_groups": groups}
+
+
+def of(*modules, related=None):
+    return group("g", 0.5, list(modules), related)["g"]
+
+
+WHOLE = {"head_pruning": pruning(hp=of("attention.output.dense", related=[["self.query"]]))}
+NEURONS = of("intermediate.dense", related=[["output.dense"]])
+LAYER_0 = pruning(hp=of("layer.0.attention.output.dense"))
+
+
+@pytest.mark.parametrize(
+    ("block", "granularity", "missing"),
+    [
+        ({"row_pruning": ROW}, {"feed_forward": "neuron"}, ["schedule_offset 20 in steps"]),
+        ({"head_pruning": HEAD}, {"attention": "head"}, ["schedule_offset 20 in steps"]),
+        ({"sparse_pruning": SPARSE}, {"*attention.self*": "weight"}, ["schedule_offset 30 in steps"]),
+        ({"sparse_pruning": SNIP}, "block", ["schedule_offset 30 in steps"]),
+        ({"head_pruning": LAYER_0}, {"attention": "head"}, ['hp on ["layer.0.attention.output.dense"] alone']),
+        (
+            {"row_pruning": pruning(rp=of(r"layer.\d.intermediate", related=[["output"]]))},
+            {"feed_forward": "neuron"},
+            ["rp on "],
+        ),
+        (
+            {"row_pruning": pruning(rp=of("attention")), "sparse_pruning": pruning(sp=of("attention"))},
+            {"*attention*": "row"},
+            ["sparse_pruning.sp on *attention* beside *attention*"],
+        ),
+        (
+            WHOLE | {"sparse_pruning": pruning(sp=of("attention.self", "query", "intermediate"))},
+            {"attention": "head", "*intermediate*": "weight"},
+            ["sp on *attention.self* beside attention", "sp on *query* beside attention"],
+        ),
+        (
+            {"row_pruning": pruning(rp=of("intermediate"), np=NEURONS)},
+            {"*intermediate*": "row"},
+            ["np on feed_forward beside *intermediate*"],
+        ),
+        (WHOLE | {"sparse_pruning": pruning(sp=of("*"))}, {"attention": "head", "*": "weight"}, ["sp on * beside"]),
+        ({"sparse_pruning": pruning(sp=of("attention"), sq=of("query"))}, {"*attention*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of("(query|key)"))}, {"*query*": "weight", "*key*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of("^bert.encoder"))}, {"bert.encoder*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of(r"output\.dense$"))}, {"*output.dense": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of("."))}, {"*?*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of("layer...output"))}, {"*layer???output*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of(r"layer.\d.output"))}, {"*layer.[0-9].output*": "weight"}, []),
+        ({"sparse_pruning": pruning(sp=of("key", "layer.(0|1)."))}, {"*key*": "weight"}, ['sp on "layer.(0|1)."']),
+    ],
+)
+def test_a_printed_phase_starts_and_names_what_it_is_not(bert, block, granularity, missing):
+    """No key of it is one that a run refuses at its start, and each difference is told; nothing else is."""
+    text = refusal(**block)
+    assert printed_phase(text, bert)[1].techniques.prune.granularity == granularity
+    assert all(words in text for words in missing)
+    assert ("no counterpart" in text) == bool(missing)
 
 
 def test_sparse_pruning_becomes_magnitude_of_the_named_matrices():
@@ -97,7 +169,9 @@ def test_rows_and_heads_become_neurons_and_heads_that_are_cut_out():
     assert prune.granularity == {"attention": "head", "feed_forward": "neuron"}
     assert phase.warmup_steps * prune.initial_warmup == 20
     assert phase.shrink
-    assert "no counterpart" not in text
+    (missing,) = text.split("no counterpart of ")[1:]
+    assert missing.startswith("schedule_offset 20 in steps without warmup_steps")
+    assert ";" not in missing
 
 
 def test_rows_without_related_modules_stay_rows():
@@ -141,7 +215,7 @@ def test_quantization_becomes_an_export():
         assert ("wq2 with 4 bits" in text) == (name == "weight_quantization")
 
 
-def test_a_whole_block_of_the_documentation():
+def test_a_whole_block_of_the_documentation(bert):
     """All seven together: one phase, one command, and each thing without a counterpart by its name, once."""
     text = refusal(
         layer_reduction=LAYERS,
@@ -152,7 +226,7 @@ def test_a_whole_block_of_the_documentation():
         head_pruning=HEAD,
         channel_pruning=CHANNEL,
     )
-    phase = printed_phase(text)[1]
+    phase = printed_phase(text, bert)[1]
     assert phase.student.layers == [2, 4, 6, 8, 10]
     assert phase.techniques.prune.granularity == {"attention": "head", "feed_forward": "neuron"}
     assert phase.techniques.distill is not None

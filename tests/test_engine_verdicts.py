@@ -1,6 +1,6 @@
 """Every key of DeepSpeed's is honoured or refused, and one that has no effect in a file is named."""
 
-import json
+import copy
 import sys
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_no_key_is_forgotten():
     assert removed <= set(REFUSED)
     needed = [key for need in NEEDS for key in need.keys]
     named = {*REFUSED, *needed} - removed
-    assert named <= {*_all_paths(KNOWN), "optimizer.params.fp32_optimizer_states"}
+    assert named <= {*_all_paths(KNOWN)}
     assert not set(REFUSED) & set(needed)
 
 
@@ -108,34 +108,141 @@ def test_a_file_for_another_stage_is_named_in_one_line():
     assert idle_warnings({"zero_optimization": {"stage": 3, "sub_group_size": 5}}, [Said()], 1, name="") == []
 
 
-@pytest.mark.parametrize("path", sorted({key for need in NEEDS for key in need.keys} - {"zero_optimization"}))
-def test_each_condition_can_hold_and_can_fail(path):
-    """In an empty file, or one that lacks only this, the key is named; beside what it needs it is not."""
-    full = {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "super_offload": True}},
+FILES = {
+    "empty": {},
+    "fp16": {"fp16": {"enabled": True}, "optimizer": {"type": "Adam"}},
+    "flag": {"zero_optimization": True},
+    "1": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "float32"}, "bf16": {"enabled": True}},
+    "1 sums": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "1 cpu": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "2": {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}, "fp16": {"loss_scale": 8}}
+    | {"gradient_allreduce_op": "sum"},
+    "2 bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "3 cpu": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    "3": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "super_offload": True},
+            "offload_param": {"device": "nvme"},
+        },
         "log_level": "info",
         "bf16": {"enabled": True},
-    }
-    full["zero_optimization"]["offload_param"] = {"device": "nvme"}
-    stage2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    stage1 = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
-    plain = {"fp16": {"enabled": True}, "optimizer": {"type": "Adam"}}
-    spoilt = {"torch_autocast": {"enabled": True}, "gradient_allreduce_op": "sum", "fp16": {"loss_scale": 8}}
-    spoilt |= {"zero_optimization": {"stage": 2}}
-    value = True if path.startswith("optimizer.params") else other_than_default(entry_of(path))
+    },
+}
+# the files of FILES in which each key, added to them, has no effect: by section
+TOLD = (
+    (
+        "empty, fp16, flag, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu",
+        "",
+        "aio comms_logger.verbose dump_state steps_per_print timers.throughput.synchronized",
+    ),
+    (
+        "empty, fp16, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu, 3",
+        "",
+        "allgather_size",
+    ),
+    (
+        "empty, fp16, 3 cpu, 3",
+        "",
+        "bf16.check_grad_overflow bfloat16.check_grad_overflow",
+    ),
+    (
+        "empty, fp16, 3 cpu, 3",
+        "zero_optimization.",
+        "allgather_bucket_size parameter_alignment round_robin_gradients use_multi_rank_bucket_allreduce",
+    ),
+    (
+        "empty, fp16, flag, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu, 3",
+        "",
+        "bf16.immediate_grad_update bfloat16.immediate_grad_update",
+    ),
+    (
+        "2",
+        "",
+        "communication_data_type data_types.grad_accum_dtype fp16.initial_scale_power fp16.loss_scale_window "
+        "fp16.min_loss_scale gradient_predivide_factor prescale_gradients",
+    ),
+    (
+        "empty, flag, 1 sums, 1 cpu, 2, 3 cpu",
+        "",
+        "data_types.buffer_dtype data_types.keep_in_fp32_modules",
+    ),
+    (
+        "empty, fp16, 2",
+        "",
+        "fp16.consecutive_hysteresis fp16.hysteresis",
+    ),
+    (
+        "empty, flag, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu, 3",
+        "",
+        "optimizer.legacy_fusion",
+    ),
+    (
+        "empty, fp16, flag, 1, 1 sums, 2, 2 bf16, 3 cpu",
+        "",
+        "optimizer.params.fp32_optimizer_states zero_force_ds_cpu_optimizer",
+    ),
+    (
+        "empty, fp16",
+        "zero_optimization.",
+        "contiguous_gradients load_from_fp32_weights overlap_comm reduce_bucket_size reduce_scatter",
+    ),
+    (
+        "empty, fp16, 1, 1 sums, 1 cpu, 2, 2 bf16",
+        "zero_optimization.",
+        "enable_sanity_checks leaf_module log_trace_cache_warnings memory_efficient_linear "
+        "offload_optimizer.super_offload offload_param.pin_memory pipeline_loading_checkpoint "
+        "save_muon_momentum_buffer_in_memory stage3_allgather_sequential "
+        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold "
+        "stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size "
+        "stage3_use_all_reduce_for_fetch_params sub_group_size zero_hpz_partition_size "
+        "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights",
+    ),
+    (
+        "empty, fp16, 1, 1 sums, 1 cpu, 3 cpu, 3",
+        "zero_optimization.",
+        "ignore_unused_parameters",
+    ),
+    (
+        "empty, fp16, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu",
+        "zero_optimization.",
+        "offload_optimizer.buffer_count offload_optimizer.cpuadam_cores_perc offload_optimizer.fast_init "
+        "offload_optimizer.nvme_path offload_optimizer.pipeline_read offload_optimizer.pipeline_write "
+        "offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu "
+        "offload_param.nvme_path",
+    ),
+    (
+        "empty, fp16, 1, 1 sums, 2, 2 bf16, 3 cpu",
+        "zero_optimization.",
+        "offload_optimizer.pin_memory",
+    ),
+)
+TOLD_OF = {f"{section}{name}": files for files, section, names in TOLD for name in names.split()}
+
+
+@pytest.mark.parametrize("path", sorted({*TOLD_OF, *(key for need in NEEDS for key in need.keys)}))
+def test_each_key_is_told_in_the_files_without_what_it_needs(path):
+    """Added to each of FILES with another value than the default, it is named in these and in no other."""
+    *parents, last = path.split(".")
     told = []
-    for config in (full, stage2, stage1, plain, {"zero_optimization": True}, spoilt, {}):
-        config = json.loads(json.dumps(config))
-        *parents, last = path.split(".")
+    for name, config in copy.deepcopy(FILES).items():
         block = config
         for parent in parents:
-            block = block.setdefault(parent, {}) if isinstance(block, dict) else {}
+            block = block.setdefault(parent, {}) if isinstance(block, dict) else None
         if isinstance(block, dict):
             switched = bool(parents) and "enabled" in KNOWN[parents[0]].get("keys", {})
-            block |= {last: value} | ({"enabled": True} if switched else {})
-            told.append(any(key.startswith(f"{path} (needs") for key in idle_keys(config)))
-    assert True in told
-    assert False in told
+            block |= {last: other_than_default(entry_of(path))} | ({"enabled": True} if switched else {})
+            told += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
+    assert ", ".join(told) == TOLD_OF[path]
+
+
+def test_the_default_of_the_offloaded_moments_is_nothing_to_tell():
+    """DeepSpeed keeps Adam's moments in fp32 unless it is asked not to."""
+    assert idle_keys({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": True}}}) == []
 
 
 def test_the_docs_say_what_the_code_does():

@@ -129,6 +129,7 @@ BY_HAND: dict[str, dict] = {
     "flops_profiler.output_file": {"types": ["str", "null"]},
     "optimizer.type": {"types": ["str"]},
     "optimizer.params": {"types": ["dict"], "open": True},
+    "optimizer.params.fp32_optimizer_states": {"types": ["bool"], "default": True},
     "optimizer.legacy_fusion": {"types": ["bool"]},
     "scheduler.type": {"types": ["str"]},
     "scheduler.params": {"types": ["dict"], "open": True},
