@@ -414,7 +414,7 @@ def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypa
             read_evaluate_job([str(word) for word in words])
     for words, said in (
         (("--onnx",), "is a checkpoint, which stays as it is: give --output_dir"),
-        (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: there is nothing to unpack"),
+        (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: drop the flag"),
         (("--onnx", "--output_dir", alone / "checkpoint-4"), "which stays as it is: give another"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
