@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -27,8 +26,8 @@ from ds_trainer.checkpoint_files import (
     watched,
     write_marker,
 )
+from ds_trainer.saved_checkpoint import checkpoints_in
 
-_NAME = re.compile(r"checkpoint-\d+")
 _ASIDE = ".checkpoint-*"
 
 
@@ -129,8 +128,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Those that were whole when they were written, oldest first."""
-        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{MARKER}")]
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+        return [path for path in checkpoints_in(self.folder) if (path / MARKER).exists()]
 
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Add the scores of its own step to `checkpoint-N`; every rank takes part."""
