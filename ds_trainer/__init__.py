@@ -19,8 +19,8 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
     layers that each sample went through. Raises ValueError where the folder holds no trained model. By default weights
     are safetensors, and no code of the folder is run; `trust.py` says what the two permissions are.
     """
-    from ds_trainer.techniques import early_exit  # torch is loaded by those who want a model, not by every check
-    from ds_trainer.trust import Trust, trusting
+    from ds_trainer.config.trust import Trust, trusting
+    from ds_trainer.techniques.exits import early_exit
 
     with trusting(Trust(allow_pickle, trust_remote_code)):
         return early_exit.load_model(folder)

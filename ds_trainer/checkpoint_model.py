@@ -18,20 +18,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ds_trainer.checkpoint_files import DamagedCheckpointError, damage_of
-from ds_trainer.exit_evaluation import calibrate_folder
-from ds_trainer.export import export_weights
-from ds_trainer.interrupts import leaving
+from ds_trainer.config.saved_checkpoint import SavedCheckpoint
+from ds_trainer.config.schedules import steps_of
+from ds_trainer.config.trust import trust_in_force
+from ds_trainer.deploy.export import export_weights
+from ds_trainer.engine.universal_form import weights_of
+from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
+from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.loop import PhaseModel
-from ds_trainer.model_folder import model_mistakes
-from ds_trainer.run_folder import kept_from_runs
-from ds_trainer.saved_checkpoint import SavedCheckpoint
-from ds_trainer.schedules import steps_of
+from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.interrupts import leaving
 from ds_trainer.starting_models import MADE, MadeModels
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import Clock, Technique
-from ds_trainer.trust import trust_in_force
-from ds_trainer.universal_form import weights_of
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder
+from ds_trainer.techniques.technique import Clock, Technique
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,7 +83,7 @@ def _starting_points(saved: SavedCheckpoint) -> tuple[str, str | None]:
         for mistake in (model_mistakes(model, trust_in_force()) if model else ())
     ]
     if mistakes:
-        raise ValueError("\n".join(mistakes))
+        raise UserError("\n".join(mistakes))
     return source, teacher
 
 
@@ -95,7 +96,7 @@ def _rebuilt(
     saved = {name: value.shape for name, value in weights.items()}
     other = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
     if other:
-        raise ValueError(
+        raise UserError(
             f"the weights of {checkpoint} do not go into the model that {plan.source} gives for the task "
             f"{plan.task.spec.name}: {', '.join(other[:4])} differ; the phase started from another model, or another "
             f"task is asked for"

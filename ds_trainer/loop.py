@@ -11,25 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer import distributed, engine, memory
-from ds_trainer.checkpoint import Checkpoints, Position, precision_of
-from ds_trainer.data import BatchPlan, Positions, shard
-from ds_trainer.engine_file import scheduler_mistakes
-from ds_trainer.evaluate import Evaluation, evaluate
-from ds_trainer.export import Change, as_it_is, cut_where_empty, export
-from ds_trainer.failures import NonFiniteLossError, StoppedError
-from ds_trainer.histograms import Histograms
-from ds_trainer.numerics import StepWatch
+from ds_trainer.config.recipe import Phase, Techniques
+from ds_trainer.config.schedules import interval, lr_multiplier
+from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty, export
+from ds_trainer.engine import engine, memory
+from ds_trainer.engine.checkpoint import Checkpoints, Position, precision_of
+from ds_trainer.engine.engine_file import scheduler_mistakes
+from ds_trainer.engine.histograms import Histograms
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
+from ds_trainer.files.redaction import redacted
+from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
-from ds_trainer.optim import Group, Hyperparameters, parameter_groups
-from ds_trainer.recipe import Phase, Techniques
-from ds_trainer.redaction import redacted
-from ds_trainer.report import Report, save_json
-from ds_trainer.schedules import interval, lr_multiplier
-from ds_trainer.shrink import check_known
-from ds_trainer.stopping import StopRequests
-from ds_trainer.tasks.task import Batch, Task, Unit
-from ds_trainer.techniques import Clock, Forward, Technique, build_techniques
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
+from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.stopping import StopRequests
+from ds_trainer.report.log import Report, save_json
+from ds_trainer.tasks.data import BatchPlan, Positions, shard
+from ds_trainer.tasks.evaluation import Evaluation, evaluate
+from ds_trainer.tasks.task import Batch, Forward, Task, Unit
+from ds_trainer.techniques.registry import build_techniques
+from ds_trainer.techniques.technique import Clock, Technique
 
 SETTLE_EVERY = 100
 """Steps after which what waits on the device for a record is summed up and checked, however far the record is."""
@@ -116,7 +119,7 @@ class PhasePlan(PhaseModel):
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
         mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
         if mistakes:
-            raise ValueError("\n".join(mistakes))
+            raise UserError("\n".join(mistakes))
         return groups
 
 
@@ -127,7 +130,7 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     """
     training = Training(plan, report, checkpoints, stop)
     try:
-        with memory.told_if_out(" in training", partial(training.out_of_memory, training.cure)):
+        with told_if_out(" in training", partial(training.out_of_memory, training.cure)):
             training.run()
             step, evaluation = training.finish()
     except StoppedError as reason:
@@ -167,7 +170,7 @@ class Training:
         lr_factor = lr_multiplier(phase.lr_scheduler_type, clock.warmup, clock.total)
         self.step, self.bytes = 0, plan.bytes_per_rank(model, groups)
         self.cure = partial(memory.training_cure, plan.engine_config)
-        with memory.told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
+        with told_if_out(" as training started", partial(self.out_of_memory, self.cure)):
             self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, lr_factor)
         self.log_every, self.eval_every, self.save_every = (
             interval(every, clock.total) for every in (phase.logging_steps, phase.eval_steps, phase.save_steps)
@@ -243,7 +246,7 @@ class Training:
         evaluation = self.score(self.step)
         metric, scores = self.plan.phase.metric_for_best_model, evaluation.scores
         if metric and metric not in scores:
-            raise ValueError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
+            raise UserError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
         self.report.write_scores(self.step, scores)
         self.evaluated = self.step
         self.evaluation = evaluation if self.step >= self.plan.clock.total else Evaluation(scores)
@@ -267,7 +270,7 @@ class Training:
         views = [technique.views for technique in self.techniques if at_end or technique.cheap_views]
         batch_size = self.plan.phase.per_device_eval_batch_size
         cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, self.plan.engine_config)
-        with self.report.paused(), memory.told_if_out(" in an evaluation", partial(self.out_of_memory, cure)):
+        with self.report.paused(), told_if_out(" in an evaluation", partial(self.out_of_memory, cure)):
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return evaluation

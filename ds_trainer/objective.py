@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_trainer.tasks.task import Task, Unit
-from ds_trainer.techniques import Forward, Technique
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.task import Forward, Task, Unit
+from ds_trainer.techniques.technique import Technique
 
 
 class Objective:
@@ -28,7 +29,7 @@ class Objective:
             if name not in weights
         ]
         if mistakes:
-            raise ValueError("\n".join(mistakes))
+            raise UserError("\n".join(mistakes))
         self.task, self.techniques, self.weights = task, techniques, dict(weights)
 
     def __call__(self, forward: Forward) -> tuple[Tensor, dict[str, Tensor]]:

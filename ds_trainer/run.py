@@ -13,30 +13,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed, memory
-from ds_trainer.checkpoint import Best, Checkpoints, Position, check_fits, step_of
-from ds_trainer.checkpoint_files import sync_folder
-from ds_trainer.command import TrainJob, said_by
-from ds_trainer.data import steps_for
-from ds_trainer.engine_file import resolve_engine_file, settled_numbers
-from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
-from ds_trainer.exit_specs import EXITS_FILE, ExitsSpec
-from ds_trainer.joining import joined, print_json
-from ds_trainer.latency import Subject, compare
+from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
+from ds_trainer.config.jobs import TrainJob
+from ds_trainer.config.recipe import Phase, task_of
+from ds_trainer.config.schedules import steps_of
+from ds_trainer.deploy.latency import Subject, compare
+from ds_trainer.engine import memory
+from ds_trainer.engine.checkpoint import Best, Checkpoints, Position, check_fits, step_of
+from ds_trainer.engine.engine_file import resolve_engine_file, said_by, settled_numbers
+from ds_trainer.engine.optim import Hyperparameters
+from ds_trainer.files.checkpoint_files import sync_folder
+from ds_trainer.files.redaction import redacted
+from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.loop import PhasePlan, train
-from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import Phase, task_of
-from ds_trainer.redaction import redacted
-from ds_trainer.report import Report, drop_later_records, results_table, save_json
-from ds_trainer.report_page import write_report
-from ds_trainer.run_folder import RunFolder, check_output_folder
-from ds_trainer.run_status import RunStatus
-from ds_trainer.schedules import steps_of
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import joined, print_json
+from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.stopping import StopRequests
+from ds_trainer.report.log import Report, drop_later_records, results_table, save_json
+from ds_trainer.report.page import write_report
+from ds_trainer.report.status import RunStatus
 from ds_trainer.starting_models import MADE, StartingModels
-from ds_trainer.stopping import StopRequests
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.early_exit import with_exits
+from ds_trainer.tasks.data import steps_for
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.early_exit import with_exits
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, without_curves
+from ds_trainer.techniques.technique import Clock
 
 _RESULTS = "all_results.json"
 
@@ -135,7 +138,7 @@ def plan_phase(
 def _check_is_elementwise(optimizer: str) -> None:
     """Refuse optimizers that move a weight whose own gradient is zero."""
     if optimizer.lower() in _MIXING_OPTIMIZERS:
-        raise ValueError(
+        raise UserError(
             f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight: zeros would not "
             f"stay; use AdamW, Adam, Adagrad or SGD"
         )
@@ -192,7 +195,7 @@ def _number_of(checkpoint: Path, job: TrainJob) -> int:
     """Which of the recipe's phases a checkpoint is of."""
     folders = [_folder_of(phase, job).resolve() for phase in job.recipe.phases]
     if checkpoint.resolve().parent not in folders:
-        raise ValueError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
+        raise UserError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
     return folders.index(checkpoint.resolve().parent)
 
 
@@ -203,7 +206,7 @@ def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, P
             distributed.on_main(partial(_end_going_back, folder, job))
         return None
     if distributed.on_main((folder.path / _GOING_BACK).is_file):
-        raise ValueError(
+        raise UserError(
             f"--resume {job.checkpoint}: the run was killed while it went back to another checkpoint, which "
             f"{folder.path / _GOING_BACK} names: give --resume alone first"
         )
@@ -256,7 +259,7 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; what is found also goes to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
     cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
-    with memory.told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+    with told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
         if spec.calibrated:
             calibrate_folder(model, plan.task, batch_size, spec)
         early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
@@ -290,7 +293,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """
     mistakes = check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint)
     if mistakes:
-        raise ValueError("\n".join(mistakes))
+        raise UserError("\n".join(mistakes))
     folder.open(job.overwrite)
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)
@@ -301,7 +304,7 @@ def _open(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     before = [phase.name for phase in job.recipe.phases[: _number_of(job.checkpoint, job)]]
     missing = [name for name in before if name not in results]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"--resume {job.checkpoint}: phase {missing[0]}, which comes before, is not finished: --resume without a "
             f"checkpoint goes on with it"
         )

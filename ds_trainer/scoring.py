@@ -8,20 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed, memory
-from ds_trainer.checkpoint_files import DamagedCheckpointError
 from ds_trainer.checkpoint_model import model_of
-from ds_trainer.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.command import CalibrateJob
-from ds_trainer.evaluate import evaluate
-from ds_trainer.evaluate_command import EvaluateJob
-from ds_trainer.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
-from ds_trainer.exit_specs import EXITS_FILE
-from ds_trainer.joining import joined, print_json
-from ds_trainer.report import save_json
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques.early_exit import with_exits
-from ds_trainer.techniques.exit_heads import has_exits
+from ds_trainer.config.exit_specs import EXITS_FILE
+from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
+from ds_trainer.engine import memory
+from ds_trainer.files.checkpoint_files import DamagedCheckpointError
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import joined, print_json
+from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
+from ds_trainer.report.log import save_json
+from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.early_exit import with_exits
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.heads import has_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> None:
@@ -51,7 +53,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
             if job.predictions_dir:
                 save_json(files, job.predictions_dir / saved.path.name)
         if not rows:
-            raise ValueError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
+            raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
         write_scores(rows, job)
 
@@ -61,7 +63,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        with memory.told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        with told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
@@ -76,7 +78,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     task.check_trained(job.model)
     model = task.build_model(job.model).to(distributed.device()).eval()
     files: dict[str, Any] = {}
-    with memory.told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+    with told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
         if has_exits(job.model):
             early = with_exits(model, Path(job.model), job.exit_policy).eval()

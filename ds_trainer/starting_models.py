@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_trainer import distributed
-from ds_trainer.models import create_folder, folder_hash, train_tokenizer
-from ds_trainer.recipe import Phase, Recipe, TokenizerSpec
-from ds_trainer.student import create_student
-from ds_trainer.tasks import training_texts
+from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec
+from ds_trainer.models.layers import create_folder, folder_hash, train_tokenizer
+from ds_trainer.models.student import create_student
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.registry import training_texts
 
 MADE = "starting_models"
 """The folder, in that of a run, of the models that the run makes to start from."""

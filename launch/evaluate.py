@@ -5,9 +5,9 @@ Or a checkpoint: `python launch/evaluate.py OUT/checkpoint-N`; or all: `OUT --al
 
 import sys
 
-from ds_trainer.command import run_command
-from ds_trainer.distributed import leave
-from ds_trainer.evaluate_command import evaluate_command
+from ds_trainer.cli.evaluate import evaluate_command
+from ds_trainer.cli.train import run_command
+from ds_trainer.ranks.distributed import leave
 
 if __name__ == "__main__":
     leave(run_command(evaluate_command, sys.argv[1:]))

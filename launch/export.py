@@ -2,9 +2,9 @@
 
 import sys
 
-from ds_trainer.command import run_command
-from ds_trainer.distributed import leave
-from ds_trainer.export_command import export_command
+from ds_trainer.cli.export import export_command
+from ds_trainer.cli.train import run_command
+from ds_trainer.ranks.distributed import leave
 
 if __name__ == "__main__":
     leave(run_command(export_command, sys.argv[1:]))

@@ -12,9 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_trainer.command import add_trust_flags, run_command
-from ds_trainer.distributed import leave
-from ds_trainer.trust import Trust, trusting
+from ds_trainer.cli.train import add_trust_flags, run_command
+from ds_trainer.config.trust import Trust, trusting
+from ds_trainer.ranks.distributed import leave
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ def serve_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--max_seq_length", type=int, default=128)
     add_trust_flags(parser)
     flags = parser.parse_args(arguments)
-    from ds_trainer.serving import serve
+    from ds_trainer.deploy.serving import serve
 
     with trusting(Trust(flags.allow_pickle, flags.trust_remote_code)):
         serve(flags.model, flags.port, flags.max_batch_size, flags.max_seq_length)

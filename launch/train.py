@@ -2,8 +2,8 @@
 
 import sys
 
-from ds_trainer.command import run_command, train_command
-from ds_trainer.distributed import leave
+from ds_trainer.cli.train import run_command, train_command
+from ds_trainer.ranks.distributed import leave
 
 if __name__ == "__main__":
     leave(run_command(train_command, sys.argv[1:]))

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
 
-from ds_trainer import distributed, engine
-from ds_trainer.data import BatchPlan
+from ds_trainer.config.recipe import parse_recipe, task_of
+from ds_trainer.engine import engine
+from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.loop import PhasePlan, train_step
-from ds_trainer.models import train_tokenizer, whole_state_dict
-from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import parse_recipe, task_of
-from ds_trainer.report import Report
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import Clock
+from ds_trainer.models.layers import train_tokenizer, whole_state_dict
+from ds_trainer.ranks import distributed
+from ds_trainer.report.log import Report
+from ds_trainer.tasks.data import BatchPlan
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.technique import Clock
 
 EXAMPLES = 8
 LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10)]

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import Task, build_task
-from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
-from ds_trainer.techniques.exit_heads import new_heads, read_exits, save_heads, write_exits
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
+from ds_trainer.techniques.exits.heads import new_heads, read_exits, save_heads, write_exits
 
 WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
 LAYERS = 4

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.models import encoder_layers
-from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput
-from ds_trainer.techniques.exit_heads import new_heads
-from ds_trainer.techniques.exit_policy import confidence, entropy
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.models.layers import encoder_layers
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
+from ds_trainer.techniques.exits.heads import new_heads
+from ds_trainer.techniques.exits.policy import confidence, entropy
 
 WIDTH, LAYERS, BUCKETS = 32, 4, 8
 SMALL = {

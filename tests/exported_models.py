@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
-from ds_trainer.models import save_folder, train_tokenizer
-from ds_trainer.shrink import shrink
+from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.models.shrink import shrink
 
 TEXTS = ["the old apple", "a hammer and a saw and a drill", "some wren finch crow owl", "plum pear fig new file"]
 KINDS = {"cls": AutoModelForSequenceClassification, "qa": AutoModelForQuestionAnswering}

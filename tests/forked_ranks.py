@@ -147,8 +147,8 @@ def _fork(request: dict, rank: int) -> int:
 
 
 def _be_rank(request: dict, rank: int) -> NoReturn:
-    from ds_trainer.command import run_command, train_command
-    from ds_trainer.distributed import leave
+    from ds_trainer.cli.train import run_command, train_command
+    from ds_trainer.ranks.distributed import leave
 
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -14,7 +14,7 @@ from forked_ranks import ForkedRanks, ForkServer
 from interrupting import records_of, status_of, without_rates
 from safetensors.torch import load_file
 
-from ds_trainer.checkpoint import Checkpoints, step_of
+from ds_trainer.engine.checkpoint import Checkpoints, step_of
 
 PHASE = "prune"
 EVERY, STEPS = 4, 40

@@ -17,11 +17,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from ds_trainer import distributed, engine
-from ds_trainer.failures import NonFiniteLossError
-from ds_trainer.histograms import Histograms
-from ds_trainer.numerics import StepWatch
-from ds_trainer.optim import Hyperparameters, parameter_groups
+from ds_trainer.engine import engine
+from ds_trainer.engine.histograms import Histograms
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import NonFiniteLossError
 
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_plots import pruned_bert, synthetic_exits, taught
 
-from ds_trainer import plots
+from ds_trainer.report import plots
 
 FIGURES = {
     "score_by_density",

@@ -19,12 +19,14 @@ from typing import Any
 import hyperparameters
 from deepspeed.accelerator import get_accelerator
 
-from ds_trainer import distributed, loop
-from ds_trainer.checkpoint import Best, Checkpoints
-from ds_trainer.command import TrainJob, read_train_job
-from ds_trainer.export import export
-from ds_trainer.failures import StoppedError
-from ds_trainer.report import Report
+from ds_trainer import loop
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.jobs import TrainJob
+from ds_trainer.deploy.export import export
+from ds_trainer.engine.checkpoint import Best, Checkpoints
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import StoppedError
+from ds_trainer.report.log import Report
 from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from ds_trainer.models import train_tokenizer
-from ds_trainer.squad_file import Answer, Question
-from ds_trainer.tasks.squad_score import normalised
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_score import normalised
 
 _SCRIPTS = """
 the a year 1980s $3.50 state-of-the-art U.S.A. O'Neill (in) 90% Zürich naïve ﬁnal ½ end. a/b x² µm km² ǅ Ω 𝔘𝔫𝔦

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from ds_trainer.attempts import fresh
+from ds_trainer.ranks.attempts import fresh
 
 WORLD = 3
 LONG = timedelta(seconds=60)

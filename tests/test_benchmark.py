@@ -23,19 +23,20 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from ds_trainer import benchmark, benchmark_backends, benchmark_page
-from ds_trainer.benchmark import measure, random_inputs, ratios
-from ds_trainer.benchmark_backends import compiled, compiling
-from ds_trainer.benchmark_command import benchmark_command, read_benchmark_job
-from ds_trainer.benchmark_settings import left_out, settings
-from ds_trainer.command import run_command
-from ds_trainer.flops import encoder_flops
-from ds_trainer.latency import summary
-from ds_trainer.model_folder import COMPACT_FILE
-from ds_trainer.models import save_folder
-from ds_trainer.shrink import shrink
-from ds_trainer.shrunk_model import layers_of
-from ds_trainer.tasks.pretrained import load_trained
+from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
+from ds_trainer.cli.train import run_command
+from ds_trainer.deploy import backends as benchmark_backends
+from ds_trainer.deploy import benchmark, benchmark_page
+from ds_trainer.deploy.backends import compiled, compiling
+from ds_trainer.deploy.benchmark import measure, random_inputs, ratios
+from ds_trainer.deploy.benchmark_settings import left_out, settings
+from ds_trainer.deploy.latency import summary
+from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.layers import save_folder
+from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.pretrained import load_trained
+from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import layers_of
 
 FAST = ["--batch_sizes", "1", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
 
@@ -271,7 +272,7 @@ def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.
         return {key: [1.0] for key in runs}
 
     monkeypatch.setattr(benchmark, "in_turns", in_turns)
-    monkeypatch.setattr("ds_trainer.benchmark_command.os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("ds_trainer.cli.benchmark.os.sched_getaffinity", lambda _: {0, 1, 2})
     before = torch.get_num_threads()
     found(plain, *FAST, "--threads", 3, 1, "--dtypes", "fp32", "bf16")
     assert seen == [(3, torch.float32), (1, torch.float32), (3, torch.bfloat16), (1, torch.bfloat16)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import exported_models
 import pytest
 
-from ds_trainer.benchmark_command import labels, read_benchmark_job
+from ds_trainer.cli.benchmark import labels, read_benchmark_job
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_names_must_differ(plain: Path) -> None:
 
 def test_onnxruntime_that_is_missing_is_told(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to install; other backends need none of it."""
-    find = "ds_trainer.export_command.importlib.util.find_spec"
+    find = "ds_trainer.cli.export.importlib.util.find_spec"
     monkeypatch.setattr(find, lambda name: None if name == "onnxruntime" else object())
     for backend in ("onnxruntime", "all"):
         with pytest.raises(ValueError, match=r"onnxruntime cannot be imported: pip install -e \"\.\[onnx\]\""):

@@ -11,11 +11,11 @@ import time
 import pytest
 from launching import ROOT, SHARED, run_deepspeed, run_python
 
-from ds_trainer.command import read_train_job
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.model_folder import model_mistakes
-from ds_trainer.settings import assign, parse_setting
-from ds_trainer.trust import Trust
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.trust import Trust
+from ds_trainer.models.model_folder import model_mistakes
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from ds_trainer import compact
-from ds_trainer.compact import read_compact, unpack_compact, write_compact, write_compact_folder
-from ds_trainer.model_folder import COMPACT_FILE
-from ds_trainer.models import save_folder
-from ds_trainer.shrunk_model import sizes_of
-from ds_trainer.tasks.pretrained import load_trained
+from ds_trainer.models import compact
+from ds_trainer.models.compact import read_compact, unpack_compact, write_compact, write_compact_folder
+from ds_trainer.models.layers import save_folder
+from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.pretrained import load_trained
+from ds_trainer.models.shrunk_model import sizes_of
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
 MODELS = {
@@ -309,7 +309,7 @@ def test_bits_beyond_the_weights_are_refused(tmp_path):
     save_file(
         {"w#mask": torch.tensor([0b00000001], dtype=torch.uint8), "w#values": torch.ones(1).half()},
         path,
-        {"format": "ds_trainer.compact", "version": "1", "tensors": '{"w": {"form": "mask", "shape": [5]}}'},
+        {"format": "ds_trainer.models.compact", "version": "1", "tensors": '{"w": {"form": "mask", "shape": [5]}}'},
     )
     with pytest.raises(ValueError, match="bits beyond"):
         read_compact(path)

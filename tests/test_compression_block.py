@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import BertConfig, BertForSequenceClassification
 
-from ds_trainer.engine_file import Said, check_engine_file
-from ds_trainer.recipe import parse_recipe
-from ds_trainer.techniques.decisions import sites_of
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.engine.engine_file import Said, check_engine_file
+from ds_trainer.techniques.prune.decisions import sites_of
 
 
 def shared(**more):

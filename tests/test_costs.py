@@ -11,9 +11,9 @@ from test_granularity import FAMILIES, kept_of, make_model, pruned, run
 from test_prune import make_prune
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_trainer.flops import decision_flops, encoder_flops
-from ds_trainer.shrunk_model import blocks_of, decisions_of, layers_of, shrunk_class
-from ds_trainer.techniques.costs import Costs, LayerSeconds, layer_seconds, seconds_costs
+from ds_trainer.models.flops import decision_flops, encoder_flops
+from ds_trainer.models.shrunk_model import blocks_of, decisions_of, layers_of, shrunk_class
+from ds_trainer.techniques.prune.costs import Costs, LayerSeconds, layer_seconds, seconds_costs
 
 CPU = torch.device("cpu")
 MEASURED = LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"attention": 4, "feed_forward": 48})
@@ -30,7 +30,7 @@ def operations(call, device) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
     """By a clock of operations: what is run is one layer, and what is put down to a decision is what it computes."""
-    monkeypatch.setattr("ds_trainer.techniques.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     model = make_model(family)
     model.config._attn_implementation = "eager"
     found = layer_seconds(type(model.base_model), model.config, 16, CPU)
@@ -44,7 +44,7 @@ def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
 
 def test_a_class_that_resizes_is_measured_as_what_it_resizes(monkeypatch):
     """With a config that says sizes of three layers: one layer, whole."""
-    monkeypatch.setattr("ds_trainer.techniques.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     plain = make_model().base_model
     whole = layer_seconds(type(plain), plain.config, 16, CPU)
     plain.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}
@@ -77,7 +77,7 @@ def test_a_target_that_cannot_be_reached_is_told():
 def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):
     """Costs go with the state: a resumed run and the exported model choose by the same, and do not measure."""
     taken = [MEASURED]
-    monkeypatch.setattr("ds_trainer.techniques.prune.layer_seconds", lambda *_: taken.pop())
+    monkeypatch.setattr("ds_trainer.techniques.prune.prune.layer_seconds", lambda *_: taken.pop())
     prune, model = pruned(**TARGET)
     run(model)
     kept = sum(kept_of(prune, "attention")) * 1e-3 + sum(kept_of(prune, "feed_forward")) * 1e-4
@@ -96,6 +96,6 @@ def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):
 def test_a_measured_target_out_of_reach_is_told_before_training(monkeypatch):
     """Where the decisions take 5 of 10 ms, a tenth cannot be had."""
     slow = LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-5}, {"attention": 4, "feed_forward": 48})
-    monkeypatch.setattr("ds_trainer.techniques.prune.layer_seconds", lambda *_: slow)
+    monkeypatch.setattr("ds_trainer.techniques.prune.prune.layer_seconds", lambda *_: slow)
     with pytest.raises(ValueError, match=r"target_latency is 0.1, and what no decision removes is 0.552"):
         pruned(**TARGET | {"target_latency": 0.1, "final_threshold": 0.1})

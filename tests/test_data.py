@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_trainer.data import (
+from ds_trainer.tasks.data import (
     BatchPlan,
     Examples,
     cached,
@@ -229,7 +229,7 @@ import os, sys
 from pathlib import Path
 import numpy as np
 import torch.distributed as dist
-from ds_trainer.data import cached, pack
+from ds_trainer.tasks.data import cached, pack
 rank, out = int(os.environ["RANK"]), Path(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 def build():

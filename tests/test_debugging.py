@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from launching import ROOT, environment, free_port
 
-from ds_trainer import debugging
-from ds_trainer.command import read_train_job
-from ds_trainer.debugging import debug_port_mistakes, wait_for_debugger
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.ranks import debugging
+from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
 
 pytest.importorskip("debugpy")
 LISTENING = "0A"

@@ -19,16 +19,18 @@ from transformers import (
 )
 from zeroed import empty, randomised
 
-from ds_trainer import losses
+from ds_trainer.config.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
+from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.loop import PhasePlan
-from ds_trainer.models import save_folder, train_tokenizer
-from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
-from ds_trainer.shrink import kept, shrink
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import Clock, Forward, distill, teacher_cache
-from ds_trainer.techniques.distill import Distill
-from ds_trainer.techniques.teacher import Teacher, Wanted
+from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.models.shrink import kept, shrink
+from ds_trainer.tasks import losses
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.distill import distill, teacher_cache
+from ds_trainer.techniques.distill.distill import Distill
+from ds_trainer.techniques.distill.teacher import Teacher, Wanted
+from ds_trainer.techniques.technique import Clock
 
 CLOCK = Clock(total=4, warmup=0, seed=0)
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]

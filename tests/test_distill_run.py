@@ -15,8 +15,8 @@ from launching import run_deepspeed, run_python
 from safetensors import safe_open
 from test_run import becomes_model
 
-from ds_trainer.recipe import parse_task
-from ds_trainer.tasks import build_task
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.tasks.registry import build_task
 
 NAMES = ("finetune", "prune", "distill", "both")
 CASES = {
@@ -246,7 +246,7 @@ FP16_ON_CPU = """
 import sys
 from deepspeed.accelerator import get_accelerator
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
-from ds_trainer.command import run_command, train_command
+from ds_trainer.cli.train import run_command, train_command
 sys.exit(run_command(train_command, sys.argv[1:]))
 """
 

@@ -9,7 +9,7 @@ import json
 from forked_ranks import ForkServer
 from launching import ROOT
 
-from ds_trainer.distributed import building_kernels
+from ds_trainer.ranks.distributed import building_kernels
 
 OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from launching import ROOT, environment, free_port
 
-from ds_trainer import doctor_probe
-from ds_trainer.doctor import doctor_command, read_job, table
-from ds_trainer.doctor_checks import Row, Setting, check_facts, check_names, common_interface, path_row, shown, ssh_row
-from ds_trainer.doctor_remote import Remote
-from ds_trainer.hostfile import Host
+from ds_trainer.hosts import probe as doctor_probe
+from ds_trainer.hosts.checks import Row, Setting, check_facts, check_names, common_interface, path_row, shown, ssh_row
+from ds_trainer.hosts.doctor import doctor_command, read_job, table
+from ds_trainer.hosts.hostfile import Host
+from ds_trainer.hosts.remote import Remote
 
 ONE, TWO = Host("one", 2), Host("ann@two", 2)
 
@@ -330,7 +330,7 @@ def test_a_row_shows_no_secret_and_steers_no_terminal():
 
 def test_the_doctor_loads_no_torch():
     """So that it starts fast, and tells of a torch that is broken."""
-    loaded = "import sys, ds_trainer.doctor, ds_trainer.doctor_rank"
+    loaded = "import sys, ds_trainer.hosts.doctor, ds_trainer.hosts.rank"
     code = f"{loaded}; print({{'torch', 'deepspeed', 'pydantic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr

@@ -34,10 +34,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput, load_model, with_exits
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
-from ds_trainer.techniques.exit_policy import exit_heads
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, load_model, with_exits
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.exits.policy import exit_heads
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from exit_models import AT_ONCE, FAMILIES, LAYERS, NEVER, WIDTH, check_same, layers_of, made, pad_of, randomise, texts
 
-from ds_trainer.techniques.early_exit import EarlyExitModel, EarlyExitOutput
-from ds_trainer.techniques.exit_policy import exit_heads
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
+from ds_trainer.techniques.exits.policy import exit_heads
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 

@@ -3,7 +3,7 @@
 import pytest
 from launching import run_python
 
-from ds_trainer.engine_file import Said, check_engine_file, scheduler_mistakes
+from ds_trainer.engine.engine_file import Said, check_engine_file, scheduler_mistakes
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_amp_is_refused_even_with_apex(apex, tiny_recipe, write_json, tmp_path):
         write_json("r.json", tiny_recipe),
     )
     code = (
-        "import sys, apex.amp; from ds_trainer.command import run_command, train_command; "
+        "import sys, apex.amp; from ds_trainer.cli.train import run_command, train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
     done = run_python("-c", code, *files, "--output_dir", str(tmp_path / "out"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine_file import (
+from ds_trainer.engine.engine_file import (
     DEFAULT_LEARNING_RATE,
     Said,
     check_engine_file,
@@ -310,7 +310,7 @@ def test_mistakes_are_told_without_torch_and_fast():
     """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from ds_trainer.engine_file import Said, check_engine_file\n"
+        "from ds_trainer.engine.engine_file import Said, check_engine_file\n"
         "check_engine_file({'train_bath_size': 8}, Said(), 1)\n"
         "heavy = {'torch', 'deepspeed', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"

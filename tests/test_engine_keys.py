@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine_file import Said, check_engine_file, resolve_engine_file
-from ds_trainer.engine_keys import _all_paths, key_table
+from ds_trainer.engine.engine_file import Said, check_engine_file, resolve_engine_file
+from ds_trainer.engine.keys import _all_paths, key_table
 
 ROOT = Path(__file__).parents[1]
 NOTHING = Said()

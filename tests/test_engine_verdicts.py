@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from launching import run_python
 
-from ds_trainer.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, resolve_engine_file
-from ds_trainer.engine_keys import _all_paths, key_table
-from ds_trainer.engine_verdicts import NEEDS, REFUSED, idle_keys
+from ds_trainer.engine.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, resolve_engine_file
+from ds_trainer.engine.keys import _all_paths, key_table
+from ds_trainer.engine.verdicts import NEEDS, REFUSED, idle_keys
 
 ROOT = Path(__file__).parents[1]
 KNOWN = key_table()["keys"]
@@ -265,7 +265,7 @@ def test_shipped_files_have_nothing_without_effect(path):
 def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_path):
     """autotuning ended in a FileNotFoundError in the midst of training; now it is one line, exit code 2, no output."""
     code = (
-        "import sys; from ds_trainer.command import run_command, train_command; "
+        "import sys; from ds_trainer.cli.train import run_command, train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
     engine = write_json("engine.json", {"autotuning": {"enabled": True}, "aio": {"queue_depth": 32}})

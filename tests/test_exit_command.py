@@ -11,12 +11,13 @@ import pytest
 from exit_folders import CLASSES, ENTROPY, exiting, json_of, make_classifier, make_folder, make_regressor, spec_of
 from launching import run_deepspeed, run_python
 
-from ds_trainer.command import read_calibrate_job
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.exit_evaluation import evaluate_exits, flat_scores
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.tasks import Task, build_task
-from ds_trainer.techniques.exit_heads import read_exits
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_calibrate_job
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.heads import read_exits
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_trainer.exit_curves import AllHeads, Point, choose, choose_per_head, curve
-from ds_trainer.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
-from ds_trainer.techniques.exit_policy import confidence, entropy, exit_heads
+from ds_trainer.config.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.techniques.exits.curves import AllHeads, Point, choose, choose_per_head, curve
+from ds_trainer.techniques.exits.policy import confidence, entropy, exit_heads
 
 OF_CLASSES: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
 SINGLE: tuple[tuple[Criterion, int], ...] = (("entropy", 3), ("confidence", 3), ("patience", 1))

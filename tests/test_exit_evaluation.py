@@ -13,8 +13,13 @@ import pytest
 import torch
 from exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_classifier, make_folder, make_regressor, spec_of
 
-from ds_trainer import exit_evaluation
-from ds_trainer.exit_evaluation import (
+from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.techniques.exits import exit_evaluation
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exits.exit_evaluation import (
     all_logits,
     calibrate,
     calibrate_folder,
@@ -23,12 +28,8 @@ from ds_trainer.exit_evaluation import (
     measured_speed,
     without_curves,
 )
-from ds_trainer.exit_specs import ExitPolicy, ExitsSpec
-from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import Batch, Task, build_task
-from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
-from ds_trainer.techniques.exit_heads import read_exits
-from ds_trainer.techniques.exit_policy import exit_heads
+from ds_trainer.techniques.exits.heads import read_exits
+from ds_trainer.techniques.exits.policy import exit_heads
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from exit_models import FAMILIES, LAYERS, SMALL, WIDTH, classifier, randomise, texts
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.techniques.exit_heads import (
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.techniques.exits.heads import (
     EXITS_FILE,
     HEADS_FILE,
     ExitHead,

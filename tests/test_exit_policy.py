@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.techniques.exit_policy import Decisions, confidence, entropy, exit_heads
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.techniques.exits.policy import Decisions, confidence, entropy, exit_heads
 
 ANSWERS = 3
 

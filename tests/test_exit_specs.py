@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_trainer.exit_command import add_policy_flags
-from ds_trainer.exit_specs import ExitPolicy, ExitsSpec, SavedExits, aim_mistakes, policy_of
-from ds_trainer.recipe import Phase, parse_exits, parse_recipe
+from ds_trainer.cli.exit_flags import add_policy_flags
+from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec, SavedExits, aim_mistakes, policy_of
+from ds_trainer.config.recipe import Phase, parse_exits, parse_recipe
 
 
 def with_exits(loss: Any = None, others: Any = None, task: Any = None, **exits: Any) -> dict[str, Any]:

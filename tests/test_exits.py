@@ -14,17 +14,18 @@ from exit_models import randomise
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.export import save_folded
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.config.recipe import ExitsSpec, TextSpec, parse_recipe
+from ds_trainer.deploy.export import save_folded
+from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.loop import PhasePlan
-from ds_trainer.models import save_folder, train_tokenizer
-from ds_trainer.optim import Hyperparameters
-from ds_trainer.recipe import ExitsSpec, TextSpec, parse_recipe
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import Clock, Forward
-from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
-from ds_trainer.techniques.exit_heads import EXITS_FILE, HEADS_FILE, has_exits, read_exits
-from ds_trainer.techniques.exits import Exits
+from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exits.exits import Exits
+from ds_trainer.techniques.exits.heads import EXITS_FILE, HEADS_FILE, has_exits, read_exits
+from ds_trainer.techniques.technique import Clock
 
 CLOCK = Clock(total=4, warmup=0, seed=0)
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]

@@ -12,11 +12,11 @@ import torch
 from test_exits import BOTH, CLOCK, attached, exported, plan_for, spec_of
 from transformers import BertConfig, BertModel
 
-from ds_trainer.recipe import ExitsSpec
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques import exits
-from ds_trainer.techniques.exit_heads import save_heads
-from ds_trainer.techniques.exits import Exits
+from ds_trainer.config.recipe import ExitsSpec
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits import exits
+from ds_trainer.techniques.exits.exits import Exits
+from ds_trainer.techniques.exits.heads import save_heads
 
 folders = test_exits.folders
 

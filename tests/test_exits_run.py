@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from test_run import becomes_model
 from transformers import AutoModelForSequenceClassification
 
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.techniques.early_exit import EarlyExitModel, load_model
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
 
 LAYERS = 3
 CASES = {"stages": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"), "all": ("ds_configs/zero3.json",)}

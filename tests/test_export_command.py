@@ -21,15 +21,17 @@ from squad_examples import SMALL, hard_questions, word_pieces
 from test_squad import write
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
 
-from ds_trainer import export_folder, load_model
-from ds_trainer.command import run_command
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.export_command import export_command, is_aside, read_export_job
-from ds_trainer.model_folder import COMPACT_FILE, is_compact
-from ds_trainer.models import save_folder
-from ds_trainer.onnx_file import by_torch, outputs, session
-from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
+from ds_trainer import load_model
+from ds_trainer.cli.export import export_command, read_export_job
+from ds_trainer.cli.train import run_command
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.deploy import export_folder
+from ds_trainer.deploy.export_files import is_aside
+from ds_trainer.deploy.onnx_file import by_torch, outputs, session
+from ds_trainer.models.layers import save_folder
+from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,7 @@ def test_a_full_disk_is_one_line(model, tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("ds_trainer.compact.save_file", full)
+    monkeypatch.setattr("ds_trainer.models.compact.save_file", full)
     assert exported(model, "--compact", "fp16", "--output_dir", tmp_path / "out") == 1
     assert re.fullmatch("error: .*No space left on device.*\n", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()

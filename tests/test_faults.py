@@ -19,8 +19,8 @@ from interrupting import status_of
 from killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
 from launching import run_python
 
-from ds_trainer.checkpoint import Checkpoints, step_of
-from ds_trainer.checkpoint_files import MARKER, Writes, checked_sums
+from ds_trainer.engine.checkpoint import Checkpoints, step_of
+from ds_trainer.files.checkpoint_files import MARKER, Writes, checked_sums
 
 ENDLESS = ("--set", "phases.prune.max_steps=5000")
 
@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_by_the_other(server, words, output, lost):
 
 
 RAISES = """
-from ds_trainer.tasks.text import TextTask
+from ds_trainer.tasks.text.text_task import TextTask
 collate, calls = TextTask.collate, []
 def failing(*args, **kwargs):
     calls.append(0)
@@ -123,7 +123,7 @@ TextTask.collate = failing
 
 LOSES_STEP_7 = """
 from ds_trainer import loop
-from ds_trainer.tasks.text import TextTask
+from ds_trainer.tasks.text.text_task import TextTask
 loop.SETTLE_EVERY = 10
 taken, loss, train_step = [], TextTask.loss, loop.train_step
 def watched(*args):
@@ -181,7 +181,7 @@ BertModel.forward = hungry
 """,
     "an evaluation": """
 import torch
-from ds_trainer.tasks.text import TextTask
+from ds_trainer.tasks.text.text_task import TextTask
 TextTask.answers = lambda *_: torch.empty(10**15)
 """,
 }
@@ -212,7 +212,7 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, 
 
 def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
     """`launch/evaluate.py` has the same exit code, and its own batch size."""
-    imports = "\nfrom ds_trainer.command import *\nfrom ds_trainer.evaluate_command import *"
+    imports = "\nfrom ds_trainer.cli.train import *\nfrom ds_trainer.cli.evaluate import *"
     code = ASKS_FOR_TOO_MUCH["an evaluation"] + imports + "\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
     done = run_python("-c", code, str(whole / "model"), "--recipe", str(whole / "recipe.json"))
     (told,) = [line for line in done.stderr.splitlines() if "error" in line]

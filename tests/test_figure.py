@@ -10,7 +10,7 @@ import pytest
 from launching import run_python
 from PIL import Image
 
-from ds_trainer.figure import Figure, encoded, write_whole
+from ds_trainer.report.figure import Figure, encoded, write_whole
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

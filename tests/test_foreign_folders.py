@@ -31,13 +31,13 @@ from transformers import (
 )
 
 from ds_trainer import load_model
-from ds_trainer.command import run_command
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.export_command import export_command
-from ds_trainer.models import train_tokenizer
-from ds_trainer.tasks.pretrained import load_tokenizer, load_trained
-from ds_trainer.techniques.early_exit import with_exits
-from ds_trainer.techniques.exit_heads import read_exits
+from ds_trainer.cli.export import export_command
+from ds_trainer.cli.train import run_command
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer, load_trained
+from ds_trainer.techniques.exits.early_exit import with_exits
+from ds_trainer.techniques.exits.heads import read_exits
 
 TEXTS = ["the old apple", "a hammer and a saw and a drill", "some wren finch crow owl", "plum pear fig new file"]
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 40}

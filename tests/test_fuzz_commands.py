@@ -39,13 +39,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
-from ds_trainer import command, evaluate_command
-from ds_trainer.command import read_calibrate_job, read_train_job
-from ds_trainer.engine_keys import key_table
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.hostfile import read_hostfile
-from ds_trainer.recipe import Recipe
-from ds_trainer.settings import assign, parse_setting
+from ds_trainer.cli import evaluate as evaluate_command
+from ds_trainer.cli import train as command
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_calibrate_job, read_train_job
+from ds_trainer.config.recipe import Recipe
+from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.engine.keys import key_table
+from ds_trainer.hosts.hostfile import read_hostfile
 
 RULE = Rule()
 ENGINES = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -33,14 +33,16 @@ from report_runs import write_run
 from test_readers import OFFICIAL
 from transformers import BertConfig, BertModel
 
-from ds_trainer import lm_text, report_page, squad_file
-from ds_trainer.models import train_tokenizer
-from ds_trainer.readers import GLUE, row_source
-from ds_trainer.recipe import LmSpec, SquadSpec, TextSpec, parse_task
-from ds_trainer.report_page import report_command
-from ds_trainer.run_folder import RunFolder
-from ds_trainer.task_files import check_data_files
-from ds_trainer.tasks import build_task
+from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
+from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.report import page as report_page
+from ds_trainer.report.page import report_command
+from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.lm import lm_text
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.squad import squad_file
+from ds_trainer.tasks.text.readers import GLUE, row_source
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from interrupting import status_of
 from killing import alike, finish, resumed_at, states
 
-from ds_trainer.checkpoint import Checkpoints, step_of
-from ds_trainer.recipe import parse_recipe
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.engine.checkpoint import Checkpoints, step_of
+from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.run import _end_going_back, _go_back
-from ds_trainer.run_folder import RunFolder
 
 
 def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_path):
@@ -112,7 +112,7 @@ def test_going_back_is_done_whole_or_not_at_all(whole, tmp_path, monkeypatch):
 
 KILLED_AT_THE_SECOND_PHASE = """
 import os, signal
-from ds_trainer.checkpoint import Checkpoints
+from ds_trainer.engine.checkpoint import Checkpoints
 supersede = Checkpoints.supersede
 def killed(self, after):
     if after < 0:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.grains import Blocks, Columns, Rows, Turned
-from ds_trainer.techniques.masked import MaskedLinear
-from ds_trainer.techniques.masks import GateMask, KeepLargest, KeepOfFour, KeepPassing, OpenGates
-from ds_trainer.techniques.selection import Sizes
+from ds_trainer.tasks.losses import hard_concrete, score_penalty
+from ds_trainer.techniques.prune.grains import Blocks, Columns, Rows, Turned
+from ds_trainer.techniques.prune.masked import MaskedLinear
+from ds_trainer.techniques.prune.masks import GateMask, KeepLargest, KeepOfFour, KeepPassing, OpenGates
+from ds_trainer.techniques.prune.selection import Sizes
 
 OUT, IN = 16, 24
 GRAINS = {

@@ -7,11 +7,11 @@ import torch
 from test_prune import make_prune
 from torch import Tensor, nn
 
-from ds_trainer.flops import encoder_flops
-from ds_trainer.models import count_weights
-from ds_trainer.shrink import shrink
-from ds_trainer.shrunk_model import layers_of, resize, sizes_of
-from ds_trainer.techniques.masked import MaskedLinear
+from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.layers import count_weights
+from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import layers_of, resize, sizes_of
+from ds_trainer.techniques.prune.masked import MaskedLinear
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

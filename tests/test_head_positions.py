@@ -23,7 +23,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from ds_trainer.tasks.head_positions import take_head_positions
+from ds_trainer.tasks.lm.head_positions import take_head_positions
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}

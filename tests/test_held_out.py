@@ -14,12 +14,12 @@ from launching import SHARED
 from pydantic import ValidationError
 from transformers import BertConfig, BertModel
 
-from ds_trainer.data import Examples
-from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import TextSpec, parse_task
-from ds_trainer.tasks import TextTask, build_task, training_texts
-from ds_trainer.tasks.docstrings import DocstringSource
-from ds_trainer.tasks.text import held_out_and_left
+from ds_trainer.config.recipe import TextSpec, parse_task
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.data import Examples
+from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.text.docstrings import DocstringSource
+from ds_trainer.tasks.text.text_task import TextTask, held_out_and_left
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ROWS = 50

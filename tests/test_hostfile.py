@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
 
-from ds_trainer.doctor import check_environment
-from ds_trainer.hostfile import Host, export_commands, exports, parse_environment, parse_hostfile, read_hostfile
+from ds_trainer.hosts.doctor import check_environment
+from ds_trainer.hosts.hostfile import Host, export_commands, exports, parse_environment, parse_hostfile, read_hostfile
 
 ONE, TWO = Host("one", 2), Host("ann@two", 2)
 

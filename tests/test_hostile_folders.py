@@ -37,12 +37,12 @@ from spoiling import (
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import ds_trainer
-from ds_trainer.command import run_command
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.models import create_folder, save_folder, train_tokenizer
-from ds_trainer.serving import Classifier
-from ds_trainer.tasks.pretrained import CLASSIFIER, load_tokenizer, load_with_head
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
+from ds_trainer.cli.train import run_command
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.deploy.serving import Classifier
+from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.pretrained import CLASSIFIER, load_tokenizer, load_with_head
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 SECONDS = 60
 MEBIBYTES = 700

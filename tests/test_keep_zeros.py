@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_prune import make_model
 
-from ds_trainer.models import encoder_linears
-from ds_trainer.recipe import parse_recipe
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.models.layers import encoder_linears
 from ds_trainer.run import _check_is_elementwise
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.keep_zeros import KeepZeros
+from ds_trainer.techniques.prune.keep_zeros import KeepZeros
+from ds_trainer.techniques.technique import Clock
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),

@@ -11,16 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ds_trainer import latency, timing
-from ds_trainer.compact import write_compact_folder
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.latency import Subject, bytes_by_form, bytes_on_disk, compare, in_turns
-from ds_trainer.model_folder import COMPACT_FILE
-from ds_trainer.models import create_folder, save_folder, train_tokenizer
-from ds_trainer.recipe import parse_task
-from ds_trainer.tasks import build_task
-from ds_trainer.tasks.pretrained import load_trained
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.deploy import latency
+from ds_trainer.deploy.latency import Subject, bytes_by_form, bytes_on_disk, compare, in_turns
+from ds_trainer.models.compact import write_compact_folder
+from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.pretrained import load_trained
+from ds_trainer.ranks import timing
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 
 @pytest.fixture(scope="module")

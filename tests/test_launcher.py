@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer import launcher
-from ds_trainer.launcher import Process, launchers
+from ds_trainer.ranks import launcher
+from ds_trainer.ranks.launcher import Process, launchers
 
 RANK, LAUNCH = "python -u launch/train.py", "python -u -m deepspeed.launcher.launch --world_info=x"
 RUNNER = "/venv/bin/python /venv/bin/deepspeed --num_gpus 2 launch/train.py"

@@ -136,7 +136,7 @@ def test_techniques_and_tasks_do_not_know_each_others_members():
             assert own <= shared
         assert {name for name in names if name.startswith("ds_trainer.tasks.")} <= {
             "ds_trainer.tasks.task",
-            "ds_trainer.tasks.pretrained",
+            "ds_trainer.models.pretrained",
         }
     for path in (PACKAGE / "tasks").glob("*.py"):
         assert "ds_trainer.techniques" not in path.read_text()

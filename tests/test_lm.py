@@ -25,11 +25,11 @@ from transformers import (
     ViTConfig,
 )
 
-from ds_trainer.data import evaluation_shard
-from ds_trainer.models import train_tokenizer
-from ds_trainer.task_specs import LmSpec
-from ds_trainer.tasks.lm import Answer, LmTask
-from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.data import evaluation_shard
+from ds_trainer.tasks.lm.lm_task import Answer, LmTask
 
 LINES = [
     "it rains in the hills and it is wet in the valley",
@@ -302,7 +302,7 @@ def test_answers_are_computed_in_fp32_and_in_chunks(build: Any, monkeypatch: pyt
     batch = task.collate(task.examples("train"), range(4))
     out = SimpleNamespace(logits=torch.randn(1, len(batch.labels), len(task.tokenizer)).bfloat16())
     found = task.answers(out, batch)
-    monkeypatch.setattr("ds_trainer.tasks.lm._CHUNK_VALUES", 1)
+    monkeypatch.setattr("ds_trainer.tasks.lm.lm_task._CHUNK_VALUES", 1)
     assert task.answers(out, batch) == found
     nll = F.cross_entropy(out.logits[0].float(), batch.labels, reduction="sum")
     assert sum(answer.nll for answer in found.values()) == pytest.approx(float(nll), rel=1e-5)

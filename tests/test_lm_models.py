@@ -17,9 +17,9 @@ from transformers import (
     XLNetConfig,
 )
 
-from ds_trainer.task_specs import LmSpec
-from ds_trainer.tasks.lm import LmTask
-from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.lm.lm_task import LmTask
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from ds_trainer.lm_text import check_data_files, documents, fingerprint, training_texts
-from ds_trainer.task_specs import LmSpec
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.tasks.lm.lm_text import check_data_files, documents, fingerprint, training_texts
 
 
 def spec_of(folder: Path, train: str = "train.txt", **fields: Any) -> LmSpec:

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from ds_trainer import loop
-from ds_trainer.recipe import parse_recipe
-from ds_trainer.techniques import Clock, Technique
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.techniques.technique import Clock, Technique
 
 CHECKPOINT = Path("checkpoint-4")
 
@@ -45,7 +45,7 @@ def training_from(notes, monkeypatch):
     ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
     settings = SimpleNamespace(put_back=lambda _: "")
     for name, stub in (("start_engine", ds_engine), ("OptimizerSettings", settings)):
-        monkeypatch.setattr(f"ds_trainer.engine.{name}", lambda *_, stub=stub: stub)
+        monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
     monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
     monkeypatch.setattr(loop.PhasePlan, "identity", lambda *_: {})

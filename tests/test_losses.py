@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer import losses
-from ds_trainer.losses import PAD_LOGIT, attention_mse, distillation_kl, hidden_cosine, hidden_mse, logit_mse
+from ds_trainer.tasks import losses
+from ds_trainer.tasks.losses import PAD_LOGIT, attention_mse, distillation_kl, hidden_cosine, hidden_mse, logit_mse
 
 
 def logits(rows: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

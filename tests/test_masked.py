@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.grains import Rows
-from ds_trainer.techniques.masked import MaskedLinear
-from ds_trainer.techniques.masks import HardMask, KeepAbove, KeepLargest, KeepShare, OpenGates, SoftMask
-from ds_trainer.techniques.selection import Cut, Sizes
+from ds_trainer.tasks.losses import hard_concrete, score_penalty
+from ds_trainer.techniques.prune.grains import Rows
+from ds_trainer.techniques.prune.masked import MaskedLinear
+from ds_trainer.techniques.prune.masks import HardMask, KeepAbove, KeepLargest, KeepShare, OpenGates, SoftMask
+from ds_trainer.techniques.prune.selection import Cut, Sizes
 
 
 class StraightThrough(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_trainer.tasks.masking import Array, MaskRule, choose, mask_tokens, token_weights
+from ds_trainer.tasks.lm.masking import Array, MaskRule, choose, mask_tokens, token_weights
 
 MASK, VOCABULARY, SPECIAL = 2, 50, np.array([0, 1, 2])
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_trainer import distributed, memory
-from ds_trainer.command import exit_code
-from ds_trainer.failures import OutOfMemoryError
-from ds_trainer.memory import evaluation_cure, held, told_if_out, training_cure
+from ds_trainer.engine import memory
+from ds_trainer.engine.memory import evaluation_cure, held, training_cure
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
+from ds_trainer.ranks.out_of_memory import told_if_out
 
 RUNNING_OUT = {
     "torch": lambda: torch.empty(10**15),

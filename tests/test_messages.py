@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.messages import first_line, kind_of, listed, quoted, shortened, shown
+from ds_trainer.files.messages import kind_of, listed, quoted, shortened, shown
+from ds_trainer.ranks.failures import first_line
 
 
 def test_values_are_cut_where_they_are_long() -> None:

@@ -12,8 +12,8 @@ import torch
 from launching import run_deepspeed
 from numerics_matrix import DECAY, EFFECTIVE, IDLE, RANKS, SKIPPING, SOUND, SPOILT, STOPPED, config_of
 
-from ds_trainer.engine_verdicts import idle_keys
-from ds_trainer.numerics import StepWatch
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.verdicts import idle_keys
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ FP16_ON_CPU = """
 import sys
 from deepspeed.accelerator import get_accelerator
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
-from ds_trainer.command import run_command, train_command
-from ds_trainer.distributed import leave
+from ds_trainer.cli.train import run_command, train_command
+from ds_trainer.ranks.distributed import leave
 leave(run_command(train_command, [word for word in sys.argv[1:] if not word.startswith("--local_rank")]))
 """
 

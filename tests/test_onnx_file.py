@@ -14,9 +14,9 @@ from exported_models import emptied, inputs
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from ds_trainer import onnx_file
-from ds_trainer.onnx_file import by_torch, check_onnx, compare, outputs, predictor, quantise, session, write_onnx
-from ds_trainer.shrink import shrink
+from ds_trainer.deploy import onnx_file
+from ds_trainer.deploy.onnx_file import by_torch, check_onnx, compare, outputs, predictor, quantise, session, write_onnx
+from ds_trainer.models.shrink import shrink
 from ds_trainer.tasks.task import Batch
 
 SHAPES = [(1, 1), (1, 7), (3, 20), (5, 64), (2, 2)]
@@ -183,7 +183,7 @@ def test_a_missing_package_is_told_with_the_way_out(monkeypatch):
 
 def test_a_saved_shrunk_folder_is_exported(tmp_path):
     """What comes from a folder, loaded by this library, is exported as what is in memory."""
-    from ds_trainer.tasks.pretrained import load_trained
+    from ds_trainer.models.pretrained import load_trained
 
     folder: Path = exported_models.save("cls", tmp_path / "shrunk", cut=True)
     model = load_trained(folder).eval()

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from zero_matrix import build
 
+from ds_trainer.config.recipe import GroupRule
+from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.objective import Objective
-from ds_trainer.optim import Hyperparameters, as_torch, parameter_groups
-from ds_trainer.recipe import GroupRule
-from ds_trainer.techniques import Forward, Technique
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.technique import Technique
 
 BASE = Hyperparameters(1e-3, weight_decay=0.1)
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from zero_matrix import ToyTask, batch_of, bert, phase_of
 
-from ds_trainer.failures import NonFiniteLossError
-from ds_trainer.techniques import Clock, Forward, build_techniques
+from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.registry import build_techniques
+from ds_trainer.techniques.technique import Clock
 
 
 def test_a_global_choice_over_mixed_grains_counts_weights():

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_trainer import distributed, plots
-from ds_trainer.figure import Figure
+from ds_trainer.ranks import distributed
+from ds_trainer.report import plots
+from ds_trainer.report.figure import Figure
 
 BERT = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
 FEED_FORWARD = ("intermediate.dense", "output.dense")

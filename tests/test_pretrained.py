@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_text_tasks import write_csv
 from transformers import BertConfig
 
-from ds_trainer.models import train_tokenizer
-from ds_trainer.task_specs import LmSpec, SquadSpec
-from ds_trainer.tasks import build_task
-from ds_trainer.tasks.pretrained import (
+from ds_trainer.config.task_specs import LmSpec, SquadSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import (
     ANSWERER,
     CLASSIFIER,
     MASKED_LM,
@@ -27,6 +26,7 @@ from ds_trainer.tasks.pretrained import (
     load_with_head,
     tokenizer_state,
 )
+from ds_trainer.tasks.registry import build_task
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 TEXTS = ["it rains", "it is wet", "no"]

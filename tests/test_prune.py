@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.losses import hard_concrete, score_penalty
-from ds_trainer.models import count_weights, encoder_layers, encoder_linears
-from ds_trainer.recipe import PruneSpec
-from ds_trainer.techniques import Clock, Forward
-from ds_trainer.techniques.masked import MaskedLinear
-from ds_trainer.techniques.prune import Prune
+from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears
+from ds_trainer.tasks.losses import hard_concrete, score_penalty
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.prune.masked import MaskedLinear
+from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.technique import Clock
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
 FAMILIES = {

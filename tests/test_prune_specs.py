@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_trainer.recipe import PruneSpec, parse_recipe
+from ds_trainer.config.recipe import PruneSpec, parse_recipe
 
 HYBRID = {"attention": "head", "feed_forward": "neuron"}
 

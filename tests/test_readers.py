@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from peak_memory import takes_less_than
 
-from ds_trainer import whole_file
-from ds_trainer.readers import GLUE, HubSource, TextRow, check_data_files, is_regression, row_source
-from ds_trainer.recipe import TextSpec
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.files import whole_file
+from ds_trainer.tasks.text.readers import GLUE, HubSource, TextRow, check_data_files, is_regression, row_source
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 
@@ -135,7 +135,7 @@ def test_a_small_parquet_file_of_more_rows_than_memory_is_refused(text, rows, wo
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr("ds_trainer.whole_file.memory", lambda: 2**30)
+    monkeypatch.setattr("ds_trainer.files.whole_file.memory", lambda: 2**30)
     path = tmp_path / "a.parquet"
     one = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"text": one, "label": one}), path, store_schema=False, row_group_size=rows)
@@ -220,7 +220,7 @@ def test_an_unknown_label_is_told_with_the_allowed_ones(tmp_path: Path) -> None:
 def test_missing_files_and_bad_settings_are_all_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """One call collects them, naming what was looked for, within three seconds and without torch or numpy."""
     script = (
-        "import sys, json; from ds_trainer.readers import check_data_files; from ds_trainer.recipe import TextSpec\n"
+        "import sys, json; from ds_trainer.tasks.text.readers import check_data_files; from ds_trainer.config.recipe import TextSpec\n"
         "specs = [TextSpec.model_validate(data) for data in json.loads(sys.argv[1])]\n"
         "print(json.dumps([check_data_files(spec) for spec in specs])); print({'torch', 'numpy'} & set(sys.modules))"
     )

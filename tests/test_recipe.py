@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_trainer.recipe import Recipe, parse_recipe, parse_task, recipe_schema, task_of
+from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task, recipe_schema, task_of
 
 
 def with_prune(**prune) -> dict:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ds_trainer.redaction import HIDDEN, redacted
+from ds_trainer.files.redaction import HIDDEN, redacted
 
 SECRET = "api_key apikey apiKey WANDB_API_KEY hf_token HF_TOKEN token db_password client_secret secretKey credentials"
 PLAIN = "tokenizer tokens_per_s train/tokens_per_s pad_token cls_token pad_token_id additional_special_tokens monitor"
@@ -105,7 +105,7 @@ def test_what_a_secret_variable_holds_is_hidden_wherever_it_is(monkeypatch):
 
 def test_the_error_of_a_command_shows_no_secret(capfd, monkeypatch, tiny_recipe, write_json):
     """Through the command's own end: neither a mistake of the engine file, nor one of --set, nor a traceback."""
-    from ds_trainer.command import read_train_job, run_command
+    from ds_trainer.cli.train import read_train_job, run_command
 
     monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
     engine = write_json("engine.json", {"train_batch_size": 8, "comet": {"enabled": True, "api_key": ["hush"]}})

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_trainer.failures import NonFiniteLossError
 from ds_trainer.loop import SETTLE_EVERY
-from ds_trainer.report import Report
-from ds_trainer.techniques import exits
+from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.report.log import Report
+from ds_trainer.techniques.exits import exits
 
 STEPS = 4 * SETTLE_EVERY + 7
 VALUES = torch.rand(STEPS, generator=torch.Generator().manual_seed(0))

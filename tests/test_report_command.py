@@ -8,9 +8,9 @@ import pytest
 from launching import run_python
 from report_runs import FIGURES, draw_only_losses, figures_of, write_run
 
-from ds_trainer.command import run_command
-from ds_trainer.report_page import report_command, write_report
-from ds_trainer.run_folder import RunFolder
+from ds_trainer.cli.train import run_command
+from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.report.page import report_command, write_report
 
 
 @pytest.fixture

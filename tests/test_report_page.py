@@ -13,10 +13,12 @@ import pytest
 from PIL import Image
 from report_runs import FIGURES, draw_only_losses, figures_of, write_run
 
-from ds_trainer import distributed, plots, report_page
-from ds_trainer.figure import Figure
-from ds_trainer.report_page import write_report
-from ds_trainer.run_files import read_run
+from ds_trainer.ranks import distributed
+from ds_trainer.report import page as report_page
+from ds_trainer.report import plots
+from ds_trainer.report.figure import Figure
+from ds_trainer.report.page import write_report
+from ds_trainer.report.run_files import read_run
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from launching import run_deepspeed, run_python
 
 from ds_trainer.checkpoint_model import export_checkpoint
-from ds_trainer.saved_checkpoint import read_checkpoint
-from ds_trainer.techniques.early_exit import load_model
+from ds_trainer.config.saved_checkpoint import read_checkpoint
+from ds_trainer.techniques.exits.early_exit import load_model
 
 NAMES = ["dense", "compress", "exits"]
 LAYERS = 3

@@ -17,7 +17,7 @@ from resume_matrix import BEST, CASES, FEW, OFTEN, ONLY_WHOLE, SAVE, STEPS, STOP
 from safetensors.torch import load_file
 
 from ds_trainer.checkpoint_model import export_checkpoint
-from ds_trainer.saved_checkpoint import read_checkpoint
+from ds_trainer.config.saved_checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="module")

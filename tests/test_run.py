@@ -12,14 +12,14 @@ import cv2
 import pytest
 from launching import SHARED, run_deepspeed, run_python
 
-from ds_trainer import machine
-from ds_trainer.checkpoint_files import read_marker, write_marker
-from ds_trainer.command import run_command
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.export_command import export_command, read_export_job
-from ds_trainer.model_folder import COMPACT_FILE
-from ds_trainer.run_folder import RunFolder
-from ds_trainer.saved_checkpoint import is_checkpoint
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.export import export_command, read_export_job
+from ds_trainer.cli.train import run_command
+from ds_trainer.config.saved_checkpoint import is_checkpoint
+from ds_trainer.files.checkpoint_files import read_marker, write_marker
+from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.ranks import machine
 
 
 def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
@@ -266,9 +266,9 @@ def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
 EVALUATE = """
 import os, sys
 import ds_trainer.run  # loaded once for all
-from ds_trainer.command import run_command
-from ds_trainer.distributed import leave
-from ds_trainer.evaluate_command import evaluate_command
+from ds_trainer.cli.train import run_command
+from ds_trainer.ranks.distributed import leave
+from ds_trainer.cli.evaluate import evaluate_command
 for words in sys.argv[1].split("|"):
     process = os.fork()
     if not process:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_trainer.recipe import PruneSpec
-from ds_trainer.schedules import Schedule, interval, lr_multiplier, steps_of
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.prune import threshold_schedule
+from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.config.schedules import Schedule, interval, lr_multiplier, steps_of
+from ds_trainer.techniques.prune.prune import threshold_schedule
+from ds_trainer.techniques.technique import Clock
 
 
 def original_threshold(step, total, warmup, initial, final, initial_warmup, final_warmup):

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_trainer.failures import NonFiniteLossError
-from ds_trainer.techniques.selection import Cut, Sizes, cut_at, just_below, largest_within, select_largest, standardised
+from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.techniques.prune.selection import (
+    Cut,
+    Sizes,
+    cut_at,
+    just_below,
+    largest_within,
+    select_largest,
+    standardised,
+)
 
 
 def kept_by(cut: Cut, values: Tensor) -> Tensor:

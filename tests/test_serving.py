@@ -22,14 +22,15 @@ import torch
 from launching import ROOT, run_python
 from transformers import AutoModelForSequenceClassification
 
-from ds_trainer import load_model, serving
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.models import create_folder, save_folder, train_tokenizer
-from ds_trainer.recipe import parse_task
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques.early_exit import EarlyExitModel
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
-from ds_trainer.techniques.exit_policy import confidence
+from ds_trainer import load_model
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.deploy import serving
+from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.exits.policy import confidence
 
 TEXTS = ["the old apple", "a hammer and a saw and a drill", ["some wren", "a finch"], "plum"]
 

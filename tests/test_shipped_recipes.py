@@ -10,15 +10,15 @@ import pytest
 from conftest import WORDS
 from launching import ROOT
 
-from ds_trainer.command import read_train_job, said_by
-from ds_trainer.data import steps_for
-from ds_trainer.engine_file import settled_numbers
-from ds_trainer.json_file import read_json
-from ds_trainer.models import create_folder, train_tokenizer
-from ds_trainer.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.config.schedules import steps_of
+from ds_trainer.engine.engine_file import said_by, settled_numbers
+from ds_trainer.files.json_file import read_json
+from ds_trainer.models.layers import create_folder, train_tokenizer
 from ds_trainer.run import plan_phase
-from ds_trainer.schedules import steps_of
-from ds_trainer.techniques.prune import threshold_schedule
+from ds_trainer.tasks.data import steps_for
+from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import Clock
 
 RECIPES = sorted((ROOT / "ds_configs" / "recipes").glob("*.json"))

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from zeroed import DECODERS, ENCODERS, FAMILIES, VOCABULARY, empty, inputs_of, logits_of, model_of, randomised, uneven
 
 import ds_trainer
-from ds_trainer.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.models import count_weights, create_folder, encoder_linears, save_folder, train_tokenizer
-from ds_trainer.recipe import StudentSpec
-from ds_trainer.shrink import shrink
-from ds_trainer.shrunk_model import Emptied, auto_map, is_emptied, layers_of, resize, shrunk_class, sizes_of
-from ds_trainer.student import create_student
-from ds_trainer.tasks.pretrained import ANSWERER, CLASSIFIER, load_with_head
-from ds_trainer.techniques.exit_heads import new_heads, save_heads
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.config.recipe import StudentSpec
+from ds_trainer.models.layers import count_weights, create_folder, encoder_linears, save_folder, train_tokenizer
+from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_with_head
+from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import Emptied, auto_map, is_emptied, layers_of, resize, shrunk_class, sizes_of
+from ds_trainer.models.student import create_student
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 ALONE = """
 import sys
@@ -146,7 +146,7 @@ def test_every_family_comes_back_from_its_folder(family: str, tokenizer: Any, tm
     for trusted in (False, True):
         loaded = ds_trainer.load_model(tmp_path / "model", trust_remote_code=trusted)
         assert type(loaded) is type(shrunk)
-        assert type(loaded).__module__ == "ds_trainer.shrunk_model"
+        assert type(loaded).__module__ == "ds_trainer.models.shrunk_model"
         torch.testing.assert_close(logits_of(loaded), logits_of(shrunk))
     counts = count_weights(loaded)
     assert counts["sizes"] == sizes_of(shrunk) == shrunk.config.shrunk

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.figure import Figure
-from ds_trainer.size_plots import Point, size_speed_score
+from ds_trainer.report.figure import Figure
+from ds_trainer.report.size_plots import Point, size_speed_score
 
 SETTINGS = [f"{backend}, batch {size}" for backend in ("torch", "onnxruntime") for size in (1, 32)]
 POINTS = [

@@ -41,14 +41,15 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_trainer import distributed, run
-from ds_trainer.command import read_train_job
-from ds_trainer.data import Examples, evaluation_shard
-from ds_trainer.squad_file import Answer, Question
-from ds_trainer.task_specs import SquadSpec
-from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.tasks.squad import SquadTask, WindowAnswer
-from ds_trainer.tasks.squad_windows import tokenised
+from ds_trainer import run
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import Examples, evaluation_shard
+from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
+from ds_trainer.tasks.squad.squad_windows import tokenised
 from ds_trainer.tasks.task import PAD_LOGIT
 
 

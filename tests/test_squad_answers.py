@@ -13,9 +13,9 @@ from squad_examples import gpt2_tokenizer, with_words_only
 from test_squad import YEAR, answered, bert, nothing_ahead, perfect, save, squad, word_pieces
 from transformers import GPT2Config, GPT2Model
 
-from ds_trainer.squad_file import Question
-from ds_trainer.tasks.squad import best_spans
-from ds_trainer.tasks.squad_windows import Places
+from ds_trainer.tasks.squad.squad_file import Question
+from ds_trainer.tasks.squad.squad_task import best_spans
+from ds_trainer.tasks.squad.squad_windows import Places
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ds_trainer import squad_file
-from ds_trainer.squad_file import Answer, check_data_files, fingerprint, questions, training_texts
-from ds_trainer.task_specs import SquadSpec
+from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.tasks.squad import squad_file
+from ds_trainer.tasks.squad.squad_file import Answer, check_data_files, fingerprint, questions, training_texts
 
 CONTEXT = "Zürich’s 🏔 naïve café opened in 1999."
 
@@ -253,5 +253,5 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.Monkey
 
 def test_reading_loads_nothing_heavy() -> None:
     """Neither torch nor numpy is needed to tell what is wrong with a file."""
-    code = "import sys, ds_trainer.squad_file; assert not {'torch', 'numpy', 'datasets'} & set(sys.modules)"
+    code = "import sys, ds_trainer.tasks.squad.squad_file; assert not {'torch', 'numpy', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from ds_trainer.tasks.squad_score import (
+from ds_trainer.tasks.squad.squad_score import (
     Candidate,
     best_threshold,
     exact,

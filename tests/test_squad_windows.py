@@ -10,11 +10,11 @@ import pytest
 from launching import SHARED
 from squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
 
-from ds_trainer.models import train_tokenizer
-from ds_trainer.squad_file import Answer, Question
-from ds_trainer.task_specs import SquadSpec
-from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.tasks.squad_windows import Tokens, tokenised, window_starts, windows
+from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, window_starts, windows
 
 SHORT = SquadSpec(max_seq_length=40, doc_stride=11, max_query_length=16)
 
@@ -192,7 +192,7 @@ def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:
 @pytest.mark.real
 def test_every_answer_of_the_real_squad_is_found(tmp_path: Path) -> None:
     """4,330 answers: each is in a window, by the fewest tokens that cover it, and 99% decode to exactly their text."""
-    from ds_trainer.squad_file import questions
+    from ds_trainer.tasks.squad.squad_file import questions
 
     spec = SquadSpec(data_dir=str(SHARED / "data"))
     tokenizer = load_tokenizer(SHARED / "models" / "minilm-l6")

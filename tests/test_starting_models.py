@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from ds_trainer.recipe import Recipe, parse_recipe
+from ds_trainer.config.recipe import Recipe, parse_recipe
 from ds_trainer.starting_models import MadeModels, StartingModels
 
 

@@ -10,11 +10,11 @@ import torch
 from test_distill_run import lm_files, squad_files
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
-from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import DistillSpec, parse_task
-from ds_trainer.tasks import build_task, training_texts
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.distill import Distill
+from ds_trainer.config.recipe import DistillSpec, parse_task
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.techniques.distill.distill import Distill
+from ds_trainer.techniques.technique import Clock
 
 
 @pytest.fixture(scope="module", params=["squad", "clm"])

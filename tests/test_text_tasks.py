@@ -21,12 +21,12 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_trainer.data import evaluation_shard
-from ds_trainer.models import train_tokenizer
-from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import build_task, training_texts
-from ds_trainer.tasks.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
-from ds_trainer.tasks.metrics import score
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.data import evaluation_shard
+from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.text.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
+from ds_trainer.tasks.text.metrics import score
 
 SHARED = Path(__file__).parents[2] / "shared"
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]

@@ -16,7 +16,7 @@ import pytest
 from launching import ROOT, environment, run_deepspeed
 from two_hosts import INTERFACE, TwoHosts, missing, processes_in, wait_until
 
-from ds_trainer import machine
+from ds_trainer.ranks import machine
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

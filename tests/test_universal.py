@@ -13,9 +13,9 @@ import pytest
 import torch
 from launching import run_deepspeed
 
-from ds_trainer import universal
-from ds_trainer.checkpoint import precision_of
-from ds_trainer.universal_form import MODEL, weights_of
+from ds_trainer.engine import universal
+from ds_trainer.engine.checkpoint import precision_of
+from ds_trainer.engine.universal_form import MODEL, weights_of
 
 STAGES = range(4)
 TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from launching import ROOT, run_python
 
-from ds_trainer.command import read_train_job
-from ds_trainer.engine_keys import key_table
-from ds_trainer.evaluate_command import read_evaluate_job
-from ds_trainer.write_places import (
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.engine.keys import key_table
+from ds_trainer.files.write_places import (
     DEFAULT_CACHE,
     cache_place,
     engine_place_mistakes,
@@ -199,7 +199,7 @@ def test_results_are_not_worked_for_where_they_cannot_be_written(tmp_path, monke
     assert result_place_mistakes(tmp_path / "scores.json", tmp_path / "a/b") == []
     (tmp_path / "old.json").write_text("")
     closed = {tmp_path, tmp_path / "old.json"}  # not by permissions: the superuser needs none
-    monkeypatch.setattr("ds_trainer.write_places.os.access", lambda path, _: Path(path) not in closed)
+    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) not in closed)
     for name in ("scores.json", "old.json"):
         (mistake,) = result_place_mistakes(tmp_path / name, None)
         assert "--output_file" in mistake

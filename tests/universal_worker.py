@@ -21,8 +21,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from ds_trainer import distributed, engine, universal
-from ds_trainer.optim import Group, Hyperparameters
+from ds_trainer.engine import engine, universal
+from ds_trainer.engine.optim import Group, Hyperparameters
+from ds_trainer.ranks import distributed
 
 MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 6
 BASE = Hyperparameters(1e-2, 0.1)

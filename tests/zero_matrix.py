@@ -21,14 +21,17 @@ from batch_cuts import gradients
 from transformers import AutoModelForSequenceClassification, BertConfig
 from zeroed import empty
 
-from ds_trainer import distributed, engine
-from ds_trainer.models import train_tokenizer
-from ds_trainer.optim import Hyperparameters, as_torch, parameter_groups
-from ds_trainer.recipe import GroupRule, Phase, parse_recipe
-from ds_trainer.schedules import lr_multiplier
-from ds_trainer.shrink import shrink
-from ds_trainer.tasks.pretrained import CLASSIFIER
-from ds_trainer.techniques import Clock, Forward, build_techniques
+from ds_trainer.config.recipe import GroupRule, Phase, parse_recipe
+from ds_trainer.config.schedules import lr_multiplier
+from ds_trainer.engine import engine
+from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.registry import build_techniques
+from ds_trainer.techniques.technique import Clock
 
 ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 6
 CLIP = 0.5

@@ -7,7 +7,7 @@ collated from positions, so that the loop alone decides which rank sees what.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,16 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_trainer import distributed
-from ds_trainer.data import Examples, PaddedRows, cached
-from ds_trainer.losses import PAD_LOGIT
-from ds_trainer.task_specs import TaskSpec
-from ds_trainer.tasks.pretrained import HeadKind, input_names, load_config
+from ds_trainer.config.task_specs import TaskSpec
+from ds_trainer.models.pretrained import HeadKind, input_names, load_config
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.data import Examples, PaddedRows, cached
+from ds_trainer.tasks.losses import PAD_LOGIT
 
 __all__ = ["PAD_LOGIT", "Batch", "Task", "Unit"]
 
 if TYPE_CHECKING:
-    from ds_trainer.data import Positions
+    from ds_trainer.tasks.data import Positions
 
 
 Unit = Literal["example", "label", "token", "pair"]
@@ -65,6 +66,24 @@ class Batch:
             for tensors in (self.inputs, self.others)
         )
         return Batch(inputs, self.labels.to(device, non_blocking=True), self.ids, others)
+
+
+Predict = Callable[[Batch], Any]
+"""A way to run a model: batch -> model output."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One micro-batch, what the model made of it, and the optimizer step it belongs to.
+
+    `shares` say by unit how many there are in the micro-batch, over the mean of all micro-batches of the step on all
+    ranks; a unit that is not named is in equal parts in all of them.
+    """
+
+    batch: Batch
+    out: Any
+    step: int
+    shares: Mapping[Unit, float] = field(default_factory=dict)
 
 
 class Task(ABC):
@@ -124,7 +143,7 @@ class Task(ABC):
     def check_trained(self, folder: str | Path) -> None:
         """Refuse, by ValueError, a model that has no trained head for this task: its score would mean nothing."""
         if not self.head.trained_in(load_config(folder, self.head)):
-            raise ValueError(f"{folder} is no trained {self.head.name}: fine-tune it first")
+            raise UserError(f"{folder} is no trained {self.head.name}: fine-tune it first")
 
     def held_out_key(self) -> str:
         """What tells the held-out examples from all others, whatever reads them; empty where there are none.
@@ -197,7 +216,7 @@ def check_finite(split: str, finite: Sequence[bool]) -> None:
     """Refuse answers that come of logits that are not finite: one for each example, false where they are not."""
     broken = len(finite) - sum(finite)
     if broken:
-        raise ValueError(
+        raise UserError(
             f"{split}: the model gives logits that are not finite (NaN or infinity) for {broken:,} of {len(finite):,} "
             f"examples, so that there is nothing to score: its weights are broken, or too large for its precision; "
             f"train again with a lower learning rate, or in bf16 instead of fp16"

@@ -5,8 +5,8 @@ A technique sees neither the loop nor the engine, and no other technique. Every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,11 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.recipe import GroupRule
-from ds_trainer.tasks.task import Batch, Unit
-
-Predict = Callable[[Batch], Any]
-"""A way to run a model: batch -> model output."""
+from ds_trainer.config.recipe import GroupRule
+from ds_trainer.tasks.task import Forward, Predict, Unit
 
 
 @dataclass(frozen=True)
@@ -28,20 +25,6 @@ class Clock:
     total: int
     warmup: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Forward:
-    """One micro-batch, what the model made of it, and the optimizer step it belongs to.
-
-    `shares` say by unit how many there are in the micro-batch, over the mean of all micro-batches of the step on all
-    ranks; a unit that is not named is in equal parts in all of them.
-    """
-
-    batch: Batch
-    out: Any
-    step: int
-    shares: Mapping[Unit, float] = field(default_factory=dict)
 
 
 class Technique:

@@ -23,9 +23,9 @@ from figures import Figure, is_quick, report, use_threads
 from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
-from ds_trainer import distributed
 from ds_trainer.loop import PhasePlan
-from ds_trainer.stopping import StopRequests
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.stopping import StopRequests
 
 ENGINE_FILE = ROOT / "ds_configs/zero2.json"
 STEPS = 10 if is_quick() else 50

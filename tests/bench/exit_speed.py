@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from figures import Figure, is_quick, ratio, report, use_threads
 
-from ds_trainer import distributed
-from ds_trainer.data import spread
-from ds_trainer.exit_specs import ExitPolicy
-from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import build_task
-from ds_trainer.techniques.early_exit import EarlyExitModel, with_exits
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import spread
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 BARS = {1: 0.85, 32: 0.90, 128: 0.90}

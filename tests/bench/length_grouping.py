@@ -21,12 +21,12 @@ import torch
 from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
-from ds_trainer.data import Array, BatchPlan, Positions
-from ds_trainer.task_specs import LmSpec, TextSpec
-from ds_trainer.tasks.lm import LmTask
-from ds_trainer.tasks.pretrained import load_tokenizer
+from ds_trainer.config.task_specs import LmSpec, TextSpec
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.data import Array, BatchPlan, Positions
+from ds_trainer.tasks.lm.lm_task import LmTask
 from ds_trainer.tasks.task import Task
-from ds_trainer.tasks.text import TextTask
+from ds_trainer.tasks.text.text_task import TextTask
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 BERT = bert_shape(256, layers=4, heads=4)

@@ -18,13 +18,14 @@ from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from ds_trainer import distributed
+from ds_trainer.config.recipe import DistillSpec, LmSpec
+from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.objective import Objective
-from ds_trainer.recipe import DistillSpec, LmSpec
-from ds_trainer.tasks.lm import LmTask
-from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.techniques import Clock, Forward
-from ds_trainer.techniques.distill import Distill
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.lm.lm_task import LmTask
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.distill.distill import Distill
+from ds_trainer.techniques.technique import Clock
 
 ROWS, TOKENS, VOCABULARY, TEMPERATURE = 16, 128, 1_000 if is_quick() else 30_522, 2.0
 WEIGHTS = {"task": 2.0, "distill.logits": 5.0, "distill.cos": 1.0}

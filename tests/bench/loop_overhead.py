@@ -19,23 +19,25 @@ import deepspeed
 import torch.nn.functional as F
 from figures import Figure, bert_shape, ratio, report, use_threads
 
-from ds_trainer import distributed, engine
-from ds_trainer.command import TrainJob
-from ds_trainer.data import BatchPlan
-from ds_trainer.engine_file import read_engine_file
+from ds_trainer.config.jobs import TrainJob
+from ds_trainer.config.recipe import TextSpec, parse_recipe
+from ds_trainer.config.schedules import lr_multiplier
+from ds_trainer.config.trust import Trust
+from ds_trainer.engine import engine
+from ds_trainer.engine.engine_file import read_engine_file
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.optim import build_optimizer
 from ds_trainer.loop import PhasePlan, flush, micro_batches, train_step
-from ds_trainer.models import create_folder, train_tokenizer
-from ds_trainer.numerics import StepWatch
+from ds_trainer.models.layers import create_folder, train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.objective import Objective
-from ds_trainer.optim import build_optimizer
-from ds_trainer.recipe import TextSpec, parse_recipe
-from ds_trainer.report import Report
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.stopping import StopRequests
+from ds_trainer.report.log import Report
 from ds_trainer.run import plan_phase
-from ds_trainer.schedules import lr_multiplier
-from ds_trainer.stopping import StopRequests
-from ds_trainer.tasks import Batch, training_texts
-from ds_trainer.tasks.pretrained import load_tokenizer
-from ds_trainer.trust import Trust
+from ds_trainer.tasks.data import BatchPlan
+from ds_trainer.tasks.registry import training_texts
+from ds_trainer.tasks.task import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"

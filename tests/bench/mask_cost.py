@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from figures import Figure, bert_shape, ratio, report, use_threads
 
-from ds_trainer import distributed, engine
-from ds_trainer.optim import Hyperparameters, parameter_groups
-from ds_trainer.recipe import PruneSpec
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.prune import Prune
+from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.engine import engine
+from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.ranks import distributed
+from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.technique import Clock
 
 ROWS, TOKENS = 32, 64
 BASE = Hyperparameters(5e-5)

@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from torch import nn
 
-from ds_trainer import distributed, engine
-from ds_trainer.flops import encoder_flops
-from ds_trainer.latency import in_turns
-from ds_trainer.onnx_file import outputs, session, write_onnx
-from ds_trainer.optim import Hyperparameters, parameter_groups
-from ds_trainer.recipe import PruneSpec
-from ds_trainer.shrunk_model import shrunk_class
-from ds_trainer.techniques import Clock
-from ds_trainer.techniques.prune import Prune
+from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.deploy.latency import in_turns
+from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
+from ds_trainer.engine import engine
+from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.ranks import distributed
+from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.technique import Clock
 
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)

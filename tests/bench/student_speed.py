@@ -12,10 +12,10 @@ from pathlib import Path
 
 from figures import Figure, ratio, report, use_threads
 
-from ds_trainer import distributed
-from ds_trainer.evaluate import evaluate
-from ds_trainer.recipe import TextSpec
-from ds_trainer.tasks import build_task
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.registry import build_task
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

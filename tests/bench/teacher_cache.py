@@ -14,8 +14,8 @@ from figures import Figure, ratio, report, use_threads
 from loop_overhead import BERT, LOG_EVERY, ROOT, Loop, planned, record_of
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from ds_trainer import distributed
-from ds_trainer.stopping import StopRequests
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.stopping import StopRequests
 
 
 def make_teacher(plan, folder: Path) -> str:

@@ -6,8 +6,8 @@ python tests/tools/write_engine_docs.py
 import pathlib
 from collections.abc import Iterator
 
-from ds_trainer.engine_keys import key_table
-from ds_trainer.engine_verdicts import NEEDS, REFUSED
+from ds_trainer.engine.keys import key_table
+from ds_trainer.engine.verdicts import NEEDS, REFUSED
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "engine_files.md"
 HEAD = "| key | what becomes of it |\n|---|---|\n"

@@ -1,0 +1,34 @@
+"""The kinds of field a recipe is made of, each with its unit and the message of its mistakes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ds_trainer.ranks.failures import UserError
+
+
+def _whole_or_fraction(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if whole or (isinstance(value, float) and 0 <= value <= 1):
+        return value
+    raise UserError("write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
+"""A part of a whole that leaves some of it."""
+Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
+"""An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
+Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
+"""An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are mistakes, and nothing changes after the check."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

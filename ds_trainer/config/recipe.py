@@ -1,0 +1,363 @@
+"""The recipe: model, task, phases, techniques, loss weights and schedules, as strict pydantic models.
+
+Everything a user may write is declared here with its unit and default; an unknown key, a wrong type or a value out
+of range is collected into one `ValueError` that names the path, what was found and what is allowed. Batch size,
+precision, ZeRO, offload and clipping live in the engine file; the fields here that name one of them only fill its
+"auto" values. Imports neither torch nor DeepSpeed, so that mistakes are told at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits
+from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
+from ds_trainer.config.schedules import LrSchedule
+from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
+from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights
+from ds_trainer.files.messages import shown
+from ds_trainer.ranks.failures import UserError
+
+__all__ = [
+    "DistillSpec",
+    "ExitsSpec",
+    "GroupRule",
+    "LmSpec",
+    "ModelSpec",
+    "Phase",
+    "PruneSpec",
+    "Recipe",
+    "SavedExits",
+    "SquadSpec",
+    "StudentSpec",
+    "TaskSpec",
+    "Techniques",
+    "TextSpec",
+    "TokenizerSpec",
+    "parse_exits",
+    "parse_recipe",
+    "parse_task",
+    "recipe_schema",
+    "task_of",
+]
+
+_RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard", "plots", "deepspeed"}
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+class TokenizerSpec(Strict):
+    """A WordPiece tokenizer trained on the task's training text, for a model built from a config alone."""
+
+    vocab_size: Positive = 8192
+    lowercase: bool = True
+
+
+class ModelSpec(Strict):
+    """Where the first phase's model comes from: a folder or hub name, or a `transformers` config for a new one."""
+
+    name_or_path: str | None = None
+    config: dict[str, Any] | None = Field(None, description="`model_type` and its fields; random weights")
+    tokenizer: TokenizerSpec | None = Field(None, description="only with `config`")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSpec:
+        if self.tokenizer is not None and self.config is None:
+            raise UserError("tokenizer is trained for a model of `config` only: remove it, the model brings its own")
+        if self.config is not None and "model_type" not in self.config:
+            raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
+        return self
+
+
+class GroupRule(Strict):
+    """What holds for the parameters whose names match; the first rule that matches a parameter decides."""
+
+    params: str = Field(
+        description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
+        'distill_projection) is reached only by patterns that contain its name, e.g. "*.mask_scores"'
+    )
+    learning_rate: Rate | None = None
+    weight_decay: Rate | None = None
+    frozen: bool = False
+
+
+class Phase(Strict):
+    """What to train, how long, from which model, with which techniques and loss weights."""
+
+    name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+    start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
+    student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
+    task: AnyTask | None = Field(None, description="by default the recipe's")
+    techniques: Techniques = Techniques()
+    loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")
+    groups: list[GroupRule] = Field(default_factory=list)
+
+    num_train_epochs: Annotated[float, Field(gt=0)] | None = None
+    max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
+    learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
+    lr_scheduler_type: LrSchedule = "linear"
+    warmup_steps: Steps = 0
+    weight_decay: Rate | None = None
+    adam_beta1: Fraction | None = None
+    adam_beta2: Fraction | None = None
+    adam_epsilon: Rate | None = None
+    max_grad_norm: Rate | None = Field(None, description="fills gradient_clipping")
+    train_batch_size: Positive | None = None
+    per_device_train_batch_size: Positive | None = Field(None, description="fills train_micro_batch_size_per_gpu")
+    gradient_accumulation_steps: Positive | None = None
+    bf16: bool | None = None
+    fp16: bool | None = None
+
+    per_device_eval_batch_size: Positive = 64
+    max_skipped_steps: Positive = Field(
+        50, description="stop after so many skipped steps in a row; a scale of 2**32 in fp16 costs 33 at the most"
+    )
+    logging_steps: Steps = 10
+    histograms: bool = Field(
+        False, description="of every trained parameter, its scores and gradients, in TensorBoard at every record"
+    )
+    eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
+    save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
+    save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
+    metric_for_best_model: str | None = Field(
+        None, description="also keep the checkpoint that was best by this metric of evaluation, e.g. accuracy"
+    )
+    greater_is_better: bool = Field(True, description="whether more of that metric is better")
+    load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
+    shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_home_of_weights(cls, data: Any) -> Any:
+        """Take the weights that techniques name into the loss table; distil the terms that it weighs."""
+        if not _is_nested(data):
+            return data
+        loss, asked = data.get("loss"), loss_weights(data.get("techniques") or {})
+        for name, weight in asked.items():
+            if loss and loss.get(name, weight) != weight:
+                raise UserError(
+                    f"loss[{name!r}] is {shown(loss[name])}, and the techniques say {shown(weight)} (final_lambda and "
+                    f"the alpha_* are names of loss weights): write only one of them"
+                )
+        table = ({"task": 1.0} if loss is None else loss) | asked
+        exits = (data.get("techniques") or {}).get("exits")
+        if exits is not None:
+            table = _with_exits(table, exits, said=bool(loss) or "task" in asked)
+            terms = [name.removeprefix("exits.") for name in table if name.startswith("exits.")]
+            data = data | {"techniques": data["techniques"] | {"exits": {"terms": terms} | exits}}
+        distill = (data.get("techniques") or {}).get("distill")
+        if distill and distill.get("terms") is None:
+            terms = [name.removeprefix("distill.") for name in table if name.startswith("distill.")]
+            if not terms:
+                raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
+            data = data | {"techniques": data["techniques"] | {"distill": distill | {"terms": terms}}}
+        return data | {"loss": table}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        if self.num_train_epochs is None and self.max_steps is None:
+            raise UserError("neither num_train_epochs nor max_steps is set: set one of them")
+        prune = self.techniques.prune
+        if prune and prune.regularization and "prune.penalty" not in self.loss:
+            raise UserError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
+        for name, spec in (("distill", self.techniques.distill), ("exits", self.techniques.exits)):
+            for term in spec.terms if spec else []:
+                if f"{name}.{term}" not in self.loss:
+                    raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        self._check_best()
+        frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
+        others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
+        if frozen and others:
+            raise UserError(
+                f'exits.training is "heads", which freezes all but the heads, and {" and ".join(others)} would train '
+                f'the model: set exits.training to "joint", or give the exits a phase of their own'
+            )
+        return self
+
+    def _check_best(self) -> None:
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
+        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
+            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
+        if self.load_best_model_at_end and self.techniques.prune:
+            raise UserError(
+                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
+                "drop it; metric_for_best_model alone keeps that checkpoint"
+            )
+
+
+class Recipe(Strict):
+    """A whole run."""
+
+    model: ModelSpec = ModelSpec()
+    task: AnyTask = TextSpec()
+    phases: list[Phase] = Field(min_length=1)
+    output_dir: str | None = None
+    cache_dir: str | None = Field(None, description="tokenised data; by default ~/.cache/ds_trainer")
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = 42
+    tensorboard: bool = True
+    report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
+
+    @model_validator(mode="after")
+    def _phases_connect(self) -> Recipe:
+        before: list[Phase] = []
+        for phase in self.phases:
+            names = [other.name for other in before]
+            if phase.name in _RESERVED or phase.name.startswith("checkpoint-"):
+                raise UserError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
+            if phase.name in names:
+                raise UserError(f'two phases are named "{phase.name}": rename one')
+            distill = phase.techniques.distill
+            for what, source in (("starts from", phase.start_from), ("has the teacher", distill and distill.teacher)):
+                if source and source.startswith("@") and source[1:] not in (*names, "previous", "model"):
+                    raise UserError(
+                        f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
+                        + "".join(f', "@{name}"' for name in names)
+                    )
+            if phase.histograms and not self.tensorboard:
+                raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
+            if phase.techniques.exits:
+                self._check_exits(phase)
+            if distill and before:
+                self._check_subject(phase, {"@previous": before[-1]} | {f"@{p.name}": p for p in before})
+            before.append(phase)
+        return self
+
+    def _check_exits(self, phase: Phase) -> None:
+        """Exits are for labelled text; thresholds are calibrated on what no phase on the same data has trained on."""
+        task = phase.task or self.task
+        if not isinstance(task, TextSpec):
+            raise UserError(f'phase "{phase.name}" has exits, and its task is {task.name}: they go with labelled text')
+        exits = phase.techniques.exits
+        if exits and exits.calibrated and not task.held_out:
+            raise UserError(
+                f'phase "{phase.name}" calibrates its exits, and no training examples are held out for that: set '
+                f"task.held_out to their share, e.g. 0.02 (0.1 of a small training set)"
+            )
+        data = ("name", "data_dir", "dataset", "train_file")
+        for other in (other.task or self.task for other in self.phases):
+            same = isinstance(other, TextSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
+            if same and isinstance(other, TextSpec) and other.held_out != task.held_out:
+                raise UserError(
+                    f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
+                    f"would train on what the other holds out; write the same in both"
+                )
+
+    def _check_subject(self, phase: Phase, phases: dict[str, Phase]) -> None:
+        """A phase that teaches must have learned a task of the same family."""
+        teacher = phases.get(phase.techniques.distill.teacher if phase.techniques.distill else "")
+        subjects = [family(other.task or self.task) for other in (teacher, phase) if other]
+        if len(set(subjects)) > 1:
+            raise UserError(
+                f'phase "{phase.name}" is of the family {subjects[1]}, and the phase that teaches it of {subjects[0]}: '
+                f"take a teacher of the same task"
+            )
+
+
+def parse_recipe(data: dict[str, Any]) -> Recipe:
+    """Check a recipe; every mistake is told in one `ValueError`, one line each."""
+    return _parse(Recipe, data, "recipe")
+
+
+def parse_task(data: dict[str, Any]) -> TaskSpec:
+    """Check a task by itself, as the evaluation of a model folder needs it."""
+    return _parse(_LoneTask, {"task": data}, "").task
+
+
+def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
+    """Check what a model folder says of its exit heads."""
+    return _parse(SavedExits, data, where)
+
+
+def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
+    """The phase's task. MLM trains with logits at every position where they are distilled beyond the masked ones."""
+    task, distill = phase.task or recipe.task, phase.techniques.distill
+    if task.name != "mlm" or distill is None:
+        return task
+    everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
+    return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
+
+
+class _LoneTask(Strict):
+    task: AnyTask
+
+
+def _parse(model: type[Parsed], data: dict[str, Any], what: str) -> Parsed:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        prefix = f"{what}: " if what else ""
+        raise UserError("\n".join(f"{prefix}{_told(model, item)}" for item in error.errors())) from None
+
+
+def recipe_schema() -> str:
+    """The JSON schema of the recipe, for editors."""
+    return json.dumps(Recipe.model_json_schema(), indent=2)
+
+
+def _told(model: type[BaseModel], error: Any) -> str:
+    owner, path = _walk(model, error["loc"])
+    if error["type"] != "extra_forbidden":
+        message = error["msg"].removeprefix("Value error, ")
+        found = error["input"]
+        told = "" if isinstance(found, dict | list) else f" (found {shown(found)})"
+        return f"{'.'.join(path)}: {message}{told}" if path else message
+    known = list(owner.model_fields)
+    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
+    hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
+    return f"{'.'.join(path)}: unknown key; {hint}"
+
+
+def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:
+    """The model that holds the last part of an error's place, and the place as the user wrote it."""
+    path: list[str] = []
+    annotation: Any = model
+    for part in loc:
+        if part in FAMILIES and _models_in(annotation) >= set(FAMILIES.values()):
+            annotation = FAMILIES[part]  # pydantic puts in the tag of the member it chose
+            continue
+        path.append(str(part))
+        inside = _models_in(annotation)
+        model = next(iter(inside)) if inside else model
+        if isinstance(part, str) and part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+    return model, path
+
+
+def _models_in(annotation: Any) -> set[type[BaseModel]]:
+    """The pydantic models inside `X`, `X | None` or `list[X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
+
+
+def _with_exits(table: dict[str, Any], exits: dict[str, Any], said: bool) -> dict[str, Any]:
+    """The loss table of a phase with exits: by default each of their terms weighs 1, and by default that is "heads".
+
+    The model's own head is in the heads' loss with joint training, and frozen without: unless something is said of it,
+    the task weighs nothing beside them.
+    """
+    known = [f"exits.{term}" for term in get_args(ExitTerm)]
+    weighed = [name for name in table if name.startswith("exits.")]
+    unknown = [name for name in weighed if name not in known]
+    if unknown:
+        raise UserError(f"loss: {', '.join(unknown)} is no term of exits; on offer: {', '.join(known)}")
+    if weighed:
+        return table
+    asked = exits.get("terms")
+    terms = [name for name in known if isinstance(asked, list) and name.removeprefix("exits.") in asked]
+    table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
+    learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
+    return table if said or learns_by_task else table | {"task": 0.0}
+
+
+def _is_nested(data: Any) -> bool:
+    """Whether a phase has the shape that its validator looks into; what has not is told by its fields."""
+    if not isinstance(data, dict) or not isinstance(data.get("loss"), dict | None):
+        return False
+    techniques = data.get("techniques") or {}
+    return isinstance(techniques, dict) and all(t is None or isinstance(t, dict) for t in techniques.values())

@@ -1,0 +1,149 @@
+"""What a recipe may say of the techniques: distillation; pruning and exits have files of their own.
+
+Their loss weights have one home, the phase's loss table: `final_lambda` and the `alpha_*` of the original scripts are
+taken there by `recipe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ds_trainer.config.exit_specs import ExitsSpec
+from ds_trainer.config.fields import Count, Rate, Strict
+from ds_trainer.config.prune_specs import PruneSpec
+from ds_trainer.ranks.failures import UserError
+
+Term = Literal["logits", "mse", "cos", "hidden", "attention"]
+LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
+
+
+def _logits_alone() -> list[Term]:
+    return ["logits"]
+
+
+class DistillSpec(Strict):
+    """Distillation from a frozen teacher, as DistilBERT (arXiv 1910.01108): KL, MSE and cosine, alone or together."""
+
+    teacher: str = Field(description='a folder, a hub name, "@model", or "@NAME" of an earlier phase')
+    terms: list[Term] = Field(
+        default_factory=_logits_alone, min_length=1, description="by default those that the loss table weighs"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        2.0, description="of the logits term, which is scaled by its square"
+    )
+    restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
+    layer_pairs: list[LayerPair] = Field(
+        default_factory=lambda: [[-1, -1]],
+        min_length=1,
+        description="[student, teacher] layers that cos, hidden and attention compare: 1 is the first layer, -1 the "
+        "last, 0 the embeddings",
+    )
+    teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
+    cache_teacher: bool = Field(False, description="compute its outputs for the training set once, keep them on disk")
+    freeze_pos_embs: bool = Field(
+        False, description="freeze the student's position embeddings, whatever its family; an error where it has none"
+    )
+    freeze_token_type_embds: bool = Field(
+        False, description="freeze the student's token-type embeddings, whatever its family; an error where it has none"
+    )
+    alpha_ce: Rate | None = Field(
+        None,
+        description="beside alpha_distil the weight of the task's own loss; beside alpha_mlm, alpha_clm or alpha_squad "
+        "that of the distilled logits",
+    )
+    alpha_distil: Rate | None = Field(None, description='becomes the loss weight "distill.logits"')
+    alpha_mlm: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_clm: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_squad: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_mse: Rate | None = Field(None, description='becomes the loss weight "distill.mse"')
+    alpha_cos: Rate | None = Field(None, description='becomes the loss weight "distill.cos"')
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DistillSpec:
+        if len(set(self.terms)) != len(self.terms):
+            raise UserError(f"terms names one twice: {', '.join(self.terms)}")
+        if "attention" in self.terms and any(0 in pair for pair in self.layer_pairs):
+            raise UserError("layer_pairs has layer 0, the embeddings, which attend to nothing: drop it or the term")
+        if self.cache_teacher and "attention" in self.terms:
+            raise UserError("cache_teacher does not keep attention maps: drop one of them")
+        return self
+
+
+_ALPHAS = tuple(name for name in DistillSpec.model_fields if name.startswith("alpha_"))
+
+
+class Techniques(Strict):
+    exits: ExitsSpec | None = None
+    prune: PruneSpec | None = None
+    distill: DistillSpec | None = None
+    keep_zeros: Literal[True] | None = Field(
+        None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
+    )
+
+    @model_validator(mode="after")
+    def _one_home_of_zeros(self) -> Techniques:
+        if self.prune and self.keep_zeros:
+            raise UserError("keep_zeros keeps the zeros that are there, and prune makes others: drop one of them")
+        return self
+
+    def taught_by(self, teacher: str | None) -> Techniques:
+        """These techniques with the teacher's folder in place of its name."""
+        if self.distill is None:
+            return self
+        return self.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
+
+
+class StudentSpec(Strict):
+    """A smaller model to start from: chosen layers of the larger one, or a config of its own with random weights."""
+
+    layers: list[Count] | None = Field(
+        None, min_length=1, description="layers to copy, counted from 0; embeddings and head are copied too"
+    )
+    model_type: str | None = Field(None, description='family of the copy, by default the same; "distilbert" of a BERT')
+    config: dict[str, Any] | None = Field(None, description="`model_type` and its fields: random weights instead")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> StudentSpec:
+        if (self.layers is None) == (self.config is None):
+            raise UserError("set layers to copy them, or config for random weights: one of the two")
+        if self.config is not None and "model_type" not in self.config:
+            raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
+        if self.config is not None and self.model_type is not None:
+            raise UserError("model_type goes with layers: in config it is a field of its own")
+        return self
+
+
+def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
+    """The entries of the loss table that `final_lambda` and the `alpha_*` in a phase's techniques ask for.
+
+    The originals disagree on alpha_ce: beside alpha_mlm, alpha_clm or alpha_squad (DistilBERT) it weighs the distilled
+    logits, beside alpha_distil (movement pruning) the task's own loss. ValueError where it is unclear which is meant.
+    """
+    prune, distill = (techniques.get(name) or {} for name in ("prune", "distill"))
+    said = {name: distill.get(name) for name in _ALPHAS}
+    told = [name for name in ("alpha_mlm", "alpha_clm", "alpha_squad", "alpha_distil") if said[name] is not None]
+    # the scripts' own commands say alpha_clm 0 beside alpha_mlm
+    rivals = [name for name in told if said[name] != 0] or told[:1]
+    if len(rivals) > 1:
+        raise UserError(
+            f"{' and '.join(rivals)} are both set: each tells what alpha_ce weighs, and weighs the same term; keep one"
+        )
+    if said["alpha_ce"] is not None and not rivals:
+        raise UserError(
+            "alpha_ce is set alone: add alpha_distil (then alpha_ce weighs the task's loss), or alpha_mlm, alpha_clm "
+            "or alpha_squad (then it weighs the distilled logits)"
+        )
+    tasks = [name for name in rivals if name != "alpha_distil"]
+    task, logits = (tasks[0], "alpha_ce") if tasks else ("alpha_ce", "alpha_distil")
+    weights = {
+        "prune.penalty": prune.get("final_lambda"),
+        "task": said[task],
+        "distill.logits": said[logits],
+        "distill.mse": said["alpha_mse"],
+        "distill.cos": said["alpha_cos"],
+    }
+    return {name: weight for name, weight in weights.items() if weight is not None}

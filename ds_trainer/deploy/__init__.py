@@ -1,0 +1,1 @@
+"""What becomes of a trained model: export, ONNX, compact files, latency, and the benchmark."""

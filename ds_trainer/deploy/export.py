@@ -1,0 +1,119 @@
+"""From a trained engine to an ordinary model folder: gather, fold the masks, cut, save, reload and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.models.layers import count_weights, save_folder, whole_state_dict, whole_totals
+from ds_trainer.models.shrink import NothingToCutError, shrink
+from ds_trainer.models.shrunk_model import sizes_of
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.techniques.technique import Technique
+
+Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
+"""Builds the phase's model with its techniques attached, as it was before the engine took it."""
+
+Change = Callable[[Any], Any]
+"""Makes of the folded model what is saved: another that gives the same logits, or itself."""
+
+TOLERANCE = 1e-5
+
+
+def as_it_is(model: Any) -> Any:
+    """The `Change` that is none."""
+    return model
+
+
+def cut_where_empty(model: Any) -> Any:
+    """The model without the heads and neurons that pruning emptied; as it is, with a warning, where there are none."""
+    try:
+        return shrink(model)
+    except NothingToCutError as error:
+        distributed.warn(f"{error}. The model is exported as it is")
+        return model
+
+
+def export(
+    engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
+) -> dict[str, Any]:
+    """Write the folded model as a `transformers` folder, and say what was kept; on every rank.
+
+    The weights are gathered to rank 0, one at a time.
+    """
+    state = whole_state_dict(engine.module, keep=distributed.is_main())
+    task.examples(task.splits[0])  # collective, unlike what follows
+    return distributed.on_main(partial(export_weights, state, rebuild, task, step, folder, change))
+
+
+def export_weights(
+    state: Mapping[str, Tensor], rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
+) -> dict[str, Any]:
+    """Write the model folder of the whole weights of a step, and say what was kept; on one rank.
+
+    The weights are put in a model built anew: what a technique folds is then whole under every ZeRO stage. They are
+    saved in the precision they were trained in.
+    """
+    examples = task.examples(task.splits[0])
+    batch = task.collate(examples, range(min(8, len(examples))))
+    model, techniques = rebuild()
+    dtype = next(value.dtype for value in state.values() if value.is_floating_point())
+    model.to(dtype).load_state_dict(state)
+    for technique in techniques:
+        technique.on_step(step)
+    return save_folded(model.eval(), techniques, task, batch, folder, change)
+
+
+@torch.no_grad()
+def save_folded(
+    model: Any, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path, change: Change = as_it_is
+) -> dict[str, Any]:
+    """Fold, change and save, once the reloaded folder's logits on a real batch are those of the masked model.
+
+    Gives the weights counted in the folder, and where they are fewer than before the change, also the totals before.
+    What is changed rounds otherwise in 16 bits: there folding and change are compared apart, the change in fp32.
+    """
+    before = task.logits(model(**batch.inputs), batch)
+    # a technique may need another than the default, and they do not round alike
+    attention = model.config._attn_implementation
+    for technique in techniques:
+        model = technique.fold(model)
+    folded, model = model, change(model)
+    totals, dtype, tolerance = whole_totals(folded), next(model.parameters()).dtype, TOLERANCE
+    if model is not folded:
+        _check_same(before, task.logits(folded(**batch.inputs), batch), TOLERANCE, folder)
+        before = task.logits(folded.float()(**batch.inputs), batch)
+        # constants are added to biases, which are rounded to what they are saved in
+        dtype, tolerance = torch.float32, max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+    del folded
+    results: dict[str, Any] = {}
+
+    def finish(aside: Path) -> None:
+        for technique in techniques:
+            technique.save(aside)
+        reloaded: Any = task.build_model(aside).to(dtype).eval()
+        reloaded.set_attn_implementation(attention)
+        after = task.logits(reloaded(**batch.inputs), batch)
+        difference = _check_same(before, after, tolerance, folder)
+        weights = count_weights(reloaded)
+        if weights["model"]["total"] < totals["model"]:
+            weights |= {"sizes": sizes_of(reloaded), "before": totals}
+        results.update(weights=weights, max_logit_difference=difference)
+
+    save_folder(model, task.tokenizer, folder, finish)
+    return results
+
+
+def _check_same(before: Sequence[Tensor], after: Sequence[Tensor], tolerance: float, folder: Path) -> float:
+    """The largest difference of logits; RuntimeError where it is more than rounding."""
+    difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
+    scale = max(1.0, *(float(logits.abs().max()) for logits in before))
+    if not difference <= tolerance * scale:
+        raise RuntimeError(f"the exported model's logits differ by {difference}: {folder} is left as it was")
+    return difference

@@ -1,0 +1,69 @@
+"""Out of memory: one error that says where, what this rank held, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_trainer.engine.blocks import offloads
+from ds_trainer.engine.engine_file import MICRO, STEPS, zero_stage
+from ds_trainer.ranks import distributed, machine
+
+
+def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
+    """What a rank holds: by arithmetic, as of `engine.bytes_per_rank`, and what is beyond in the peak of this process.
+
+    What a GPU's rank has offloaded is the host's.
+    """
+    on_gpu = torch.cuda.is_available()
+    away = {
+        name
+        for name, what in (("optimizer", "optimizer"), ("parameters", "param"))
+        if on_gpu and offloads(dict(config), what)
+    }
+    parts = {name: size for name, size in sizes.items() if name not in away | {"total"}}
+    by_arithmetic = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+    peaks = machine.peak_memory()
+    peak, of = (peaks["device"], "the GPU's allocator") if on_gpu else (peaks["resident"], "the process")
+    return (
+        f"By the arithmetic of ZeRO stage {zero_stage(dict(config))} it holds {by_arithmetic}; the peak of {of} since "
+        f"the last record is {_size(peak)}, of which {_size(max(0, peak - sum(parts.values())))} are activations, "
+        f"buffers and all else."
+    )
+
+
+def training_cure(config: Mapping[str, Any]) -> str:
+    """What to change where a step does not fit: the settings that this phase has not yet exhausted."""
+    micro, cures = config[MICRO], []
+    if micro > 1:
+        cures.append(
+            f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {config[STEPS]}) as much"
+        )
+    return _cure([*cures, *_sharing_cures(config), "lower the task's max_seq_length"])
+
+
+def evaluation_cure(field: str, batch_size: int, config: Mapping[str, Any] | None = None) -> str:
+    """What to change where an evaluation does not fit; `field` is the name of its batch size."""
+    cures = [f"lower {field} (now {batch_size})"] if batch_size > 1 else []
+    return _cure([*cures, *(_sharing_cures(config) if config else []), "lower the task's max_seq_length"])
+
+
+def _sharing_cures(config: Mapping[str, Any]) -> list[str]:
+    """What takes parameters, gradients and the optimizer's states off a rank."""
+    stage, cures = zero_stage(dict(config)), []
+    if stage < 3 and distributed.world_size() > 1:
+        cures.append(f"raise zero_optimization.stage (now {stage})")
+    if torch.cuda.is_available() and not offloads(dict(config), "optimizer"):
+        cures.append("offload to the host with zero_optimization.offload_optimizer")
+    return cures
+
+
+def _cure(cures: list[str]) -> str:
+    text = ", or ".join(cures)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.2f} MiB"

@@ -1,0 +1,1 @@
+"""Models of `transformers`: folders, layers, sizes, and how a model is cut."""

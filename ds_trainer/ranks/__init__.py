@@ -1,0 +1,1 @@
+"""Ranks: who they are, how they speak, stop and fail."""

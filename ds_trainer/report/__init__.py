@@ -1,0 +1,1 @@
+"""What a run shows of itself: the log, the page, and the figures."""

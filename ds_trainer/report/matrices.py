@@ -1,0 +1,95 @@
+"""The matrices of an encoder, by layer and by what they are in it, and how much of each a pruned model has kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ds_trainer.ranks.failures import UserError
+
+Counts: TypeAlias = Mapping[str, Mapping[str, int]]
+"""`kept` and `total` weights of each linear layer of the encoder, by name."""
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+_QKV = ("query", "key", "value")
+_ROLES = {
+    **{f"attention.self.{name}": name for name in _QKV},
+    **{f"attention.self.{name}_proj": name for name in _QKV},
+    **{f"attention.{name[0]}_lin": name for name in _QKV},
+    "attention.output.dense": "output",
+    "attention.out_lin": "output",
+    "intermediate.dense": "ff in",
+    "ffn.lin1": "ff in",
+    "output.dense": "ff out",
+    "ffn.lin2": "ff out",
+}
+"""The matrices of BERT, RoBERTa, ELECTRA, DeBERTa-v2 and DistilBERT by their names inside a layer."""
+
+_HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
+"""The dimension of a weight, (out, in), along which the heads lie."""
+
+
+def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> dict[str, dict[int, Array]]:
+    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
+
+    `before` says how many weights each matrix had before heads and neurons were cut out, where they were: the share is
+    of those, and of whole matrices, since what is left does not say which heads they were.
+    """
+    shares: dict[str, dict[int, Array]] = {}
+    if before:
+        for name, whole in before.items():
+            share = counts[name]["kept"] / max(whole, 1) if name in counts else 0.0
+            shares.setdefault(role_of(name), {})[int(layer_of(name) or 0)] = np.array([share])
+        return _in_order(shares)
+    heads, size = _heads_of(model) if any(role_of(name) in _HEADS for name in counts) else (0, 0)
+    for name, count in counts.items():
+        role, layer = role_of(name), int(layer_of(name) or 0)
+        found = np.array([count["kept"] / max(count["total"], 1)])
+        if heads and role in _HEADS:
+            kept = np.moveaxis(_nonzero(model, f"{name}.weight"), _HEADS[role], 0)
+            if len(kept) % size == 0:
+                found = kept.reshape(len(kept) // size, -1).mean(1)
+        shares.setdefault(role, {})[layer] = found
+    return _in_order(shares)
+
+
+def _in_order(shares: dict[str, dict[int, Array]]) -> dict[str, dict[int, Array]]:
+    """The roles of attention and feed-forward first, as they come in a layer."""
+    order = [role for role in (*_QKV, "output", "ff in", "ff out") if role in shares]
+    return {role: shares[role] for role in [*order, *(role for role in shares if role not in order)]}
+
+
+def layer_of(name: str) -> str:
+    """The layer's number in a linear layer's name, from 0: the first part that is one."""
+    return next((part for part in name.split(".") if part.isdigit()), "")
+
+
+def role_of(name: str) -> str:
+    """What a linear layer is inside its layer: in the words of attention, where its family is known."""
+    inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
+    return _ROLES.get(inside, inside)
+
+
+def _heads_of(model: Path) -> tuple[int, int]:
+    """How many heads a model's config says a layer has, and the size of one; zeros where it says neither."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("num_attention_heads") or config.get("n_heads") or 0
+    hidden = config.get("hidden_size") or config.get("dim") or 0
+    return (heads, hidden // heads) if heads and hidden >= heads else (0, 0)
+
+
+def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where a weight of a model folder is not zero: (out, in). ValueError where it is not there."""
+    from safetensors import safe_open
+
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:  # NumPy has no bfloat16
+            if name in tensors.keys():  # noqa: SIM118  (no mapping)
+                return (tensors.get_tensor(name) != 0).numpy()
+    raise UserError(f"{model} has no weight {name}")

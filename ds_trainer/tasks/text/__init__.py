@@ -1,0 +1,1 @@
+"""Classification and regression of a text or a pair of texts."""

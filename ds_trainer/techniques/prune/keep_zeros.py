@@ -1,0 +1,54 @@
+"""Train a pruned model further without its zeros coming back: they get no gradient.
+
+For unstructured models: what a structured cut left is dense. A weight that is zero and never has a gradient stays zero
+under every optimizer that works elementwise, its moments and its weight decay included.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.models.layers import encoder_linears
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.technique import Clock, Technique
+
+
+class KeepZeros(Technique):
+    """Keeps the zeros that the linear layers of the encoder have at the start."""
+
+    name: ClassVar[str] = "keep_zeros"
+
+    def __init__(self, spec: bool, clock: Clock, task: Task) -> None:
+        self.density = 1.0
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        kept = total = 0
+        for linear in encoder_linears(model).values():
+            mask = linear.weight.detach() != 0
+            kept, total = kept + int(mask.count_nonzero()), total + mask.numel()
+            linear.weight.register_hook(partial(_masked, [mask]))
+        self.density = kept / total
+        return model
+
+    def start(self, device: torch.device) -> None:
+        """Raises ValueError where the model has no zeros to keep: earlier another may stand in for it."""
+        if self.density == 1:
+            raise UserError(
+                "keep_zeros: the linear layers of the model's encoder have no zeros to keep: start from a pruned "
+                "model, or drop it"
+            )
+
+    def readings(self) -> dict[str, float]:
+        return {"keep_zeros/density": self.density}
+
+
+def _masked(mask: list[Tensor], gradient: Tensor) -> Tensor:
+    """The gradient without that of the zeros. The list holds one mask, which follows the gradient to its device."""
+    if mask[0].device != gradient.device:
+        mask[0] = mask[0].to(gradient.device)
+    return torch.where(mask[0], gradient, 0)
