@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SHARED
+from support.launching import SHARED
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,7 +107,7 @@ def taught_recipe(tiny_recipe) -> dict:
 @pytest.fixture(scope="session")
 def words(taught_recipe, tmp_path_factory) -> list[str]:
     """A run whose first phase is short, of which the second is disturbed."""
-    from killing import EVERY, STEPS, arguments, write
+    from support.killing import EVERY, STEPS, arguments, write
 
     return arguments(write(tmp_path_factory.mktemp("recipe"), taught_recipe), EVERY, STEPS)
 
@@ -115,7 +115,7 @@ def words(taught_recipe, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Any]:
     """Forks the ranks of one run after the other."""
-    from forked_ranks import ForkServer
+    from support.forked_ranks import ForkServer
 
     with ForkServer() as started:
         yield started
@@ -124,7 +124,7 @@ def server() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def whole(server, words, tmp_path_factory) -> Path:
     """The run that nothing happens to."""
-    from killing import finish
+    from support.killing import finish
 
     output = tmp_path_factory.mktemp("whole") / "out"
     finish(server, output, words)

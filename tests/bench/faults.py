@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from conftest import WORDS
-from forked_ranks import ForkServer
-from killing import Kill, alike, arguments, finish, kill_often, trained, write
+from support.forked_ranks import ForkServer
+from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
 
 EVERY, STEPS = 4, 12 if "--quick" in sys.argv else 60
 BERT = {

@@ -1,4 +1,4 @@
-"""Write ds_trainer/engine_keys.json: every key that the installed DeepSpeed takes, read from its source.
+"""Write ds_trainer/engine/keys.json: every key that the installed DeepSpeed takes, read from its source.
 
 Two sources: sections that are pydantic models are read field by field; sections read with plain
 `dict.get` are parsed once with a dict that notes every key it is asked for and the type of its default.
@@ -35,7 +35,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-TABLE = pathlib.Path(__file__).parents[2] / "ds_trainer" / "engine_keys.json"
+TABLE = pathlib.Path(__file__).parents[2] / "ds_trainer" / "engine" / "keys.json"
 
 MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,

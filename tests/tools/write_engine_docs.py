@@ -1,4 +1,4 @@
-"""Write the table of docs/engine_files.md from engine_keys.json and the verdicts of ds_trainer/engine_verdicts.py.
+"""Write the table of docs/engine_files.md from engine/keys.json and the verdicts of ds_trainer/engine/verdicts.py.
 
 python tests/tools/write_engine_docs.py
 """

@@ -1,0 +1,62 @@
+"""The benchmark's command: its labels, and its mistakes, told before torch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import exported_models
+
+from ds_trainer.cli.benchmark import labels, read_benchmark_job
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported_models.save("cls", tmp_path_factory.mktemp("plain") / "model")
+
+
+def test_labels_tell_folders_apart() -> None:
+    """By the last parts of their paths that differ; the same folder again by its number."""
+    assert labels([Path("/x/dense"), Path("/y/pruned")]) == ["dense", "pruned"]
+    assert labels([Path("/r/a/model"), Path("/r/b/model")]) == ["a/model", "b/model"]
+    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["r/model", "r/model (2)", "a/model"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lengths", "0"], "'0' is no whole number from 1"),
+        (["--lengths", "task"], "--lengths task: there is no task"),
+        (["--batch_sizes", "1.5"], "'1.5' is no whole number"),
+        (["--threads", "1000000"], "--threads 1000000: this process may use"),
+        (["--seconds", "nan"], "'nan' is no number of seconds above 0"),
+        (["--backends", "tensorrt"], "invalid choice: 'tensorrt'"),
+        (["--names", "a", "b"], "--names has 2 values, and there are 1 folders"),
+        (["--task_name", "cola", "--data_dir", "gone"], "gone"),
+        (["gone"], "the model folder gone does not exist"),
+        (["owner/name"], "the model folder owner/name does not exist"),
+        (["--output_dir", f"{__file__}/out"], "test_benchmark_command.py is a file"),
+        (["--data_dir", "gone"], "no task: give --task_name"),
+        (["--output_dir", ""], "--output_dir: it is empty"),
+    ],
+)
+def test_mistakes_are_told_before_torch_is_loaded(plain: Path, more: list[str], message: str) -> None:
+    """One ValueError each."""
+    with pytest.raises(ValueError) as caught:
+        read_benchmark_job([str(plain), *more])
+    assert message in str(caught.value)
+
+
+def test_names_must_differ(plain: Path) -> None:
+    with pytest.raises(ValueError, match="'a' comes twice"):
+        read_benchmark_job([str(plain), str(plain), "--names", "a", "a"])
+
+
+def test_onnxruntime_that_is_missing_is_told(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install; other backends need none of it."""
+    find = "ds_trainer.cli.export.importlib.util.find_spec"
+    monkeypatch.setattr(find, lambda name: None if name == "onnxruntime" else object())
+    for backend in ("onnxruntime", "all"):
+        with pytest.raises(ValueError, match=r"onnxruntime cannot be imported: pip install -e \"\.\[onnx\]\""):
+            read_benchmark_job([str(plain), "--backends", backend])
+    assert read_benchmark_job([str(plain)]).backends == ("torch",)

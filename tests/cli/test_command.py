@@ -1,0 +1,256 @@
+"""Bad input through the real command: one clear error, exit code 2, at once, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from support.launching import ROOT, SHARED, run_deepspeed, run_python
+
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.trust import Trust
+from ds_trainer.models.model_folder import model_mistakes
+
+
+@pytest.fixture
+def command(tiny_recipe, write_json, tmp_path):
+    """A good training command, to be spoilt: flag -> value."""
+    return {
+        "--deepspeed_config": "ds_configs/zero2.json",
+        "--recipe": write_json("recipe.json", tiny_recipe),
+        "--output_dir": str(tmp_path / "out"),
+    }
+
+
+def arguments_of(command: dict, *more: str) -> list[str]:
+    return [part for pair in command.items() for part in pair] + list(more)
+
+
+def mistakes_of(command: dict, *more: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        read_train_job(arguments_of(command, *more))
+    return str(caught.value)
+
+
+def test_a_good_command_is_taken(command, monkeypatch):
+    """The fixture is good, so that each spoilt one fails for its own reason."""
+    monkeypatch.chdir(ROOT)
+    job = read_train_job(arguments_of(command, "--seed", "7", "--set", "phases.*.max_steps=3"))
+    assert job.recipe.seed == 7
+    assert [phase.max_steps for phase in job.recipe.phases] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ({"--recipe": "/nowhere.json"}, ["the recipe /nowhere.json does not exist"]),
+        ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is a folder"]),
+        ({"--model_name_or_path": "/nowhere/model"}, ["/nowhere/model does not exist"]),
+        ({"--model_name_or_path": "ds_configs"}, ["no config.json"]),
+        ({"--data_dir": "/nowhere"}, ["/nowhere"]),
+        ({"--task_name": "sst3"}, ["sst3", "sst2"]),
+        ({"--output_dir": "README.md/x"}, ["README.md is a file"]),
+        ({"--output_dir": "ds_configs"}, ["not empty", "--overwrite_output_dir"]),
+        ({"--seed": "x"}, ["--seed", "invalid int", "usage:"]),
+        ({"--output_dri": "x"}, ["--output_dri", "usage:"]),
+        ({"--set": "phases.nope.max_steps=3"}, ['no "nope"', "finetune", "prune"]),
+        ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
+        ({"--set": "nonsense"}, ["PATH=JSON"]),
+        ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
+        ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
+        ({"--set": "fp16.enabled=1"}, []),
+    ],
+)
+def test_mistakes_of_a_command(command, spoil, words, monkeypatch):
+    """What was found, what is allowed, what to change."""
+    monkeypatch.chdir(ROOT)
+    if not words:
+        read_train_job(arguments_of(command | spoil))
+        return
+    message = mistakes_of(command | spoil)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "\x00", "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
+)
+def test_broken_files_are_told_by_name(command, write_json, text, monkeypatch):
+    """Broken JSON in either file names that file."""
+    monkeypatch.chdir(ROOT)
+    for flag, role in (("--recipe", "the recipe"), ("--deepspeed_config", "the engine file")):
+        assert role in mistakes_of(command | {flag: write_json("broken.json", text)})
+
+
+def test_mistakes_of_both_files_and_the_flags_come_together(command, tiny_recipe, write_json, monkeypatch):
+    """One message tells the recipe's, the engine file's, the data's and the output's."""
+    monkeypatch.chdir(ROOT)
+    recipe = tiny_recipe | {"task": tiny_recipe["task"] | {"train_file": "gone.csv"}}
+    engine = {"train_batch_size": 7, "zero_optimisation": {}}
+    spoilt = {"--recipe": write_json("r.json", recipe), "--deepspeed_config": write_json("e.json", engine)}
+    message = mistakes_of(command | spoilt | {"--output_dir": "ds_configs"})
+    for word in ("gone.csv", "zero_optimisation", "train_batch_size", "not empty"):
+        assert word in message
+
+
+def test_the_command_fails_in_three_seconds_with_2_and_writes_nothing(command, write_json, tmp_path):
+    """Before torch is loaded: exit code 2, a line on stderr, no traceback, no folder."""
+    spoilt = command | {"--deepspeed_config": write_json("bad.json", {"gradient_clipping": "high", "fp61": {}})}
+    started = time.perf_counter()
+    done = run_python("launch/train.py", *arguments_of(spoilt))
+    assert time.perf_counter() - started < 3
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert "gradient_clipping" in done.stderr
+    assert "fp16" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_rank_tells_it(command, write_json):
+    """Of two ranks only the first speaks, and the launcher ends with 2."""
+    spoilt = command | {"--deepspeed_config": write_json("bad.json", {"fp61": {}})}
+    done = run_deepspeed(2, "launch/train.py", *arguments_of(spoilt))
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("did you mean fp16") == 1
+
+
+def test_mistakes_found_only_with_the_data_still_end_with_2(command, tiny_recipe, write_json, tmp_path, csv_folder):
+    """A broken line deep in a data file, and a pattern that no layer matches, are told without a traceback."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "validation.csv").write_text((csv_folder / "validation.csv").read_text())
+    (broken / "train.csv").write_text("text,kind\na pear,fruit\nan owl,bird\na saw\n")
+    done = run_python("launch/train.py", *arguments_of(command, "--data_dir", str(broken)))
+    assert done.returncode == 2, done.stderr
+    assert "train.csv" in done.stderr
+    assert "line 4" in done.stderr
+    pattern = 'phases.finetune.techniques.prune={"modules":["*.quary"],"initial_warmup":0,"final_warmup":0}'
+    more = ["--overwrite_output_dir", "--set", pattern]
+    done = run_python("launch/train.py", *arguments_of(command, *more))
+    assert done.returncode == 2, done.stderr
+    assert '"*.quary" matches no linear layer' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json):
+    """With scores at a rate of their own, a WarmupLR of one rate is told, with the way out."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
+    engine = write_json("engine.json", {"scheduler": scheduler})
+    done = run_python("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
+    assert done.returncode == 2, done.stderr
+    assert "warmup_max_lr" in done.stderr
+    assert "lr_scheduler_type" in done.stderr
+
+
+def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
+    """Both files resolved, steps, groups with counts and rates, bytes per rank; no output folder."""
+    done = run_python("launch/train.py", *arguments_of(command, "--dry_run"))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "out").exists()
+    decoder, text, found = json.JSONDecoder(), done.stdout, []
+    while (start := text.find("{")) >= 0:
+        value, end = decoder.raw_decode(text[start:])
+        found.append(value)
+        text = text[start + end :]
+    recipe, finetune, prune = found
+    assert recipe["recipe"]["seed"] == 42
+    assert finetune["steps"] == {"total": 60, "warmup": 0}
+    assert finetune["engine_file"]["train_batch_size"] == 16
+    assert "auto" not in json.dumps(prune["engine_file"])
+    scores = next(group for group in prune["parameter_groups"] if group["name"] == "*.mask_scores")
+    assert scores == {
+        "name": "*.mask_scores",
+        "parameters": 2 * (4 * 32 * 32 + 2 * 32 * 64),
+        "learning_rate": 0.01,
+        "weight_decay": 0.0,
+    }
+    assert prune["bytes_per_rank"]["optimizer"] == 8 * sum(g["parameters"] for g in prune["parameter_groups"])
+
+
+def test_the_schema_is_one_command():
+    """launch/train.py --recipe_schema prints JSON, without other flags."""
+    done = run_python("launch/train.py", "--recipe_schema")
+    assert json.loads(done.stdout)["title"] == "Recipe"
+
+
+def test_evaluation_mistakes_come_together(tmp_path):
+    """Model, task and setting are all told."""
+    with pytest.raises(ValueError) as caught:
+        read_evaluate_job(
+            [str(tmp_path / "none"), "--task_name", "sst2", "--data_dir", str(tmp_path), "--set", "max_seq_length=0"]
+        )
+    message = str(caught.value)
+    assert "does not exist" in message
+    assert "max_seq_length" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--output_file", "{folder}"], "--output_file: {folder} is a folder: name a file in it"),
+        (["--output_file", "{folder}/none/x.json"], "--output_file: the folder {folder}/none does not exist"),
+        (["--predictions_dir", "{folder}/file"], "--predictions_dir: {folder}/file is a file: name a folder"),
+        (["--predictions_dir", "{folder}/file/below"], "--predictions_dir: {folder}/file is a file: name a folder"),
+        (["--predictions_dir", "{folder}/new/below"], None),
+    ],
+)
+def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags, message, tmp_path):
+    """A folder for a file, a file for a folder; a folder that is not there yet will be made."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError) as caught:
+        read_evaluate_job(
+            [str(tmp_path / "none"), "--task_name", "docstrings", *(flag.format(folder=tmp_path) for flag in flags)]
+        )
+    told = [line for line in str(caught.value).splitlines() if line.startswith("--")]
+    assert [line.startswith(message.format(folder=tmp_path)) for line in told] == [True] if message else told == []
+
+
+@pytest.mark.parametrize("name", ["/" + "x" * 5000, "x" * 5000 + ".safetensors"])
+def test_a_model_name_that_is_too_long_is_no_folder(name):
+    """Not an error of the system."""
+    found = model_mistakes(name, Trust())
+    assert found == ([f"the model folder {name} does not exist"] if name.startswith("/") else [])
+
+
+@pytest.mark.real
+def test_a_model_without_a_trained_head_is_not_scored():
+    """A bare encoder, or a head of another task, is refused with 2 instead of scored at random."""
+    done = run_python("launch/evaluate.py", str(SHARED / "models/minilm-l6"), "--task_name", "docstrings")
+    assert done.returncode == 2
+    assert "has no trained head of 5 outputs for docstrings, but none" in done.stderr
+
+
+def test_threads_are_shared_out_between_ranks_unless_said():
+    """Cores / local ranks, and OMP_NUM_THREADS wins."""
+    code = "from ds_trainer import distributed as d; import torch; d.share_threads(); print(torch.get_num_threads())"
+    cores = len(os.sched_getaffinity(0))
+    for local, said, expected in (("1", None, cores), (str(cores), None, 1), (str(2 * cores), None, 1), ("1", "1", 1)):
+        env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"LOCAL_SIZE": local}
+        env |= {"OMP_NUM_THREADS": said} if said else {}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert int(done.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("a.b=1", {"a": {"b": 1, "c": 2}}),
+        ("a.d=[1, 2]", {"a": {"c": 2, "d": [1, 2]}}),
+        ("x.y.z=word", {"a": {"c": 2}, "x": {"y": {"z": "word"}}}),
+        ('a={"e": null}', {"a": {"e": None}}),
+    ],
+)
+def test_settings_change_one_field(setting, expected):
+    """--set reaches any depth, makes what is missing, and takes bare words as text."""
+    target = {"a": {"c": 2}}
+    assign(target, *parse_setting(setting), who="test")
+    assert target == expected

@@ -1,0 +1,218 @@
+"""The commands on a folder with exits: evaluation and calibration, their flags, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exit_folders import (
+    CLASSES,
+    ENTROPY,
+    exiting,
+    json_of,
+    make_classifier,
+    make_folder,
+    make_regressor,
+    spec_of,
+)
+from support.launching import run_deepspeed, run_python
+
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.train import read_calibrate_job
+from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.heads import read_exits
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache: Path) -> Path:
+    return make_classifier(tmp_path_factory.mktemp("classifier"), csv_folder, cache)
+
+
+@pytest.fixture(scope="module")
+def regressor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_regressor(tmp_path_factory.mktemp("regressor"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def task(csv_folder: Path, classifier: Path, cache: Path) -> Task:
+    """240 rows to train, a quarter of them held out, and 61 to validate."""
+    return build_task(spec_of(csv_folder), classifier, cache)
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The task on a command line, as the recipe of a run."""
+    path = tmp_path_factory.mktemp("run") / "recipe.json"
+    path.write_text(json.dumps(tiny_recipe | {"task": tiny_recipe["task"] | {"held_out": 0.25}}))
+    return ["--recipe", str(path)]
+
+
+def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
+    task: Task, classifier: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """Two ranks print the plain scores and those of the exits, as one process finds them; the file has the curves."""
+    places = ["--output_file", str(tmp_path / "scores.json"), "--predictions_dir", str(tmp_path / "eval")]
+    done = run_deepspeed(2, "launch/evaluate.py", str(classifier), *flags, *places)
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert json.dumps(scores, indent=2) in done.stdout
+    found = json.loads((tmp_path / "eval" / "exits.json").read_text())
+    alone = evaluate_exits(exiting(task, classifier), task, 64)
+    for one, other in ((found, alone), (scores, {"accuracy": 0.0} | flat_scores(task, alone))):
+        assert one.keys() == other.keys()
+    of_split, alone_of_split = (each["splits"]["validation"] for each in (found, alone))
+    assert scores["accuracy"] == of_split["heads"]["4"]["accuracy"]
+    assert scores["early_exit/speedup"] > 0
+    for name in ("accuracy", "mean_layers", "expected_saving"):
+        assert scores[f"early_exit/{name}"] == flat_scores(task, alone)[f"early_exit/{name}"]
+    assert of_split["heads"] == alone_of_split["heads"]
+    assert of_split["early_exit"]["exit_counts"] == alone_of_split["early_exit"]["exit_counts"]
+    assert [p["mean_layers"] for p in of_split["curves"]["entropy"]] == pytest.approx(
+        [p["mean_layers"] for p in alone_of_split["curves"]["entropy"]], abs=0.05
+    )
+
+
+def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
+    classifier: Path, flags: list[str], tmp_path: Path, csv_folder: Path
+) -> None:
+    """Calibration prints what it writes, and needs no validation file; a flag overrides it for one evaluation."""
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    data = shutil.copytree(csv_folder, tmp_path / "data", ignore=shutil.ignore_patterns("validation*"))
+    more = ["--data_dir", str(data), "--target_speedup", "1.4", "--criterion", "confidence"]
+    done = run_python("launch/calibrate.py", str(folder), *flags, *more)
+    assert done.returncode == 0, done.stderr
+    told = json_of(done.stdout)
+    assert told["expected_speedup"] >= 1.4
+    saved = read_exits(folder)
+    assert saved.calibration == told
+    written = (folder / "exits.json").read_bytes()
+    done = run_python("launch/evaluate.py", str(folder), *flags, "--early_exit_entropy", "0,0,10")
+    assert done.returncode == 0, done.stderr
+    scores = json_of(done.stdout)
+    assert scores["early_exit/mean_layers"] == 3
+    assert scores["early_exit/expected_saving"] == 0.75
+    assert (folder / "exits.json").read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "one of the arguments --target_speedup --max_drop is required"),
+        (["--target_speedup", "2", "--max_drop", "1"], "not allowed with argument"),
+        (["--target_speedup", "0.5"], "'0.5' is no number of 1 or more"),
+        (["--target_speedup", "nan"], "'nan' is no number"),
+        (["--target_speedup", "inf"], "'inf' is no number"),
+        (["--max_drop", "-1"], "'-1' is no number of 0 or more"),
+        (["--max_drop", "much"], "'much' is no number"),
+        (["--max_drop", "1", "--criterion", "luck"], "invalid choice: 'luck'"),
+        (["--max_drop", "1", "--patience", "0"], "'0' is no whole number from 1 to 1000"),
+        (["--max_drop", "1", "--patience", "1001"], "'1001' is no whole number from 1 to 1000"),
+        (["--max_drop", "1", "--patience", "9" * 5000], "is no whole number from 1 to 1000"),
+        (["--max_drop", "1", "--patience", "2"], "--patience 2: it goes with a regression"),
+        (
+            ["--max_drop", "1", "--criterion", "patience", "--per_head"],
+            "--per_head: patience is the same",
+        ),
+        (["--max_drop", "1", "--batch_size", "0"], "--batch_size is 0"),
+        (["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
+        (["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
+        (["--max_drop", "1", "--set", 'train_file="gone.csv"'], "gone.csv"),
+        (["--max_drop", "1", "--set", "regression=true"], "a regression has no probabilities"),
+    ],
+)
+def test_mistakes_of_a_calibration_are_told(classifier: Path, flags: list[str], more: list[str], message: str) -> None:
+    """One ValueError each, before anything is loaded."""
+    with pytest.raises(ValueError) as caught:
+        read_calibrate_job([str(classifier), *flags, *more])
+    assert message in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: list[str], tmp_path: Path) -> None:
+    """None of ours, none at all, heads that have seen all training examples, an exits.json that is none."""
+    plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
+    seen = make_folder(tmp_path / "seen", CLASSES, ENTROPY, held_out=0.0)
+    broken = shutil.copytree(classifier, tmp_path / "broken")
+    (broken / "exits.json").write_text('{"version": 1, "layers": []}')
+    for folder, message in (
+        (plain, "has no exits.json: it has no exit heads to calibrate"),
+        (tmp_path / "none", "does not exist"),
+        ("owner/name", "owner/name is no folder"),
+        (seen, "train them with task.held_out"),
+        (broken, "exits.json"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            read_calibrate_job([str(folder), *flags, "--max_drop", "1"])
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--early_exit_entropy", "0.1,0.2"], "early_exit_entropy has 2 values, and there are 3 heads"),
+        (["--early_exit_entropy", "-1"], "'-1' is no number of 0 or more"),
+        (["--early_exit_confidence", "0.9,"], "'' is no number from 0 to 1"),
+        (["--early_exit_confidence", "95"], "'95' is no number from 0 to 1"),
+        (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
+        (["--patience", "1.5"], "'1.5' is no whole number"),
+    ],
+)
+def test_mistakes_of_a_policy_are_told(classifier: Path, flags: list[str], more: list[str], message: str) -> None:
+    """Too few thresholds, what is no threshold, two criteria; a folder without exits has no policy to replace."""
+    with pytest.raises(ValueError) as caught:
+        read_evaluate_job([str(classifier), *flags, *more])
+    assert message in str(caught.value)
+
+
+def test_a_policy_for_a_folder_without_exits_is_refused(classifier: Path, flags: list[str], tmp_path: Path) -> None:
+    """Not ignored."""
+    plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
+    assert read_evaluate_job([str(plain), *flags]).exit_policy is None
+    for more in (["--early_exit_entropy", "0.1"], ["--early_exit_confidence", "0.1"], ["--patience", "1"]):
+        with pytest.raises(ValueError, match=rf"{more[0]}: .*plain has no exits\.json"):
+            read_evaluate_job([str(plain), *flags, *more])
+
+
+def test_a_policy_on_the_command_line_is_taken(classifier: Path, regressor: Path, flags: list[str]) -> None:
+    """One threshold is every head's; the tolerances of a regression stay when its patience changes."""
+
+    def policy(folder: Path, *more: str) -> ExitPolicy | None:
+        return read_evaluate_job([str(folder), *flags, *more]).exit_policy
+
+    assert policy(classifier) is None
+    assert policy(classifier, "--early_exit_entropy", "0.1") == ExitPolicy(criterion="entropy", thresholds=[0.1] * 3)
+    found = policy(classifier, "--early_exit_confidence", "0.7,0.8,0.9")
+    assert found == ExitPolicy(criterion="confidence", thresholds=[0.7, 0.8, 0.9])
+    assert policy(classifier, "--patience", "3") == ExitPolicy(criterion="patience", patience=3)
+    found = policy(regressor, "--set", "regression=true", "--patience", "3")
+    assert found == ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=3)
+    with pytest.raises(ValueError, match="a regression has no probabilities"):
+        policy(regressor, "--set", "regression=true", "--early_exit_entropy", "0.1")
+
+
+def test_a_refused_calibration_ends_with_2_and_changes_nothing(
+    classifier: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """Found at once or only with the data: one line, no traceback, the folder as it was."""
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for more, message in (
+        (["--target_speedup", "4.5"], "target_speedup 4.5: "),
+        (["--max_drop", "nan"], "'nan' is no number"),
+    ):
+        done = run_python("launch/calibrate.py", str(folder), *flags, *more)
+        assert done.returncode == 2, done.stderr
+        assert "{" not in done.stdout
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -1,0 +1,193 @@
+"""ONNX files: any batch and length, the torch model's numbers, whole and shrunk; int8; what is refused."""
+
+from __future__ import annotations
+
+import builtins
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import exported_models
+from support.exported_models import emptied, inputs
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from ds_trainer.deploy import onnx_file
+from ds_trainer.deploy.onnx_file import by_torch, check_onnx, compare, outputs, predictor, quantise, session, write_onnx
+from ds_trainer.models.shrink import shrink
+from ds_trainer.tasks.task import Batch
+
+SHAPES = [(1, 1), (1, 7), (3, 20), (5, 64), (2, 2)]
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hidden_size": 32, "pad_token_id": 0}
+FAMILIES = {
+    "roberta": (AutoModelForMaskedLM, SMALL | {"intermediate_size": 48, "max_position_embeddings": 80}),
+    "modernbert": (
+        AutoModelForMaskedLM,
+        SMALL
+        | {"intermediate_size": 48, "local_attention": 8, "bos_token_id": 1, "eos_token_id": 2}
+        | {"cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "vocab_size": 64}),
+    "llama": (AutoModelForCausalLM, SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=["cls", "qa", "cls shrunk", "qa shrunk"])
+def exported(request, tmp_path_factory):
+    """A model, and the file that was written of it."""
+    kind, _, cut = request.param.partition(" ")
+    model = shrink(emptied(kind)) if cut else emptied(kind)
+    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    write_onnx(model, inputs(2, 11), path)
+    return model, path
+
+
+def test_batch_and_length_are_free(exported):
+    """Shapes other than the one that was traced, padded and not, give the torch model's outputs to 1e-5."""
+    model, path = exported
+    found = compare(model, partial(outputs, session(path, 1)), [inputs(*shape) for shape in SHAPES])
+    assert found["max_difference"] <= 1e-5 * max(1, found["largest"])
+    assert found["largest"] > 0.1
+
+
+def test_names_are_the_models_own(exported):
+    """Inputs and outputs are called as the model calls them, their free axes batch and length."""
+    model, path = exported
+    opened = session(path, 1)
+    assert [node.name for node in opened.get_inputs()] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert {tuple(node.shape) for node in opened.get_inputs()} == {("batch", "length")}
+    shapes = {node.name: node.shape for node in opened.get_outputs()}
+    answers = {"start_logits": ["batch", "length"], "end_logits": ["batch", "length"]}
+    assert shapes == (answers if "Question" in type(model).__name__ else {"logits": ["batch", 3]})
+
+
+def test_a_model_is_left_as_it_was(tmp_path):
+    """Neither its mode nor its kind of attention changes."""
+    model = emptied("cls").train()
+    before = model.config._attn_implementation
+    write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
+    assert model.training
+    assert model.config._attn_implementation == before != "eager"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    """Also models with windows, with rotary places, and causal ones, at lengths beyond what was traced."""
+    auto, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    batches = [{name: inputs(*shape)[name] for name in ("input_ids", "attention_mask")} for shape in SHAPES]
+    write_onnx(model, batches[2], tmp_path / "model.onnx")
+    found = check_onnx(model, tmp_path / "model.onnx", batches)
+    assert found["max_difference"] <= 1e-5 * max(1, found["largest"])
+
+
+def test_a_module_without_names_gives_output(tmp_path):
+    """A bare encoder, whose input is hidden states and whose output is a tensor."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.layer(hidden)
+
+    write_onnx(Encoder(), {"hidden": torch.randn(2, 3, 8)}, tmp_path / "e.onnx")
+    hidden = torch.randn(4, 9, 8)
+    (found,) = outputs(session(tmp_path / "e.onnx", 1), {"hidden": hidden})
+    assert np.allclose(found, layer(hidden).detach(), atol=1e-5)
+
+
+def test_a_file_that_differs_is_refused(exported):
+    """A changed bias shows, with both numbers."""
+    model, path = exported
+    head = model.qa_outputs if hasattr(model, "qa_outputs") else model.classifier
+    with torch.no_grad():
+        head.bias += 0.01
+    try:
+        with pytest.raises(ValueError, match=r"differ from the model's by 0\.01"):
+            check_onnx(model, path, [inputs(2, 5)])
+    finally:
+        with torch.no_grad():
+            head.bias -= 0.01
+
+
+def test_int8_is_smaller_and_close(tmp_path):
+    """Weights of int8: a file of less than half the size, with outputs near those of fp32, but not the same."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=64, **sizes)).eval()
+    write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
+    quantise(tmp_path / "model.onnx", tmp_path / "int8.onnx")
+    assert (tmp_path / "int8.onnx").stat().st_size < (tmp_path / "model.onnx").stat().st_size / 2
+    found = compare(model, partial(outputs, session(tmp_path / "int8.onnx", 1)), [inputs(3, 9)])
+    assert 0 < found["max_difference"] < 0.1 * found["largest"]
+
+
+def test_a_predictor_stands_for_the_model(tmp_path):
+    """Outputs by name; for a language model's task at `head_positions` alone, token types taken as zeros."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=64, **sizes)).eval()
+    write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
+    batch = inputs(3, 6)
+    places = torch.tensor([1, 4, 12])
+    asked = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"head_positions": places}
+    found = predictor(session(tmp_path / "model.onnx", 1))(Batch(asked, torch.zeros(3), torch.arange(3)))
+    wanted = by_torch(model)(batch)[0].reshape(18, 64)[places]
+    assert found.logits.shape == (1, 3, 64)
+    assert np.allclose(found.logits[0], wanted, atol=1e-5)
+
+
+def test_too_large_for_a_file(monkeypatch, tmp_path):
+    """More weights than the format holds are refused before anything is written."""
+    monkeypatch.setattr(onnx_file, "_MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"2 GiB"):
+        write_onnx(emptied("cls"), inputs(2, 5), tmp_path / "model.onnx")
+    assert not any(tmp_path.iterdir())
+
+
+def test_broken_weights_are_told():
+    """Outputs that are not finite agree with nothing."""
+    model = emptied("cls")
+    with torch.no_grad():
+        model.classifier.bias.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        compare(model, by_torch(model), [inputs(1, 3)])
+
+
+def test_what_is_no_onnx_file(tmp_path):
+    """onnxruntime's refusal names the file."""
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"cannot load .*model\.onnx"):
+        session(tmp_path / "model.onnx", 1)
+
+
+def test_a_missing_package_is_told_with_the_way_out(monkeypatch):
+    """No traceback of an import: what to install."""
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.split(".")[0] == "onnxruntime":
+            raise ImportError("No module named 'onnxruntime'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ValueError, match=r"\.\[onnx\]"):
+        onnx_file.check_installed()
+
+
+def test_a_saved_shrunk_folder_is_exported(tmp_path):
+    """What comes from a folder, loaded by this library, is exported as what is in memory."""
+    from ds_trainer.models.pretrained import load_trained
+
+    folder: Path = exported_models.save("cls", tmp_path / "shrunk", cut=True)
+    model = load_trained(folder).eval()
+    write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
+    whole = emptied("cls")
+    found = compare(whole, partial(outputs, session(tmp_path / "model.onnx", 1)), [inputs(3, 8)])
+    assert found["max_difference"] <= 1e-4 * max(1, found["largest"])

@@ -1,0 +1,252 @@
+"""The table of DeepSpeed's keys: nothing that users have is refused, everything else is named."""
+
+import copy
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_trainer.engine.engine_file import Said, check_engine_file, resolve_engine_file
+from ds_trainer.engine.keys import _all_paths, key_table
+
+ROOT = Path(__file__).parents[2]
+NOTHING = Said()
+
+# What users have: the ZeRO-3 file of Hugging Face's documentation with NVMe, and most of DeepSpeed's own.
+HUGGING_FACE = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "last_batch_iteration": -1,
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "fast_init": False,
+        },
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 5,
+            "buffer_size": 1e8,
+            "max_in_cpu": 1e9,
+        },
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {
+        "block_size": 262144,
+        "queue_depth": 32,
+        "thread_count": 1,
+        "single_submit": False,
+        "overlap_events": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+DEEPSPEED = {
+    "train_batch_size": 8,
+    "steps_per_print": 10,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "communication_data_type": "FP32",
+    "zero_optimization": {
+        "stage": 2,
+        "cpu_offload": False,
+        "leaf_module": {"classes": "Block"},
+    },
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "flops_profiler": {
+        "enabled": False,
+        "profile_step": 1,
+        "module_depth": -1,
+        "top_modules": 1,
+        "detailed": True,
+        "output_file": None,
+    },
+    "tensorboard": {"enabled": False, "output_path": "out/", "job_name": "bert"},
+    "wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"},
+    "csv_monitor": {"enabled": False, "output_path": "out/", "job_name": "bert"},
+    "comet": {"enabled": False, "project": "p", "experiment_name": "e"},
+    "comms_logger": {
+        "enabled": False,
+        "verbose": False,
+        "prof_all": True,
+        "debug": False,
+        "prof_ops": ["all_reduce"],
+    },
+    "checkpoint": {
+        "tag_validation": "Warn",
+        "load_universal": False,
+        "parallel_write": {"pipeline_stage": False},
+    },
+    "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"},
+    "data_efficiency": {
+        "enabled": False,
+        "seed": 1,
+        "data_sampling": {"curriculum_learning": {"anything": 1}},
+    },
+    "compile": {"deepcompile": False},
+    "timers": {"throughput": {"enabled": True, "synchronized": True}},
+    "pipeline": {"stages": "auto"},
+    "zero_allow_untested_optimizer": True,
+    "_comment": "mine",
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+}
+
+
+@pytest.mark.parametrize("config", [HUGGING_FACE, DEEPSPEED], ids=["hugging_face", "deepspeed"])
+def test_files_that_users_have_are_not_refused(config):
+    """The files of Hugging Face's and DeepSpeed's documentation have no mistake; checking changes nothing."""
+    before = copy.deepcopy(config)
+    assert check_engine_file(config, NOTHING, 2) == []
+    resolve_engine_file(config, NOTHING, 2, hidden_size=8, total_steps=None, warmup_steps=None)
+    assert config == before
+
+
+def test_every_known_key_is_accepted():
+    """No key of the table is refused as unknown, at any level, and defaults are within their own types."""
+
+    def filled(keys):
+        return {key: filled(entry["keys"]) if "keys" in entry else entry.get("default") for key, entry in keys.items()}
+
+    mistakes = check_engine_file(filled(key_table()["keys"]), NOTHING, 1)
+    assert not [mistake for mistake in mistakes if "not a key" in mistake]
+    assert (
+        check_engine_file(
+            {
+                "zero_optimization": {
+                    key: entry["default"]
+                    for key, entry in key_table()["keys"]["zero_optimization"]["keys"].items()
+                    if "default" in entry and "alias_of" not in entry and "deprecated" not in entry
+                }
+            },
+            NOTHING,
+            1,
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "nearest"),
+    [
+        ({"train_bath_size": 8}, "train_bath_size", "train_batch_size"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}},
+            "zero_optimization.reduce_bucket_sise",
+            "reduce_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            "zero_optimization.offload_param.devise",
+            "device",
+        ),
+        (
+            {"stage3_max_reuse_distance": 1},
+            "stage3_max_reuse_distance",
+            "zero_optimization.stage3_max_reuse_distance",
+        ),
+        ({"timers": {"throughput": {"enable": True}}}, "timers.throughput.enable", "enabled"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}},
+            "optimizer.params.weigth_decay",
+            "weight_decay",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+            "scheduler.params.warmup_steps",
+            "warmup_num_steps",
+        ),
+    ],
+)
+def test_unknown_keys_are_named_with_the_nearest(config, path, nearest):
+    """An unknown key at any level is told with its dotted path and the key that was meant."""
+    (mistake,) = check_engine_file(config, NOTHING, 1)
+    assert mistake.startswith(f"{path} is not a key")
+    assert nearest in mistake
+
+
+def test_items_of_lists_are_checked():
+    """A list of module names with a number in it is told with the place of the number."""
+    (mistake,) = check_engine_file({"torch_autocast": {"lower_precision_safe_modules": ["a", 1]}}, NOTHING, 1)
+    assert mistake.startswith("torch_autocast.lower_precision_safe_modules[1] is 1: write text")
+
+
+def test_junk_is_told_and_never_raises():
+    """Any JSON value at any known key is told or resolved, and never raises."""
+    junk = [None, True, 0, 1, -1, 2.5, 1e9, "auto", "x", [], [1, "x"], {}, {"a": 1}, {"enabled": "auto"}]
+    for path in _all_paths(key_table()["keys"]):
+        for value in junk:
+            *parents, last = path.split(".")
+            config = inner = {}
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
+            mistakes = check_engine_file(config, NOTHING, 1)
+            assert all(isinstance(mistake, str) for mistake in mistakes)
+            if not mistakes:
+                resolve_engine_file(config, NOTHING, 1, hidden_size=8, total_steps=1, warmup_steps=0)
+
+
+def test_the_table_is_what_deepspeed_says():
+    """Regenerating engine_keys.json from the installed DeepSpeed and torch gives the committed file."""
+    for package in ("deepspeed", "torch"):
+        if importlib.metadata.version(package).split("+")[0] != key_table()[package]:
+            pytest.skip(f"another {package} than the table's is installed")
+    script = ROOT / "tests" / "tools" / "dump_engine_keys.py"
+    made = subprocess.run([sys.executable, script, "--print"], capture_output=True, text=True, check=True).stdout
+    text = made[made.index("\n{") + 1 :] if not made.startswith("{") else made
+    assert json.loads(text) == key_table()
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan")])
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", "steps_per_print"])
+def test_numbers_beyond_every_float_are_mistakes(key, number):
+    """Told by the key's name, and not an error of arithmetic; JSON's whole numbers have no largest."""
+    found = check_engine_file({key: number}, NOTHING, 1)
+    assert [mistake for mistake in found if key in mistake]

@@ -1,0 +1,220 @@
+"""Steps that do no good: skipped, counted, told; gradients that spoil the weights; a loss scale that cannot fall."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.launching import run_deepspeed
+from support.numerics_matrix import DECAY, EFFECTIVE, IDLE, RANKS, SKIPPING, SOUND, SPOILT, STOPPED, config_of
+
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.verdicts import idle_keys
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each rank of two saw of every case: name -> [rank 0's, rank 1's]."""
+    out = tmp_path_factory.mktemp("numerics") / "seen.json"
+    done = run_deepspeed(RANKS, "tests/support/numerics_matrix.py", str(out))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text()), done.stderr
+
+
+def of_all_ranks(seen, name):
+    """A case's outcome, the same on every rank but for the losses, which are of a rank's own data."""
+    ranks = [{key: value for key, value in found.items() if key != "losses"} for found in seen[0][name]]
+    assert len(ranks) == RANKS
+    # text, since NaN differs from itself
+    assert {json.dumps(found) for found in ranks} == {json.dumps(ranks[0])}
+    return ranks[0]
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_a_skipped_step_is_counted_and_told(seen, name):
+    """Infinite gradients on one rank cost both the step: counted, told, weights finite, the schedule as it was."""
+    found = of_all_ranks(seen, name)
+    assert (found["global_steps"], found["skipped_steps"], found["error"]) == (4, 1, None)
+    assert found["finite"]
+    rates = found["rates"]
+    assert rates[2] == rates[1]
+    assert rates[3] != rates[2]
+    told = seen[1].split(f"case {name}\n")[1].split("\ncase ")[0]
+    assert "tiny: optimizer step 3 was skipped" in told
+    assert ("the loss scale is now" in told) == ("fp16" in SKIPPING[name].precision)
+
+
+def test_the_norm_is_the_same_whatever_the_precision(seen):
+    """Without ZeRO too the norm that is logged is that of the loss as it is: no scale is left in it."""
+    first = {name: of_all_ranks(seen, name)["norms"][0] for name in SKIPPING if SKIPPING[name].precision != "autocast"}
+    first |= {name: of_all_ranks(seen, name)["norms"][0] for name in ("fp32-0", "fp32-0, unclipped", "autocast-0")}
+    assert first == {name: pytest.approx(first["fp32-1"], rel=5e-3) for name in first}
+
+
+@pytest.mark.parametrize("name", [*SKIPPING, "fp32-0", "fp32-0, unclipped", "autocast-0"])
+def test_histograms_are_of_whole_parameters(seen, name):
+    """However ZeRO cuts weights and gradients: every value is counted once, in its bucket, and the gradients are those
+    that the optimizer gets, with the norm that is logged or, where that is more, the one they are clipped to."""
+    case, found = (SKIPPING | SPOILT)[name], of_all_ranks(seen, name)
+    sizes = {"first.weight": 128, "first.bias": 16, "second.weight": 64, "second.bias": 4}
+    histograms = found["histograms"]
+    assert histograms.keys() == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in sizes}
+    for tag, histogram in histograms.items():
+        assert sum(histogram["counts"]) == pytest.approx(sizes[tag.partition("/")[2]])
+    for parameter, values in found["weights"].items():
+        if values:  # None without ZeRO, where they are not cut
+            whole, histogram = torch.tensor(values), histograms[f"weights/{parameter}"]
+            assert histogram["counts"] == pytest.approx(whole.histc(64).tolist())
+            assert (histogram["low"], histogram["high"]) == (float(whole.min()), float(whole.max()))
+            assert histogram["total"] == pytest.approx(float(whole.double().sum()))
+            assert histogram["squares"] == pytest.approx(float(whole.double().square().sum()))
+    norm = math.sqrt(sum(histogram["squares"] for tag, histogram in histograms.items() if "gradients/" in tag))
+    assert norm == pytest.approx(min(found["norms"][1], case.clip or math.inf), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
+    """Where DeepSpeed takes such a step, both ranks stop at the next check, with the same words: step and precision."""
+    found = of_all_ranks(seen, name)
+    assert not found["finite"], "DeepSpeed did not take the step: the case shows nothing"
+    assert found["global_steps"] == 4
+    if name == "fp32-1, no norm":
+        assert "at step 4 the weights are not finite in fp32" in found["error"]
+    else:
+        assert "the gradients of step 3 are not finite" in found["error"]
+    assert "Lower learning_rate" in found["error"]
+    assert ("check_grad_overflow true" in found["error"]) == ("unchecked" in name)
+    assert ("stage 1" in found["error"]) == (SPOILT[name].stage == 0)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_skipping_without_end_ends_the_run(seen, name):
+    """After max_skipped steps in a row, or below the smallest scale, both ranks stop: steps, scale, what to change."""
+    found, case = of_all_ranks(seen, name), STOPPED[name]
+    assert found["finite"]
+    skipped = {"floor-0": 4, "floor, no hysteresis": 4}.get(name, 5 if "floor" in name else case.max_skipped)
+    assert found["skipped_steps"] == skipped
+    first = case.infinite[0] + 1 if case.infinite else 1
+    assert f"optimizer steps {first}-{first + skipped - 1} were skipped" in found["error"]
+    assert f"The weights are those of step {first - 1}" in found["error"]
+    limit = "it is fp16.min_loss_scale and cannot fall" if "floor" in name else f"max_skipped_steps is {skipped}"
+    assert limit in found["error"]
+    scales = {"floor": 1, "fixed scale": 128, "dynamic scale": 2, "autocast-fp16": 65536}
+    scale = next((scale for kind, scale in scales.items() if name.startswith(kind)), None)
+    assert ("at a loss scale of" in found["error"]) == (scale is not None)
+    assert scale is None or f"at a loss scale of {scale};" in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("floor-2", "Lower learning_rate or lengthen warmup_steps, or use bf16. The weights"),
+        ("dynamic scale", "lower fp16.initial_scale_power or raise max_skipped_steps"),
+        ("fixed scale-2", "fp16.loss_scale is fixed at 128: write 0"),
+        ("bf16", "look at the data of that step"),
+        ("autocast-fp16", 'write torch_autocast.dtype "bfloat16"'),
+    ],
+)
+def test_the_message_says_what_to_change(seen, name, cure):
+    """Each kind of endless skipping has its own cure."""
+    assert cure in of_all_ranks(seen, name)["error"]
+
+
+def test_a_run_that_goes_on_is_left_alone(seen):
+    """Neither skips with steps between them nor those of a scale that starts too high end a run."""
+    gap = of_all_ranks(seen, "with a gap")
+    assert (gap["error"], gap["skipped_steps"], gap["global_steps"]) == (None, 4, 9)
+    start = of_all_ranks(seen, "high start")
+    assert start["error"] is None
+    assert 8 < start["skipped_steps"] < SOUND["high start"].max_skipped
+    taken = start["global_steps"] - start["skipped_steps"]
+    assert start["rates"][-1] == pytest.approx(start["rates"][0] * DECAY**taken)
+
+
+def test_fp16_without_zero_scales_its_loss(seen):
+    """Plain gradient descent shows the size of the gradients: fp16 takes the steps of fp32, at ZeRO 0 and 1."""
+    losses = {name: found[0]["losses"] for name, found in seen[0].items() if name.startswith("sgd-")}
+    expected = losses.pop("sgd-fp32-1")
+    assert abs(expected[-1] / expected[0] - 1) > 0.1
+    assert losses == {name: pytest.approx(expected, rel=5e-3) for name in losses}
+
+
+@pytest.mark.parametrize("name", [*EFFECTIVE, *IDLE])
+def test_a_key_changes_the_numbers_where_it_is_said_to(seen, name):
+    """The engine's losses differ by a key without a warning, and are the same to the bit with one that is warned of."""
+    key, plain = name.split(", ")
+    warned = [idle for idle in idle_keys(config_of((EFFECTIVE | IDLE)[name])) if key in idle]
+    assert bool(warned) == (name in IDLE)
+    same = [rank["losses"] for rank in seen[0][name]] == [rank["losses"] for rank in seen[0][plain]]
+    assert same == (name in IDLE)
+
+
+class Engine(SimpleNamespace):
+    """What a StepWatch asks of an engine, in fp32; its norms are on a device that gives nothing away."""
+
+    def __init__(self, applied: bool) -> None:
+        super().__init__(global_steps=1, optimizer=object(), device=torch.device("meta"))
+        self.was_step_applied = lambda: applied
+        self.get_global_grad_norm = lambda: torch.zeros((), device="meta")
+
+
+def test_nothing_leaves_the_device_after_a_step():
+    """A gradient norm is kept as it is until a check, which does read it."""
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        float(Engine(True).get_global_grad_norm())
+    watch = StepWatch(Engine(True), "tiny", 3)
+    watch.after_step()
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        watch.check()
+
+
+FP16_ON_CPU = """
+import sys
+from deepspeed.accelerator import get_accelerator
+get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
+from ds_trainer.cli.train import run_command, train_command
+from ds_trainer.ranks.distributed import leave
+leave(run_command(train_command, [word for word in sys.argv[1:] if not word.startswith("--local_rank")]))
+"""
+
+
+@pytest.fixture(scope="module")
+def overflowing(tiny_recipe, tmp_path_factory):
+    """A run in fp16 on two ranks whose loss scale doubles at every step, and that is slow to halve it again."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    phase = tiny_recipe["phases"][0] | {"save_steps": 4, "save_total_limit": 9, "max_skipped_steps": 4}
+    (folder / "recipe.json").write_text(json.dumps(tiny_recipe | {"phases": [phase]}))
+    (folder / "train.py").write_text(FP16_ON_CPU)
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1, "hysteresis": 20}
+    files = ("--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(folder / "recipe.json"))
+    flags = ("--set", f"fp16={json.dumps(fp16)}", "--output_dir", str(folder / "out"))
+    return run_deepspeed(2, str(folder / "train.py"), *files, *flags), folder / "out"
+
+
+def test_a_run_whose_steps_are_all_skipped_stops(overflowing):
+    """Exit code 3 and one message, with steps and what to change; what was saved before stays, nothing is exported."""
+    done, output = overflowing
+    assert done.returncode == 3, done.stderr[-4000:]
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: finetune: optimizer steps")]
+    assert len(told) == 1
+    first, last = map(int, re.findall(r"optimizer steps (\d+)-(\d+) were skipped", told[0])[0])
+    assert last == first + 3
+    assert "max_skipped_steps is 4" in told[0]
+    saved = [f"checkpoint-{step}" for step in range(4, last, 4)]
+    assert saved
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == sorted(saved)
+    assert not (output / "model").exists()
+
+
+def test_skipped_steps_are_in_the_log(overflowing):
+    """The record after the first overflow counts it, the loss scale has doubled until there, every loss is finite."""
+    records = [json.loads(line) for line in (overflowing[1] / "log.jsonl").read_text().splitlines()]
+    assert [record["train/skipped_steps"] for record in records if record["train/skipped_steps"]] != []
+    scales = [record["train/loss_scale"] for record in records]
+    assert scales == sorted(scales)
+    assert scales[-1] > scales[0]
+    assert all(math.isfinite(record["train/loss"]) for record in records)

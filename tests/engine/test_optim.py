@@ -1,0 +1,166 @@
+"""Parameter groups and the objective: rules decide, mistakes are told."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import pytest
+import torch
+from support.zero_matrix import build
+from torch import nn
+
+from ds_trainer.config.recipe import GroupRule
+from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
+from ds_trainer.objective import Objective
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.technique import Technique
+
+BASE = Hyperparameters(1e-3, weight_decay=0.1)
+
+
+def make_model() -> nn.Module:
+    return nn.ModuleDict({"emb": nn.Embedding(4, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+
+
+def test_vectors_get_no_weight_decay():
+    """Biases are in a group of their own, with the same rate."""
+    groups = {group.name: group for group in parameter_groups(make_model(), [], [], BASE)}
+    assert set(groups["vectors"].parameters) == {"body.bias", "head.bias"}
+    assert (groups["vectors"].weight_decay, groups["weights"].weight_decay) == (0.0, 0.1)
+    assert groups["weights"].size == 12 + 9 + 6
+
+
+def test_the_first_matching_rule_decides_and_the_users_come_first():
+    """A user's rule for the head wins over a technique's for everything."""
+    model = make_model()
+    user = [GroupRule(params="head.*", learning_rate=0.5)]
+    technique = [GroupRule(params="*", frozen=True)]
+    groups = parameter_groups(model, user, technique, BASE)
+    assert [set(group.parameters) for group in groups] == [{"head.weight"}, {"head.bias"}]
+    assert {group.learning_rate for group in groups} == {0.5}
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["head.weight", "head.bias"]
+
+
+def test_frozen_groups_are_no_groups():
+    """Frozen embeddings are in no group and ask for no gradient."""
+    model = make_model()
+    groups = parameter_groups(model, [GroupRule(params="emb*", frozen=True)], [], BASE)
+    assert not model["emb"].weight.requires_grad
+    assert all("emb.weight" not in group.parameters for group in groups)
+
+
+def test_a_rule_that_matches_nothing_is_refused():
+    """And so is a phase that would train nothing."""
+    with pytest.raises(ValueError, match=r'"embed\*" matches no parameter; some are: emb.weight'):
+        parameter_groups(make_model(), [GroupRule(params="embed*", frozen=True)], [], BASE)
+    with pytest.raises(ValueError, match="every parameter is frozen"):
+        parameter_groups(make_model(), [GroupRule(params="*", frozen=True)], [], BASE)
+
+
+def test_only_rates_of_their_own_are_written_into_the_optimizers_groups():
+    """A group at the base rate leaves it to the optimizer, as DeepSpeed's Muon needs."""
+    groups = as_torch(
+        parameter_groups(make_model(), [GroupRule(params="head.weight", learning_rate=1)], [], BASE), BASE
+    )
+    assert {group["name"]: group.get("lr") for group in groups} == {"weights": None, "vectors": None, "head.weight": 1}
+
+
+def with_additions() -> tuple[nn.Module, list[GroupRule]]:
+    """A model with what techniques add: scores in its body, an exit head with a pooler, a projection; their rules."""
+    model = make_model()
+    model["body"].mask_scores = nn.Parameter(torch.ones(3, 3))
+    model["exit_heads"] = nn.ModuleDict({"1": nn.ModuleDict({"pooler": nn.Linear(3, 3)})})
+    model["distill_projection"] = nn.Linear(3, 5)
+    rules = [GroupRule(params="*.mask_scores", learning_rate=1e-2, weight_decay=0.0)]
+    return model, [*rules, GroupRule(params="exit_heads.*"), GroupRule(params="distill_projection.*")]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"params": "*body*", "weight_decay": 0.01},
+        {"params": "*body*", "frozen": True},
+        {"params": "*", "frozen": True},
+        {"params": "*", "learning_rate": 0.5},
+        {"params": "*.weight", "weight_decay": 0.7},
+    ],
+    ids=str,
+)
+def test_what_techniques_add_is_reached_by_its_name_alone(rule):
+    """Scores, heads and projection keep rate and decay, and are trained, whatever is said of the model around them."""
+    model, rules = with_additions()
+    groups = parameter_groups(model, [GroupRule(**rule)], rules, BASE)
+    settings = {name: (group.learning_rate, group.weight_decay) for group in groups for name in group.parameters}
+    assert settings["body.mask_scores"] == (1e-2, 0.0)
+    for name in ("exit_heads.1.pooler", "distill_projection"):
+        assert (settings[f"{name}.weight"], settings[f"{name}.bias"]) == ((1e-3, 0.1), (1e-3, 0.0))
+    reached = [name for name in ("body.weight", "emb.weight") if settings.get(name) != (1e-3, 0.1)]
+    assert reached == (["body.weight"] if "body" in rule["params"] else ["body.weight", "emb.weight"])
+
+
+def test_all_that_the_techniques_add_trains_in_a_frozen_model():
+    """Of a phase with all three: the scores at their rate and without decay, the heads and the projection."""
+    _, techniques, model, _ = build("all")
+    rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
+    groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
+    found = {group.name: (group.learning_rate, group.weight_decay) for group in groups if group.name == "*.mask_scores"}
+    assert found == {"*.mask_scores": (1e-2, 0.0)}
+    kinds = {re.findall("mask_scores|exit_heads|distill_projection|$", n)[0] for g in groups for n in g.parameters}
+    assert kinds == {"mask_scores", "exit_heads", "distill_projection"}
+
+
+def test_a_rule_that_names_what_a_technique_adds_decides_on_it():
+    """Frozen or at another rate; one that would only reach it by chance is told how to."""
+    model, rules = with_additions()
+    named = [GroupRule(params="*mask_scores", learning_rate=0.3), GroupRule(params="exit_heads.*", frozen=True)]
+    groups = parameter_groups(model, named, rules, BASE)
+    settings = {name: group.learning_rate for group in groups for name in group.parameters}
+    assert settings["body.mask_scores"] == 0.3
+    assert not any(name.startswith("exit_heads") for name in settings)
+    with pytest.raises(
+        ValueError, match=r'"\*pooler\*" matches only .* such as exit_heads.1.pooler.weight, .* name: exit_heads$'
+    ):
+        parameter_groups(model, [GroupRule(params="*pooler*")], rules, BASE)
+
+
+class Toy(Technique):
+    name = "toy"
+    term_units: ClassVar = {"toy.a": "example", "toy.b": "label"}
+
+    def terms(self, forward):
+        return {"toy.a": forward.out * 2, "toy.b": forward.out * 3}
+
+
+class ToyTask:
+    loss_unit = "label"
+
+    def loss(self, out, batch):
+        return out
+
+
+def test_the_objective_is_the_weighted_sum():
+    """And the terms it gives are unweighted and detached."""
+    value = torch.tensor(1.5, requires_grad=True)
+    loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(Forward(None, value, 0))
+    assert float(loss.detach()) == 1.5 + 0.5 * 3 + 10 * 4.5
+    assert {name: float(term) for name, term in terms.items()} == {"task": 1.5, "toy.a": 3.0, "toy.b": 4.5}
+    assert not any(term.requires_grad for term in terms.values())
+    loss.backward()
+    assert float(value.grad) == 1 + 1 + 30
+
+
+def test_a_term_is_weighed_by_its_share_of_the_units_that_it_is_a_mean_over():
+    """Terms over what every micro-batch has in equal parts are as they are."""
+    forward = Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0})
+    loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(forward)
+    assert {name: float(term) for name, term in terms.items()} == {"task": 0.75, "toy.a": 3.0, "toy.b": 2.25}
+    assert float(loss) == 0.75 + 0.5 * 3 + 10 * 2.25
+
+
+def test_weights_and_terms_must_agree():
+    """A weight for no term and a term without weight are told together."""
+    with pytest.raises(ValueError) as caught:
+        Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 1.0, "tyo.b": 1.0})
+    assert '"tyo.b" is no term of this phase; on offer: task, toy.a, toy.b' in str(caught.value)
+    assert '"toy.b" has no weight' in str(caught.value)

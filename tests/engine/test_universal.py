@@ -1,0 +1,268 @@
+"""A checkpoint under another number of ranks or ZeRO stage: the same bits, and a run that goes on as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import run_deepspeed
+
+from ds_trainer.engine import universal
+from ds_trainer.engine.checkpoint import precision_of
+from ds_trainer.engine.universal_form import MODEL, weights_of
+
+STAGES = range(4)
+TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}
+"""Of the losses after it, relative: other ranks add up in another order, and bf16 and fp16 round what they add."""
+MATRIX = ("fp32", "bf16", "fp16")
+WAYS = {"robin": "22 23 10 01", "skipped": "20 32", "offload": "32 23", "fused": "02 20 00"}
+SPECIAL = [(kind, int(source), int(target)) for kind, ways in WAYS.items() for source, target in ways.split()]
+"""Beside all pairs of stages, source's and target's: DeepSpeed's other order of parameters, every step skipped so far,
+optimizer states on the CPU, DeepSpeed's own optimizer."""
+
+
+def name_of(precision: str, stage: int, ranks: int) -> str:
+    return f"{precision}-zero{stage}-ranks{ranks}"
+
+
+def pairs_from(ranks: int) -> list[list]:
+    """All pairs of stages; those in 16 bit in one direction."""
+    ways = [p for p in product(MATRIX, STAGES, STAGES) if ranks == 2 or p[0] == "fp32" or (p[1] - p[2]) % 4 in (1, 2)]
+    return [[name_of(p, source, ranks), target] for p, source, target in ways] + [
+        [name_of(p, source, ranks), target] for p, source, target in SPECIAL
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Sources of 2 ranks; they loaded by 1 rank, and its own sources; those loaded by 2 ranks."""
+    folder = tmp_path_factory.mktemp("universal")
+    sources = [*product(MATRIX, STAGES), *dict.fromkeys((p, stage) for p, stage, _ in SPECIAL)]
+    start = {p: name_of(p, 2, 2) for p in MATRIX}
+    chain_to_1 = [[start[p], 3, start[p] + "+1"] for p in MATRIX]
+    chain_to_2 = [[start[p] + "+1", 2, start[p] + "+2"] for p in MATRIX] + [[start[p] + "+2", 0] for p in MATRIX]
+    across = [[name_of(p, a, 2), b] for p, (a, b) in product(MATRIX, [(2, 3), (3, 0), (0, 1)])]
+    plans = [
+        (2, {"sources": sources, "pairs": across}),
+        (1, {"sources": sources, "pairs": pairs_from(2) + chain_to_1, "refused": name_of("fp32", 1, 2)}),
+        (2, {"pairs": pairs_from(1) + chain_to_2}),
+    ]
+    found = []
+    for ranks, plan in plans:
+        done = run_deepspeed(
+            ranks, "tests/support/universal_worker.py", str(folder), json.dumps(plan | {"out": f"{len(found)}.json"})
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads((folder / f"{len(found)}.json").read_text()))
+    return folder, found
+
+
+def loads_of(runs, launch: int, kind: str) -> list[dict]:
+    found = [load for load in runs[1][launch]["loaded"] if load["source"].startswith(f"{kind}-")]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("launch", [1, 2], ids=["2to1", "1to2"])
+class TestOtherRanksAndStages:
+    def test_every_bit_is_carried(self, kind, launch, runs):
+        """fp32 weights, both moments, the step, rates, schedule, loss scale, counts, frozen weights, buffers."""
+        assert {(x["source"], x["stage"]): x["different"] for x in loads_of(runs, launch, kind)} == {
+            (x["source"], x["stage"]): [] for x in loads_of(runs, launch, kind)
+        }
+
+    def test_the_run_goes_on(self, kind, launch, runs):
+        """The next three steps have the losses of the run that was not interrupted, of the same global batch."""
+        for load in loads_of(runs, launch, kind):
+            assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[kind]), load["source"]
+
+    def test_the_client_state_is_carried_and_nothing_printed(self, kind, launch, runs):
+        """`load` gives what was saved with the checkpoint, without DeepSpeed's own entries and ours."""
+        for load in loads_of(runs, launch, kind):
+            assert load["client"] == {"step": 3, "note": {"any": ["value"]}}
+            assert load["printed"] == ""
+
+
+@pytest.mark.parametrize("precision", MATRIX)
+def test_another_stage_with_the_same_ranks(precision, runs):
+    """2 ranks, stage 2 -> 3, 3 -> 0, 0 -> 1: the same bits, and in fp32 the same losses to 1e-6."""
+    for load in loads_of(runs, 0, precision):
+        assert load["different"] == []
+        assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[precision])
+
+
+def test_a_chain_returns_the_bits(runs):
+    """2 ranks, stage 2 -> 1 rank, stage 3 -> 2 ranks, stage 2 -> stage 0: each saved by the engine that loaded it."""
+    chained = [load for load in runs[1][2]["loaded"] if "+" in load["source"]]
+    assert len(chained) == 2 * len(MATRIX)
+    for load in chained:
+        assert load["different"] == []
+        assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[load["source"].split("-")[0]])
+
+
+def test_the_sources_are_no_trivial_ones(runs):
+    """fp16's first step was skipped; rates differ by group and have moved; moments and untrained values are there."""
+    folder, _ = runs
+    state = torch.load(folder / f"{name_of('fp16', 2, 2)}.pt", weights_only=False)["state"]
+    assert state["counts"] == [3, 24, 1]
+    assert state["scaler"][1:] == [3, 0]
+    assert [group["lr"] for group in state["groups"]] == pytest.approx([r * 0.9**2 for r in (1e-2, 2e-2, 5e-3)])
+    assert state["exp_avg_sq embedding.weight"].count_nonzero() > 40
+    assert state["fp32 embedding.weight"].half().float().ne(state["fp32 embedding.weight"]).any()
+    assert state["buffer seen"].gt(1).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_the_weights_are_read_without_an_engine(kind, ranks, runs):
+    """Those that the engine computed with, in its precision: whole, frozen, tied, under every stage, before buffers."""
+    dtypes = {torch.float16: ("fp16", "skipped"), torch.float32: ("fp32", "robin")}
+    dtype = next((dtype for dtype, kinds in dtypes.items() if kind in kinds), torch.bfloat16)
+    sources = sorted(path for path in runs[0].glob(f"{kind}-zero?-ranks{ranks}") if path.is_dir())
+    assert sources
+    for source in sources:
+        state = torch.load(source.with_name(f"{source.name}.pt"), weights_only=False)["state"]
+        expected = {name.removeprefix("model "): value for name, value in state.items() if name.startswith("model ")}
+        expected |= {"decoder.weight": expected["embedding.weight"], "seen": state["buffer seen"]}
+        weights = weights_of(source, dtype)
+        assert weights.keys() == expected.keys()
+        assert {name for name, value in weights.items() if value.dtype != dtype} <= {"seen"}
+        assert list(weights).index("seen") > list(weights).index("embedding.weight")
+        assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    """A file that calls a function where it is unpickled as DeepSpeed does it is refused, and calls none."""
+    torch.save({"module": Calls(tmp_path / "called")}, tmp_path / MODEL)
+    with pytest.raises(ValueError, match="holds objects that are neither weights"):
+        weights_of(tmp_path, torch.float32)
+    assert not (tmp_path / "called").exists()
+    torch.load(tmp_path / MODEL, weights_only=False)
+    assert (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_a_precision_has_one_name(section):
+    """An engine file may say bfloat16, as DeepSpeed's does: its checkpoints are in bf16."""
+    assert precision_of({section: {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
+
+
+class Calls:
+    """What makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_another_model_is_refused(runs):
+    """A parameter that is trained in one only, and one of another size, are named."""
+    one_less, wider = runs[1][1]["refused"]
+    assert "differences: norm.bias: resume" in one_less
+    assert "unused is [3] in the checkpoint and [9] in this run's model" in wider
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_form_is_deepspeeds(stage, runs, tmp_path):
+    """DeepSpeed's own converter, where it can, gives the same files of every parameter with the same values."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    source = runs[0] / name_of("bf16", stage, 2)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    universal.as_universal(source, ours)
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    folders = {"input_folder": str(source), "output_folder": str(theirs), "inject_missing_state": True}
+    ds_to_universal.main(Namespace(**options, **folders))
+    names = [path.relative_to(ours) for path in (ours / "zero").glob("*/*.pt") if path.name != "step.pt"]
+    assert len(names) == 3 * 10
+    for name in names:
+        one, two = (torch.load(folder / name, weights_only=False) for folder in (ours, theirs))
+        values = two["param"] if isinstance(two, dict) else two  # without its shape after ZeRO 3
+        assert torch.equal(one["param"].flatten(), values.flatten()), name
+
+
+class TestConversion:
+    def test_one_that_breaks_off_leaves_nothing(self, runs, tmp_path, monkeypatch):
+        """The target is there only when whole, and no folder is left beside it."""
+        written, save = [], torch.save
+
+        def failing(*arguments):
+            written.append(arguments)
+            if len(written) == 7:
+                raise KeyboardInterrupt
+            save(*arguments)
+
+        monkeypatch.setattr(torch, "save", failing)
+        with pytest.raises(KeyboardInterrupt):
+            universal.as_universal(runs[0] / name_of("fp32", 2, 2), tmp_path / "target")
+        assert len(written) == 7
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_killed_one_left_is_replaced(self, runs, tmp_path):
+        """A half-made folder, and an older whole one, leave no file in the new one."""
+        for name in ("target", "target.making"):
+            (tmp_path / name / "zero" / "old").mkdir(parents=True)
+        universal.as_universal(runs[0] / name_of("fp32", 3, 2), tmp_path / "target")
+        assert [path.name for path in tmp_path.iterdir()] == ["target"]
+        assert (tmp_path / "target" / MODEL).is_file()
+        assert not (tmp_path / "target" / "zero" / "old").exists()
+
+    def test_a_path_with_patterns_in_it(self, runs, tmp_path):
+        """Brackets, stars, pluses and dots of a folder's name mean nothing."""
+        odd = tmp_path / "run [1]*c++.(x"
+        shutil.copytree(runs[0] / name_of("fp32", 2, 2), odd / "checkpoint-3")
+        universal.as_universal(odd / "checkpoint-3", odd / "universal")
+        assert len(list((odd / "universal" / "zero").glob("*/fp32.pt"))) == 10
+
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            (lambda folder: shutil.rmtree(folder), "is no engine checkpoint: it has neither mp_rank_00"),
+            (lambda folder: (folder / MODEL).unlink(), "is no engine checkpoint: it has neither mp_rank_00"),
+            (lambda folder: (folder / MODEL).write_bytes(b"what is this"), f"{MODEL} cannot be read"),
+            (lambda folder: torch.save([1], folder / MODEL), "it holds a list"),
+            (lambda folder: torch.save({"module": {}}, folder / MODEL), "it lacks dp_world_size, global_steps"),
+            (lambda folder: shard_of(folder).unlink(), "lacks the optimizer states (*_optim_states.pt) of rank 1"),
+            (lambda folder: os.truncate(shard_of(folder), 999), "cannot be read"),
+            (lambda folder: torch.save({"a": 1}, shard_of(folder)), "it lacks 'optimizer_state_dict'"),
+        ],
+    )
+    def test_what_is_no_checkpoint_is_a_mistake(self, damage, said, runs, tmp_path):
+        """A folder without a checkpoint's files, or with other things in them: what is wrong is said, nothing made."""
+        folder = tmp_path / "checkpoint-3"
+        shutil.copytree(runs[0] / name_of("fp32", 2, 2), folder)
+        damage(folder)
+        with pytest.raises(ValueError, match="checkpoint-3") as mistake:
+            universal.as_universal(folder, tmp_path / "target")
+        assert said in str(mistake.value)
+        assert not list(tmp_path.glob("target*"))
+
+    def test_kinds_that_it_does_not_know(self, runs, tmp_path):
+        """States on NVMe, and a checkpoint without ZeRO that does not name its parameters, are refused."""
+        for source, change, said in (
+            (2, {"ds_config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "nvme"),
+            (0, {"parameter_names": None}, "does not name its parameters"),
+        ):
+            folder = tmp_path / f"stage{source}"
+            shutil.copytree(runs[0] / name_of("fp32", source, 1), folder)
+            model = torch.load(folder / MODEL, weights_only=False) | change
+            torch.save(
+                {key: value for key, value in model.items() if value is not None or key == "optimizer"}, folder / MODEL
+            )
+            with pytest.raises(ValueError, match=said):
+                universal.as_universal(folder, tmp_path / "target")
+
+
+def shard_of(folder):
+    """The second rank's optimizer states."""
+    (found,) = folder.glob("*zero_pp_rank_1_*_optim_states.pt")
+    return found

@@ -1,0 +1,61 @@
+"""Every script of `tests/bench/` runs: a round of small models each, whose figures nobody judges."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.exit_folders import ENTROPY, make_folder
+from support.launching import ROOT, SHARED, environment
+
+FIGURES = {
+    "against_hf_trainer": 1,
+    "exit_speed": 14,
+    "faults": 0,
+    "length_grouping": 4 if SHARED.is_dir() else 0,
+    "lm_head": 2,
+    "loop_overhead": 1,
+    "mask_cost": 4,
+    "structured_speed": 11,
+    "student_speed": 1,
+    "teacher_cache": 1,
+}
+"""How many figures each prints; `faults.py` prints a table."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each script, by its name."""
+    folder = tmp_path_factory.mktemp("bench")
+    model = str(make_folder(folder / "model", ["negative", "positive"], ENTROPY))
+    rows = [f"the {word} is old\t{label}" for label, word in enumerate(("plum", "saw"))] * 8
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    arguments = {"exit_speed": [model, str(folder)], "student_speed": [model, model, str(folder)]}
+    scripts = [[str(ROOT / f"tests/bench/{name}.py"), "--quick", *arguments.get(name, [])] for name in FIGURES]
+    done = subprocess.run(
+        [sys.executable, "tests/support/forked_scripts.py"],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(scripts),
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=True,
+    )
+    return dict(zip(FIGURES, json.loads(done.stdout), strict=True))
+
+
+def test_none_is_forgotten():
+    """`figures.py` is what they share."""
+    assert {path.stem for path in (ROOT / "tests/bench").glob("*.py")} == {*FIGURES, "figures"}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_script_runs_to_its_end_and_prints_its_figures(name, outcomes):
+    code, output = outcomes[name]
+    assert code == 0, output[-3000:]
+    lines = [line for line in output.splitlines() if line.startswith('{"name"')]
+    assert len([json.loads(line)["value"] for line in lines]) == FIGURES[name], output

@@ -1,0 +1,251 @@
+"""Prune and distill, alone and together, on every family of tasks: by the command, on 2 ranks, with the real engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from support.distill_files import lm_files, squad_files
+from support.launching import run_deepspeed, run_python
+from support.trained_runs import becomes_model
+
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.tasks.registry import build_task
+
+NAMES = ("finetune", "prune", "distill", "both")
+CASES = {
+    "text": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"),
+    "squad": ("ds_configs/zero3.json",),
+    "mlm": ("ds_configs/zero3.json",),
+    "clm": ("ds_configs/zero1.json",),
+}
+"""The task, and the engine it is run under."""
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+
+
+def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
+    task = {"text": lambda: text_task, "squad": lambda: squad_files(folder)}.get(name, lambda: lm_files(name, folder))()
+    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
+    prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
+    distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
+    distill |= {"cache_teacher": name != "mlm"}
+    whole = {"cache_teacher": False, "teacher_zero_stage": 3} if name == "squad" else {}
+    start = {"start_from": "@finetune", "max_steps": 10, **common}
+    both: dict = {"techniques": {"prune": prune, "distill": distill}}
+    if (
+        name == "text"
+    ):  # with the loss table itself, and a term on attention maps, which has the model compute otherwise
+        terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.attention": 1.0}
+        both = {"techniques": {"prune": prune, "distill": {"teacher": "@finetune"}}, "loss": terms}
+    return {
+        "model": {"config": GPT2 if name == "clm" else BERT, "tokenizer": {"vocab_size": 256}},
+        "task": task,
+        "phases": [
+            {"name": "finetune", "max_steps": 30, **common},
+            {"name": "prune", "techniques": {"prune": prune}, **start},
+            {"name": "distill", "techniques": {"distill": distill | whole}, "student": {"layers": [1]}, **start},
+            {"name": "both", "save_steps": 5, **both, **start},
+        ],
+    }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    recipe = folder / "recipe.json"
+    recipe.write_text(json.dumps(recipe_for(request.param, tiny_recipe["task"], folder)))
+    train(request.param, folder)
+    return request.param, folder / "out"
+
+
+def train(name: str, folder: Path, *more: str) -> None:
+    command = ("--deepspeed_config", *CASES[name], "--recipe", str(folder / "recipe.json"))
+    places = ("--output_dir", str(folder / "out"), "--cache_dir", str(folder / "cache"))
+    done = run_deepspeed(2, "launch/train.py", *command, *places, *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+    port = re.search(r"--master_port[= ](\d+)", done.stdout + done.stderr)[1]
+    assert not any(f"_{port}_" in path.name for path in shared_buffers())
+
+
+def shared_buffers() -> set[Path]:
+    """What DeepSpeed's CPU kernel keeps in shared memory, 69 MB each."""
+    return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
+
+
+def log_of(output: Path, phase: str) -> list[dict]:
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["phase"] == phase and "train/loss" in record]
+
+
+def test_every_combination_trains(run):
+    """Four phases: nothing, prune, distill, both. Each logs its own terms, and their weighted sum is the loss."""
+    name, output = run
+    for phase in NAMES:
+        records = log_of(output, phase)
+        terms = {key.removeprefix("train/term/") for key in records[0] if key.startswith("train/term/")}
+        taught = {"distill.logits", "distill.cos"} if phase in ("distill", "both") else set()
+        taught |= {"distill.attention"} if (name, phase) == ("text", "both") else set()
+        assert terms == {"task", *taught}
+        for record in records:
+            total = sum(record[f"train/weight/{term}"] * record[f"train/term/{term}"] for term in terms)
+            assert record["train/loss"] == pytest.approx(total, rel=1e-5)
+            assert ("distill/agreement" in record) == bool(taught)
+            assert ("prune/density" in record) == (phase in ("prune", "both"))
+    assert log_of(output, "finetune")[-1]["train/loss"] < log_of(output, "finetune")[0]["train/loss"]
+
+
+def test_the_teachers_score_and_agreement_are_reported(run):
+    """The teacher's score is the one it had when it was trained; a student that follows it agrees with it."""
+    _, output = run
+    results = json.loads((output / "eval_results.json").read_text())
+    for phase in ("distill", "both"):
+        for metric, value in results["finetune"].items():
+            assert results[phase][f"teacher/{metric}"] == pytest.approx(value, rel=1e-4)
+        assert 0 <= results[phase]["teacher/agreement"] <= 1
+    assert "teacher/agreement" not in results["prune"]
+
+
+def test_folders_are_plain_and_of_the_asked_size(run):
+    """A student of one layer, a pruned model with half its encoder's weights; no teacher and no scores inside."""
+    _, output = run
+    results = json.loads((output / "all_results.json").read_text())
+    folders = {phase: output / phase / "model" for phase in NAMES} | {"both": output / "model"}
+    keys = {}
+    for phase, folder in folders.items():
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            keys[phase] = set(file.keys())
+    assert keys["prune"] == keys["both"] == keys["finetune"]
+    assert keys["distill"] < keys["finetune"]
+    weights = {phase: results[phase]["weights"]["encoder"] for phase in NAMES}
+    assert weights["distill"]["total"] * 2 == weights["finetune"]["total"]
+    for phase in ("prune", "both"):
+        assert weights[phase]["kept"] == weights[phase]["total"] // 2
+
+
+def test_no_checkpoint_holds_the_teacher(run):
+    """What a checkpoint stores of parameters is about what the model has, with its scores: the teacher is not in it."""
+    _, output = run
+    results = json.loads((output / "all_results.json").read_text())["both"]["weights"]
+    model = results["model"]["total"] + results["encoder"]["total"]
+    states = sum(path.stat().st_size for path in (output / "checkpoint-10").rglob("*.pt"))
+    # fp32 weights twice (module and master), two moments: a teacher would add its size once more
+    assert states / 4 < 4.4 * model
+
+
+def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
+    """Of every family of tasks: the files that the run has left."""
+    _, output = run
+    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
+
+
+def test_predictions_lie_beside_the_score(run):
+    """SQuAD leaves its predictions of each phase's final evaluation; the other tasks have none."""
+    name, output = run
+    predictions = output / "eval" / "predictions.json"
+    assert predictions.is_file() == (name == "squad")
+    if name == "squad":
+        assert json.loads(predictions.read_text()).keys() == {f"q{number}" for number in range(40)}
+
+
+def test_the_cache_of_answers_is_shared_by_phases(run):
+    """One teacher, two phases that ask the same of it: one cache. MLM, whose masks vary, has none."""
+    name, output = run
+    assert len(list((output.parent / "cache").glob("teacher-*"))) == (0 if name == "mlm" else 1)
+
+
+def test_a_cache_filled_by_two_ranks_holds_what_the_teacher_says(run, tmp_path):
+    """Every example's answers, in their places: rank 1's as rank 0's."""
+    name, output = run
+    if name != "text":
+        pytest.skip("one family is enough: what differs is tested in one process")
+    (file,) = (output.parent / "cache").glob("teacher-*/logits.0.npy")
+    spec = parse_task(json.loads((output / "recipe.json").read_text())["task"])
+    teacher = str(output / "finetune" / "model")
+    task = build_task(spec, teacher, tmp_path)
+    model = task.build_model(teacher).eval()
+    examples = task.examples("train")
+    batch = task.collate(examples, range(len(examples)))
+    with torch.no_grad():
+        expected = model(**batch.inputs).logits
+    torch.testing.assert_close(torch.from_numpy(np.load(file)).float(), expected, rtol=2e-3, atol=1e-3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_recipe, tmp_path):
+    """Exit code 3: step, term, rank and examples are named once; no model is left, and what the message says helps."""
+    phase = tiny_recipe["phases"][0] | {"learning_rate": 1e30, "warmup_steps": 4, "max_steps": 8, "eval_steps": None}
+    phase |= {"save_steps": 1, "save_total_limit": 1, "logging_steps": 8}
+    recipe, out = tmp_path / "recipe.json", tmp_path / "out"
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase]}))
+    command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe))
+    done = run_deepspeed(2, *command, "--output_dir", str(out))
+    assert done.returncode == 3, done.stderr[-3000:]
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    words = ("the loss of step 3 is not finite", "the term task is", "on rank", "training examples", "learning_rate")
+    assert [word for word in (*words, "checkpoint-2") if word not in message] == []
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in sorted(out.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-2"]
+    assert not (out / "model").exists()
+    shutil.rmtree(out / "checkpoint-2")
+    again = run_deepspeed(2, *command, "--output_dir", str(out), "--resume", "--set", "phases.0.learning_rate=1e-3")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert (out / "model" / "model.safetensors").is_file()
+
+
+def test_an_untrained_teacher_is_told_before_anything_is_trained(tiny_recipe, tmp_path):
+    """The recipe's own new model has no head to teach with: exit code 2, and no phase was begun."""
+    taught = tiny_recipe["phases"][0] | {"name": "taught", "start_from": "@model"}
+    taught |= {"techniques": {"distill": {"teacher": "@model", "alpha_distil": 1.0}}}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [tiny_recipe["phases"][0], taught]}))
+    command = ("--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe))
+    done = run_python("launch/train.py", *command, "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "no trained head" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+FP16_ON_CPU = """
+import sys
+from deepspeed.accelerator import get_accelerator
+get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
+from ds_trainer.cli.train import run_command, train_command
+sys.exit(run_command(train_command, sys.argv[1:]))
+"""
+
+
+def test_an_fp16_overflow_is_skipped_and_counted(tiny_recipe, tmp_path):
+    """A loss scale that is far too large costs steps, not the run: they are in the log, and every loss is finite."""
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": tiny_recipe["phases"][:1]}))
+    fp16 = 'fp16={"enabled": true, "initial_scale_power": 32}'
+    command = ("--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe), "--set", fp16)
+    done = run_python("-c", FP16_ON_CPU, *command, "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = log_of(tmp_path / "out", "finetune")
+    assert records[0]["train/skipped_steps"] == 2
+    assert 2 < records[-1]["train/skipped_steps"] < 40
+    assert all(math.isfinite(record["train/loss"]) for record in records)
+
+
+def test_perplexity_is_reported_for_language_models(run):
+    """exp of the mean loss over the labels."""
+    name, output = run
+    results = json.loads((output / "eval_results.json").read_text())["finetune"]
+    if name in ("mlm", "clm"):
+        assert results["perplexity"] == pytest.approx(math.exp(results["loss"]), rel=1e-6)

@@ -1,0 +1,163 @@
+"""Exits by the command, on 2 ranks, with the real engine: in a second stage, and jointly with pruning and a teacher."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.launching import run_deepspeed
+from support.trained_runs import becomes_model
+from transformers import AutoModelForSequenceClassification
+
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+
+LAYERS = 3
+CASES = {"stages": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"), "all": ("ds_configs/zero3.json",)}
+"""The engine that each run is under."""
+
+
+def recipe_for(case: str, tiny: dict) -> dict:
+    """finetune, then heads: they alone, or with everything else at once."""
+    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
+    prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
+    distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
+    joint = {"exits": {"training": "joint"}, "prune": prune, "distill": distill}
+    alone = {"exits": {"early_exit_entropy": [0.7, 0.6]}}
+    heads = {"name": "heads", "max_steps": 10, "save_steps": 5, "techniques": alone if case == "stages" else joint}
+    config = tiny["model"]["config"] | {"num_hidden_layers": LAYERS, "hidden_dropout_prob": 0.1}
+    return tiny | {
+        "model": tiny["model"] | {"config": config},
+        "phases": [{"name": "finetune", "max_steps": 30, **common}, heads | {"eval_steps": 5} | common],
+        "report": False,
+    }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    recipe = recipe_for(request.param, tiny_recipe)
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    train(request.param, folder)
+    return request.param, folder / "out"
+
+
+def train(case: str, folder: Path, *more: str) -> None:
+    command = ("--deepspeed_config", *CASES[case], "--recipe", str(folder / "recipe.json"))
+    done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(folder / "out"), *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def log_of(output: Path, phase: str = "heads") -> list[dict]:
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["phase"] == phase and "train/loss" in record]
+
+
+def test_the_log_has_every_heads_loss(run):
+    """train/term/exits.heads, and exits/loss/1 and /2, which make it up; the weighted terms are the loss."""
+    case, output = run
+    for record in log_of(output):
+        heads = [record[f"exits/loss/{layer}"] for layer in (1, 2)]
+        assert f"exits/loss/{LAYERS}" not in record
+        terms = {key.removeprefix("train/term/"): record[key] for key in record if key.startswith("train/term/")}
+        expected = sum(heads) if case == "stages" else (heads[0] + 2 * heads[1] + 3 * terms["task"]) / 6
+        assert terms["exits.heads"] == pytest.approx(expected, rel=1e-5)
+        total = sum(record[f"train/weight/{name}"] * value for name, value in terms.items())
+        assert record["train/loss"] == pytest.approx(total, rel=1e-5)
+        taught = set() if case == "stages" else {"distill.logits", "distill.cos"}
+        assert terms.keys() == {"task", "exits.heads", *taught}
+        assert ("prune/density" in record) == (case == "all")
+    first, last = log_of(output)[0], log_of(output)[-1]
+    assert last["train/term/exits.heads"] < first["train/term/exits.heads"]
+
+
+def test_every_head_is_scored(run):
+    """exit_1/accuracy and exit_2/accuracy beside the model's own, at the end and when evaluated while training."""
+    _, output = run
+    results = json.loads((output / "eval_results.json").read_text())
+    for layer in (1, 2):
+        assert 0 <= results["heads"][f"exit_{layer}/accuracy"] <= 1
+        assert 0 <= results["heads"][f"exit_{layer}/agreement"] <= 1
+    assert not any(name.startswith("exit_") for name in results["finetune"])
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    steps = {record["step"] for record in records if "eval/exit_1/accuracy" in record}
+    assert steps == {5, 10}
+
+
+def test_the_second_stage_changes_no_weight_of_the_model(run):
+    """Backbone and own head are the fine-tuned model's, bit for bit, and so is the score; joint training changes
+    them."""
+    case, output = run
+    before, after = (load_file(output / folder / "model.safetensors") for folder in ("finetune/model", "model"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    results = json.loads((output / "eval_results.json").read_text())
+    if case == "stages":
+        assert same == set(before)
+        assert results["heads"]["accuracy"] == results["finetune"]["accuracy"]
+    else:
+        assert not any("encoder" in name and name.endswith("dense.weight") for name in same)
+
+
+def test_the_folder_is_a_model_that_exits(run):
+    """Heads and policy lie beside a plain model; heads were trained, apart from each other and from the own."""
+    case, output = run
+    folder = output / "model"
+    assert {"exits.json", "exit_heads.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert not (output / "finetune" / "model" / "exits.json").exists()
+    early = load_model(folder)
+    assert isinstance(early, EarlyExitModel)
+    assert early.layers == [1, 2, 3]
+    assert early.policy.thresholds == ([0.7, 0.6] if case == "stages" else [0.1, 0.1])
+    weights = [head.steps[-1].weight for head in early.heads]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    plain, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    if case == "all":
+        kept = json.loads((output / "all_results.json").read_text())["heads"]["weights"]["encoder"]
+        assert kept["kept"] == kept["total"] // 2
+    ids = torch.tensor([[2, 7, 9, 11, 3], [2, 8, 3, 0, 0]])
+    mask = (ids > 0).long()
+    with torch.no_grad():
+        own = plain.float().eval()(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(early.all_logits(ids, mask)[-1], own, atol=1e-5, rtol=0)
+    assert early(ids, mask).logits.shape == (2, 3)
+
+
+def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
+    """With its heads and its policy beside it, in the precision of the run."""
+    _, output = run
+    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
+    job = read_evaluate_job([str(output / "checkpoint-10"), "--early_exit_entropy", "0.3,0.2"])
+    assert job.exit_policy is None, "how many heads there are shows later"
+    assert job.policy_for(str(tmp_path / "model")).thresholds == [0.3, 0.2]
+
+
+def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):
+    """From checkpoint-5 of the heads: their weights, the model's, losses and scores are the uninterrupted run's."""
+    case, output = run
+    shutil.copytree(output.parent, tmp_path / "run")
+    again = tmp_path / "run" / "out"
+    shutil.rmtree(again / "checkpoint-10")
+    shutil.rmtree(again / "model")
+    for file in ("all_results.json", "eval_results.json", "train_results.json"):
+        results = json.loads((output / file).read_text())
+        (again / file).write_text(json.dumps({"finetune": results["finetune"]}))
+    (again / "log.jsonl").write_text("")
+    train(case, tmp_path / "run", "--resume")
+    (last,) = log_of(again)
+    before = log_of(output)[-1]
+    same = [key for key in before if key.startswith(("train/loss", "train/term", "exits/", "prune/", "distill/"))]
+    assert {key: last[key] for key in same} == {key: before[key] for key in same}
+    for name in ("model.safetensors", "exit_heads.safetensors"):
+        one, two = (load_file(folder / "model" / name) for folder in (output, again))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    scores = [json.loads((folder / "eval_results.json").read_text())["heads"] for folder in (output, again)]
+    for name in ("accuracy", "exit_1/accuracy", "exit_2/accuracy"):
+        assert scores[0][name] == scores[1][name]

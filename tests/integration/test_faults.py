@@ -1,0 +1,445 @@
+"""What happens to runs of days, provoked for real: nothing that was saved is lost, and what ended a run is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.forked_ranks import ForkServer
+from support.interrupting import status_of
+from support.killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
+from support.launching import run_python
+
+from ds_trainer.engine.checkpoint import Checkpoints, step_of
+from ds_trainer.files.checkpoint_files import MARKER, Writes, checked_sums
+
+ENDLESS = ("--set", "phases.prune.max_steps=5000")
+
+
+@pytest.fixture
+def output(tmp_path, whole) -> Path:
+    """A run after its first phase, from which every fault starts."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoint-*", "model", "eval", "log.jsonl"))
+    shutil.copytree(whole / "finetune", folder / "finetune", dirs_exist_ok=True)
+    for name in ("all_results.json", "train_results.json", "eval_results.json"):
+        results = json.loads((whole / name).read_text())
+        (folder / name).write_text(json.dumps({"finetune": results["finetune"]}))
+    lines = (whole / "log.jsonl").read_text().splitlines(keepends=True)
+    (folder / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["phase"] == "finetune"))
+    return folder
+
+
+def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole, tmp_path):
+    """SIGKILL to all ranks at random moments, and while saving: each time the next run works and resumes at the newest
+    checkpoint, and what comes out is what comes out of a run that nobody killed, bit by bit."""
+    rng, kills, number = random.Random(5), [], 0
+    while len(kills) < 7:
+        number += 1
+        folder = tmp_path / str(number)
+        kills += kill_often(server, folder, words, 7 - len(kills), rng)
+        finish(server, folder, words)
+        assert alike(folder, whole)
+    assert any(kill.saving for kill in kills)
+
+
+def test_ended_after_the_last_save_it_records_its_last_scores_once(server, words, output, whole):
+    """The last step is scored, then saved: whoever goes on from there scores the model again, for its results alone."""
+    finish(server, output, words)
+    newest = Checkpoints(output).all()[-1]
+    run = server.run(2, output, *words, "--resume", str(newest))
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert resumed_at(run) == trained(whole)
+    assert alike(output, whole)
+    results = [json.loads((folder / "all_results.json").read_text())["prune"]["eval"] for folder in (output, whole)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, whole, output, number):
+    """Exit code 5 on both, the step is saved though no save was due, it is said; --resume ends as if uninterrupted."""
+    run = server.run(2, output, *words, "--resume", "--set", "phases.prune.save_steps=0")
+    run.wait_until(lambda: trained(output) >= 6)
+    os.kill(run.pids[number == signal.SIGTERM], number)
+    assert run.codes() == [5, 5]
+    status = status_of(output)
+    assert (status["state"], status["exit_code"]) == ("stopped", 5)
+    assert number.name in status["message"]
+    newest = Checkpoints(output).all()[-1]
+    assert f"\nstopped: {newest} is saved; --resume goes on from it, in phase prune\n" in run.text
+    again = finish(server, output, words)
+    assert resumed_at(again) == step_of(newest)
+    assert alike(output, whole)
+
+
+def test_a_second_signal_ends_at_once(server, words, output):
+    """Where the step does not end, since another rank stands still: 128 + the signal's number."""
+    run = server.run(2, output, *words, "--resume", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 3)
+    os.kill(run.pids[1], signal.SIGSTOP)
+    os.kill(run.pids[0], signal.SIGTERM)
+    run.wait_until(lambda: "rank 0: SIGTERM: stopping" in run.text)
+    at = time.monotonic()
+    run.wait_until(lambda: time.monotonic() > at + 2.5)  # sooner it is the same request, sent on by a launcher
+    os.kill(run.pids[0], signal.SIGTERM)
+    os.kill(run.pids[1], signal.SIGKILL)
+    assert run.codes() == [128 + signal.SIGTERM, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named_by_the_other(server, words, output, lost):
+    """The other ends with 4 and says which rank is gone, on the last line but one; the status file says so too."""
+    run = server.run(2, output, *words, "--resume", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 5)
+    os.kill(run.pids[lost], signal.SIGKILL)
+    assert sorted(run.codes()) == [-signal.SIGKILL, 4]
+    assert f"error: rank {lost} (host " in run.text
+    assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
+    assert "\nfailed: " in run.text
+    assert "--resume goes on from it" in run.text
+    assert (status_of(output)["state"], status_of(output)["exit_code"]) == ("failed", 4)
+
+
+RAISES = """
+from ds_trainer.tasks.text.text_task import TextTask
+collate, calls = TextTask.collate, []
+def failing(*args, **kwargs):
+    calls.append(0)
+    if len(calls) == 5:
+        {what}
+    return collate(*args, **kwargs)
+TextTask.collate = failing
+"""
+
+
+LOSES_STEP_7 = """
+from ds_trainer import loop
+from ds_trainer.tasks.text.text_task import TextTask
+loop.SETTLE_EVERY = 10
+taken, loss, train_step = [], TextTask.loss, loop.train_step
+def watched(*args):
+    taken.append(train_step(*args))
+    print(f"took step {taken[-1]}", flush=True)
+    return taken[-1]
+def spoilt(self, out, batch):
+    return loss(self, out, batch) * (float("nan") if taken and taken[-1] == 6 else 1.0)
+loop.train_step, TextTask.loss = watched, spoilt
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "last"), [(0, ["techniques.prune=null"], 10), (0, [], 7), (2, [], 7), (3, [], 7)]
+)
+def test_a_loss_that_is_not_finite_is_told_without_a_record(server, words, output, stage, more, last):
+    """Within the step where the engine skips it, or before the next where scores show it; else within a bounded number
+    of steps: exit code 3, and its step."""
+    silent = [
+        word for field in ("logging_steps=0", "save_steps=0", *more) for word in ("--set", f"phases.prune.{field}")
+    ]
+    sabotage = {1: LOSES_STEP_7, 0: LOSES_STEP_7.replace("nan", "1")}
+    engine = f"ds_configs/zero{stage}.json"
+    run = server.run(2, output, *words, *silent, "--resume", engine=engine, sabotage=sabotage)
+    assert run.codes() == [3, 3], run.text[-3000:]
+    assert "error: prune: the loss of step 7 is not finite: the term task is nan on rank 1" in run.text
+    assert run.text.count("took step ") == 2 * last
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank):
+    """It leaves its traceback and code 1, the other ends with 4; rank 0 tells the cause, its own or the other's."""
+    fails = RAISES.format(what="raise KeyError('of the test')")
+    run = server.run(2, output, *words, "--resume", sabotage={rank: fails})
+    codes = run.codes()
+    assert (codes[rank], codes[1 - rank]) == (1, 4)
+    assert "Traceback" in run.text
+    assert ("error: rank 1 (host " in run.text) == (rank == 1)
+    if rank == 1:
+        assert "failed: KeyError: 'of the test'" in run.text
+    assert status_of(output)["state"] == "failed"
+
+
+ASKS_FOR_TOO_MUCH = {
+    "training": """
+import torch
+from transformers import BertModel
+forward, calls = BertModel.forward, []
+def hungry(self, *args, **kwargs):
+    calls.extend([0] * self.training)  # a teacher never is
+    if len(calls) == 5:
+        torch.empty(10**15)
+    return forward(self, *args, **kwargs)
+BertModel.forward = hungry
+""",
+    "an evaluation": """
+import torch
+from ds_trainer.tasks.text.text_task import TextTask
+TextTask.answers = lambda *_: torch.empty(10**15)
+""",
+}
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes"
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("training", [1]), ("training", [0, 1]), ("an evaluation", [0])])
+def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, where, ranks):
+    """The allocator's own error on one rank, or on both at once: all end with 6, and the only message says which rank,
+    where, what it held and what to change; status.json has it; and --resume ends as if nothing had happened."""
+    run = server.run(2, output, *words, "--resume", sabotage=dict.fromkeys(ranks, ASKS_FOR_TOO_MUCH[where]))
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert "Traceback" not in run.text
+    (told,) = [line for line in run.text.splitlines() if line.startswith("error:") or "ran out of memory" in line]
+    who = rf"error: rank [{min(ranks)}-{max(ranks)}] \(host .+, process \d+\)"
+    assert re.match(rf"{who} ran out of memory in {where}: ", told)
+    assert OUT_OF_MEMORY in told
+    step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
+    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds par" in told
+    assert f"activations, buffers and all else. Lower per_device_{size}" in told
+    assert ", or raise zero_optimization.stage (now 2), or lower" in told
+    assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
+    status = status_of(output)
+    assert (status["state"], status["exit_code"], OUT_OF_MEMORY in status["message"]) == ("failed", 6, True)
+    finish(server, output, words)
+    assert alike(output, whole)
+
+
+def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
+    """`launch/evaluate.py` has the same exit code, and its own batch size."""
+    imports = "\nfrom ds_trainer.cli.train import *\nfrom ds_trainer.cli.evaluate import *"
+    code = ASKS_FOR_TOO_MUCH["an evaluation"] + imports + "\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
+    done = run_python("-c", code, str(whole / "model"), "--recipe", str(whole / "recipe.json"))
+    (told,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert done.returncode == 6
+    assert "ran out of memory in the evaluation: " in told
+    assert OUT_OF_MEMORY in told
+    assert told.endswith("Lower --batch_size (now 64), or lower the task's max_seq_length.")
+
+
+def test_a_rank_that_waits_for_one_without_memory_ends_without_a_word(server, words, output):
+    """Also where no error wakes it, as with NCCL, whose collectives are waited for on the device."""
+    hangs = RAISES.format(what="import time; time.sleep(10_000)")
+    soon = "from ds_trainer import rank_watch; rank_watch._HUNG = 1.0"
+    run = server.run(2, output, *words, "--resume", sabotage={0: ASKS_FOR_TOO_MUCH["training"], 1: hangs + soon})
+    assert run.codes() == [6, 6], run.text[-3000:]
+    assert (run.text.count("ran out of memory"), run.text.count("hangs")) == (1, 0)
+
+
+def test_a_rank_that_hangs_is_found_out(server, words, output):
+    """After --timeout seconds the waiting rank names the hanging one and where it is; that one ends too, by itself."""
+    hangs = RAISES.format(what="import time; time.sleep(10_000)")
+    run = server.run(2, output, *words, "--resume", "--timeout", "6", sabotage={1: hangs})
+    run.wait_until(lambda: "hangs, in " in run.text)
+    assert "error: rank 1 (host " in run.text
+    assert "failing (<string>, line " in run.text
+    assert run.codes() == [4, 4]
+
+
+def test_a_rank_that_stands_still_is_found_out(server, words, output):
+    """Stopped by the system, it says nothing and is named all the same; continued, it finds nobody and ends."""
+    run = server.run(2, output, *words, "--resume", "--timeout", "6", *ENDLESS)
+    run.wait_until(lambda: trained(output) >= 2)
+    os.kill(run.pids[1], signal.SIGSTOP)
+    run.wait_until(lambda: "does not answer: it is stopped" in run.text)
+    os.kill(run.pids[1], signal.SIGCONT)
+    assert run.codes() == [4, 4]
+
+
+def test_ranks_that_do_not_come_are_told(server, words, output):
+    """One of two ranks alone waits for --timeout seconds, and says for whom."""
+    missing = "import os; os.environ.update(RANK='0', WORLD_SIZE='2')"
+    run = server.run(1, output, *words, "--resume", "--timeout", "3", sabotage={0: missing})
+    assert run.codes() == [4]
+    assert "the 2 ranks have not found each other at 127.0.0.1:" in run.text
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of its own, of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no right to mount: {done.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_more(server, words, whole, output, small_disk):
+    """A save that does not fit is told and given up; the one before stays whole; training goes on, and saves again once
+    there is room."""
+    place = small_disk / "out"
+    shutil.copytree(output, place)
+    size = sum(file.stat().st_size for file in Checkpoints(whole).all()[-1].rglob("*"))
+    ballast = place.parent / "ballast"
+    ballast.write_bytes(b"0" * (shutil.disk_usage(place).free - int(1.6 * size)))  # room for one, and not for two
+    run = server.run(2, place, *words, "--resume", "--set", "phases.prune.save_total_limit=1")
+    assert run.wait_until(lambda: "could not be written" in run.text)
+    assert Checkpoints(place).newest() is not None
+    ballast.unlink()
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert "No space left on device" in run.text
+    assert alike(place, whole)
+
+
+DAMAGES = {
+    "cut": lambda place: os.truncate(states(place), states(place).stat().st_size // 2),
+    "changed": lambda place: states(place).write_bytes(b"x" + states(place).read_bytes()[1:]),
+    "gone": lambda place: states(place).unlink(),
+    "an empty list": lambda place: (place / MARKER).write_text("{}"),
+    "no list": lambda place: (place / MARKER).write_text('{"files": [1]}'),
+    "another step in the list": lambda place: (place / MARKER).write_text(
+        (place / MARKER).read_text().replace('"examples": ', '"examples": 1')
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
+    """Cut, changed in one bit, or without one of its files: the one before is used, and it is said which and why."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    before, newest = Checkpoints(folder).all()[-2:]
+    DAMAGES[damage](newest)
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    found = Checkpoints(folder, keep=1).newest()
+    assert found is not None
+    assert found[0] == before
+    Checkpoints(folder, keep=1).drop_oldest()
+    assert Checkpoints(folder).all() == [before], "the last whole one stays, whatever is damaged"
+    assert (folder / f"damaged-{step_of(newest)}").is_dir()
+    with pytest.raises(ValueError, match=r"is damaged .* the run is left as it was"):
+        Checkpoints(again).named(again / newest.name)
+    assert newest.name in {path.name for path in again.iterdir()}
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(server, words, whole, tmp_path):
+    """And ends as if nothing had happened, the damaged one written anew."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    for name in ("all_results.json", "train_results.json", "eval_results.json"):
+        (folder / name).write_text(json.dumps({"finetune": json.loads((whole / name).read_text())["finetune"]}))
+    before, newest = Checkpoints(folder).all()[-2:]
+    os.truncate(newest / "mp_rank_00_model_states.pt", 1000)
+    run = server.run(2, folder, *words, "--resume")
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
+    assert resumed_at(run) == step_of(before)
+    assert Checkpoints(folder).newest()[0] == newest
+    assert alike(folder, whole)
+
+
+def test_two_runs_do_not_share_a_folder(server, words, output):
+    """A second run waits for the first to end its save, and then takes over: both write whole files only."""
+    first = server.run(2, output, *words, "--resume", *ENDLESS)
+    first.wait_until(lambda: trained(output) >= 2)
+    with ForkServer() as other:
+        second = other.run(2, output, *words, "--resume", *ENDLESS)
+        second.wait_until(lambda: "is writing to" in second.text)
+        os.kill(first.pids[0], signal.SIGTERM)
+        assert first.codes() == [5, 5]
+        second.wait_until(lambda: resumed_at(second) > 0)
+        os.kill(second.pids[0], signal.SIGTERM)
+        assert second.codes() == [5, 5], second.text[-3000:]
+
+
+CHAIN = {(2, "zero2"): 8, (1, "zero3"): 16, (2, "zero3"): 24, (2, "zero0"): STEPS}
+"""Ranks and ZeRO stage, and the step at which they are stopped."""
+
+
+def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, words, tmp_path):
+    """2 ranks, 1, 2, 2, and ZeRO 2, 3, 3, 0 in one run: its losses are those of 2 ranks under ZeRO 2 to 1e-5."""
+    calm = ("--set", "model.config.hidden_dropout_prob=0", "--set", "model.config.attention_probs_dropout_prob=0")
+    folder, straight = tmp_path / "chain", tmp_path / "straight"
+    finish(server, straight, [*words, *calm])
+    for (ranks, stage), until in CHAIN.items():
+        run = server.run(ranks, folder, *words, *calm, "--resume", engine=f"ds_configs/{stage}.json")
+        if until < STEPS:
+            run.wait_until(lambda wanted=until: trained(folder) >= wanted)
+            os.kill(run.pids[-1], signal.SIGUSR1)
+        assert run.codes() == [0 if until == STEPS else 5] * ranks, run.text[-3000:]
+        assert ("it is converted" in run.text) == (until > 8)
+    losses = [
+        {r["step"]: r["train/loss"] for r in map(json.loads, (out / "log.jsonl").open()) if "train/loss" in r}
+        for out in (folder, straight)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
+    """Beyond save_total_limit, by the metric and its sense; with load_best_model_at_end its score is the run's."""
+    first = "phases.0."
+    asked = {"max_steps": 16, "eval_steps": 4, "save_steps": 4, "save_total_limit": 1, "load_best_model_at_end": True}
+    asked |= {"metric_for_best_model": "accuracy", "greater_is_better": False, "techniques": {}}
+    sets = [word for name, value in asked.items() for word in ("--set", f"{first}{name}={json.dumps(value)}")]
+    recipe = json.loads(Path(words[1]).read_text())
+    file = write(tmp_path, recipe | {"phases": recipe["phases"][:1]})
+    run = server.run(2, tmp_path / "out", "--recipe", str(file), "--set", "report=false", *sets)
+    assert run.codes() == [0, 0], run.text[-3000:]
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r}
+    worst = min(scores, key=lambda step: scores[step])
+    assert list(scores) == [4, 8, 12, 16]
+    assert {path.name for path in Checkpoints(tmp_path / "out").all()} == {f"checkpoint-{worst}", "checkpoint-16"}
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())["finetune"]
+    assert results["train"]["steps"] == worst
+    assert results["eval"]["accuracy"] == scores[worst]
+
+
+def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
+    """Two epochs of 240 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
+    epochs = ("--set", "phases.prune.max_steps=null", "--set", "phases.prune.num_train_epochs=2")
+    smaller = ("--set", "phases.prune.train_batch_size=8", "--set", "phases.prune.weight_decay=0.05")
+    stops = []
+    for more, until in ((epochs, 5), ((*epochs, *smaller), 12)):
+        run = server.run(2, output, *words, *more, "--resume")
+        run.wait_until(lambda step=until: trained(output) >= step)
+        os.kill(run.pids[0], signal.SIGTERM)
+        assert run.codes() == [5, 5], run.text[-3000:]
+        stops.append(step_of(Checkpoints(output).all()[-1]))
+    last = server.run(2, output, *words, *epochs, *smaller, "--resume")
+    assert last.codes() == [0, 0], last.text[-3000:]
+    steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
+    assert steps == stops[0] + (480 - 16 * stops[0]) // 8
+    assert "train_batch_size was 16 up to step" in run.text
+    changed = "prune: not as in the checkpoint, but as this run's files have it: weight_decay 0.0 -> 0.05 (weights)\n"
+    assert changed in run.text
+    assert changed not in last.text
+
+
+def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):
+    """Another seed or another technique would mean other examples and other weights: exit code 2, all named at once."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    (folder / "all_results.json").write_text("{}")
+    saved = [path.name for path in Checkpoints(folder).all()]
+    (folder / "finetune" / "model").rename(folder / "finetune" / "kept")
+    shutil.copytree(folder / "finetune" / "kept", folder / "finetune" / "model")
+    results = json.loads((whole / "all_results.json").read_text())
+    (folder / "all_results.json").write_text(json.dumps({"finetune": results["finetune"]}))
+    groups = ("--set", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
+    run = server.run(
+        2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null", *groups
+    )
+    assert run.codes() == [2, 2], run.text[-3000:]
+    assert "was written with the seed 42, and this run has 7" in run.text
+    assert "with the techniques ['distill', 'prune'], and this run has ['prune']" in run.text
+    assert "with the parameter groups ['" in run.text
+    assert [path.name for path in Checkpoints(folder).all()] == saved
+
+
+def test_a_file_that_not_all_hosts_see_is_no_part_of_a_checkpoint(tmp_path):
+    """What a rank has written and another does not find is told, with what to do."""
+    writes = Writes()
+    writes.paths.append(tmp_path / "of_another_host.pt")
+    with pytest.raises(OSError, match="all hosts must share the output folder"):
+        checked_sums(tmp_path, writes)

@@ -1,0 +1,467 @@
+"""The main job end to end, by the command a user types: two ranks, two phases, everything it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import cv2
+import pytest
+from support.launching import SHARED, run_deepspeed, run_python
+from support.trained_runs import becomes_model, read, train
+
+from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.export import export_command, read_export_job
+from ds_trainer.cli.train import run_command
+from ds_trainer.config.saved_checkpoint import is_checkpoint
+from ds_trainer.files.checkpoint_files import read_marker, write_marker
+from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.ranks import machine
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.json"
+    finetune, prune = tiny_recipe["phases"]
+    path.write_text("// a comment\n" + json.dumps(tiny_recipe | {"phases": [finetune, prune | {"histograms": True}]}))
+    return path
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
+def output(request, recipe_file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    train(2, recipe_file, folder, engine=f"ds_configs/zero{request.param}.json")
+    return folder
+
+
+def log_of(output: Path, phase: str) -> list[dict]:
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["phase"] == phase]
+
+
+def line_of(page: Path, title: str) -> str:
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith(f"| {title} |")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def alone(recipe_file, tmp_path_factory) -> Path:
+    """The same recipe in one process under ZeRO 0, with accumulation, started by plain python."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    done = run_python(
+        *("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe_file)),
+        *("--output_dir", str(folder), "--set", "phases.*.gradient_accumulation_steps=2"),
+        *("--set", "phases.finetune.save_steps=30"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_the_run_folder_is_complete(output):
+    """Resolved files, log, events, results, checkpoints and models are all where the README says."""
+    names = ["recipe.json", "deepspeed_config.json", "log.jsonl", "tensorboard", "model/model.safetensors"]
+    names += ["train_results.json", "eval_results.json", "all_results.json", "checkpoint-4", "checkpoint-12"]
+    names += ["finetune/model/model.safetensors", "finetune/deepspeed_config.json", "model/tokenizer.json"]
+    assert [name for name in names if not (output / name).exists()] == []
+    assert "auto" not in (output / "deepspeed_config.json").read_text()
+    assert read(output / "deepspeed_config.json")["gradient_clipping"] == 1.0
+    recipe = read(output / "recipe.json")
+    assert recipe["phases"][1]["techniques"]["prune"]["schedule"] == "cubic"
+    assert recipe["cache_dir"] is None, "a cache elsewhere is no word of the recipe's: the next command would refuse it"
+
+
+def test_two_ranks_train_as_one_process_does(output, alone):
+    """Sharded over 2 ranks under ZeRO 2 or 3, or accumulated in one process: the same losses (without dropout)."""
+    for phase in ("finetune", "prune"):
+        for one, two in zip(log_of(alone, phase), log_of(output, phase), strict=True):
+            assert one["step"] == two["step"]
+            if "train/loss" in one:
+                # rounding differs with the order of sums, and grows with the steps at this high rate
+                rel = 1e-4 if phase == "finetune" and one["step"] <= 10 else 3e-2
+                assert one["train/loss"] == pytest.approx(two["train/loss"], rel=rel)
+                same = [
+                    k for k in one if k.startswith(("train/lr", "prune/density", "prune/threshold", "train/weight"))
+                ]
+                assert {k: one[k] for k in same} == {k: two[k] for k in same}
+
+
+def test_the_loss_is_the_weighted_sum_of_the_logged_terms(output):
+    """sum(weight * term) == loss in every record of the log."""
+    records = [record for record in log_of(output, "prune") if "train/loss" in record]
+    assert len(records) == 6
+    for record in records:
+        terms = {name.removeprefix("train/term/"): value for name, value in record.items() if "/term/" in name}
+        assert record["train/loss"] == pytest.approx(sum(record[f"train/weight/{n}"] * v for n, v in terms.items()))
+
+
+def test_the_log_has_every_reading(output):
+    """Rates of every group, gradient norm, loss scale, skipped steps, throughput, threshold and densities."""
+    record = [r for r in log_of(output, "prune") if "train/loss" in r][-1]
+    wanted = {
+        "train/grad_norm",
+        "train/loss_scale",
+        "train/skipped_steps",
+        "train/examples_per_s",
+        "train/tokens_per_s",
+    }
+    wanted |= {"prune/threshold", "prune/density", "train/lr/*.mask_scores", "train/lr/weights", "train/lr/vectors"}
+    assert wanted <= record.keys()
+    assert len([name for name in record if name.startswith("prune/density/")]) == 12
+
+
+def test_every_record_has_its_epoch(output):
+    """Examples seen over the 240 of training, as a fraction: in the records of training and of evaluation alike."""
+    for phase in ("finetune", "prune"):
+        records = log_of(output, phase)
+        assert [r["epoch"] for r in records] == [pytest.approx(16 * r["step"] / 240) for r in records]
+        assert any("eval/accuracy" in record for record in records)
+        epochs = read(output / "all_results.json")[phase]["train"]["epochs"]
+        assert epochs == pytest.approx(records[-1]["epoch"])
+        assert f" {epochs:.2f} |" in line_of(output / "report.md", "epochs")
+
+
+def test_every_record_has_the_peak_memory_of_every_rank(output):
+    """Of both processes, in training and evaluation, more than the libraries take; the page names the largest."""
+    peaks = {name: [] for name in ("memory/resident/rank0", "memory/resident/rank1")}
+    for record in log_of(output, "prune"):
+        prefix = "" if "train/loss" in record else "eval/"
+        assert {f"{prefix}{name}" for name in peaks} == {name for name in record if "memory/" in name}
+        for name, values in peaks.items():
+            values.append(record[f"{prefix}{name}"])
+    assert all(200 << 20 < value < 8 << 30 for values in peaks.values() for value in values)
+    assert peaks["memory/resident/rank0"] != peaks["memory/resident/rank1"]
+    rank = max(range(2), key=lambda rank: max(peaks[f"memory/resident/rank{rank}"]))
+    most = max(peaks[f"memory/resident/rank{rank}"]) / 2**30
+    assert line_of(output / "report.md", "peak memory, resident").endswith(f" {most:.2f} GiB (rank {rank}) |")
+
+
+def test_the_results_say_what_every_phase_was_trained_on(output):
+    """Library versions, hosts and devices, once; beside the phase's own results, so that all keys are phases."""
+    results = read(output / "all_results.json")
+    assert list(results) == ["finetune", "prune"]
+    for found in results.values():
+        (session,) = found["trained_on"]
+        assert session["versions"] == machine.versions()
+        assert session["versions"].keys() == {"ds_trainer", "python", "torch", "transformers", "deepspeed", "numpy"}
+        assert session["hosts"] == {socket.gethostname(): {machine.device_name(): 2}}
+    note = f"Trained on {socket.gethostname()} (2 x "
+    assert note in (output / "report.md").read_text().replace("\\", "")
+
+
+def test_tensorboard_has_what_the_log_has(output):
+    """Every scalar of the log's last training record is in the event file, at its step, with its value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard" / "prune"))
+    events.Reload()
+    record = [r for r in log_of(output, "prune") if "train/loss" in r][-1]
+    for name in record.keys() - {"phase", "step"}:
+        last = events.Scalars(name)[-1]
+        assert (last.step, last.value) == (record["step"], pytest.approx(record[name], rel=1e-6))
+
+
+def test_tensorboard_has_histograms(output):
+    """Of every parameter that is trained and of its gradients, at every record, also where ZeRO 3 has cut it in two."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    all_steps = {"histograms": 0}
+    events = EventAccumulator(str(output / "tensorboard" / "prune"), all_steps).Reload()
+    tags = events.Tags()["histograms"]
+    matrix = "bert.encoder.layer.1.output.dense"
+    sizes = {f"weights/{matrix}.weight": 64 * 32, f"scores/{matrix}.mask_scores": 64 * 32, f"weights/{matrix}.bias": 32}
+    sizes |= {f"gradients/{name.partition('/')[2]}": size for name, size in sizes.items()}
+    for tag, size in sizes.items():
+        found = events.Histograms(tag)
+        assert [event.step for event in found] == [2, 4, 6, 8, 10, 12]
+        assert [event.histogram_value.num for event in found] == [pytest.approx(size)] * 6
+    assert len([tag for tag in tags if tag.startswith("scores/")]) == 12
+    assert 2 * len([tag for tag in tags if tag.startswith("gradients/")]) == len(tags)
+    assert not EventAccumulator(str(output / "tensorboard" / "finetune")).Reload().Tags()["histograms"]
+
+
+def test_plain_transformers_loads_the_pruned_model(output):
+    """AutoModel loads the folder; its encoder has exactly the asked zeros, as all_results.json counts them."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(output / "model")
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    assert model(**tokenizer("some apple", return_tensors="pt")).logits.shape == (1, 3)
+    assert sorted(model.config.id2label.values()) == ["bird", "fruit", "tool"]
+    weights = read(output / "all_results.json")["prune"]["weights"]
+    assert len(weights["layers"]) == 12
+    for name, counts in weights["layers"].items():
+        matrix = model.get_submodule(name).weight
+        assert counts == {"kept": int(matrix.count_nonzero()), "total": matrix.numel()}
+        assert counts["kept"] == round(0.25 * matrix.numel())
+    assert weights["encoder"]["kept"] == sum(counts["kept"] for counts in weights["layers"].values())
+    assert weights["model"]["total"] == sum(p.numel() for p in model.parameters())
+
+
+def test_evaluating_the_folder_gives_the_runs_score(output, recipe_file, tmp_path):
+    """launch/evaluate.py, alone and on 2 ranks, gives the accuracy that the run reported, over 61 examples."""
+    expected = read(output / "eval_results.json")["prune"]["accuracy"]
+    assert round(expected * 61, 3) == round(expected * 61)
+    command = ("launch/evaluate.py", str(output / "model"), "--recipe", str(recipe_file))
+    for ranks in (0, 2):
+        file = tmp_path / f"scores{ranks}.json"
+        run = (
+            run_deepspeed(ranks, *command, "--output_file", str(file))
+            if ranks
+            else run_python(*command, "--output_file", str(file))
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        assert read(file)["accuracy"] == pytest.approx(expected)
+
+
+def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
+    """Of 2 ranks under ZeRO 2 and 3, and of one without ZeRO; of the last phase and of an earlier one."""
+    assert becomes_model(output / "checkpoint-12", output / "model", tmp_path / "of two")
+    assert becomes_model(alone / "checkpoint-12", alone / "model", tmp_path / "of one")
+    assert becomes_model(alone / "finetune" / "checkpoint-60", alone / "finetune" / "model", tmp_path / "earlier")
+    assert not becomes_model(alone / "checkpoint-4", alone / "model", tmp_path / "of another step")
+
+
+def test_a_checkpoint_is_exported_as_a_model_folder_is(alone, tmp_path):
+    """With any other flags at once: compact, as ONNX and with scores, of which the checkpoint's is the run's own."""
+    flags = ["--compact", "fp16", "--onnx", "--output_dir", str(tmp_path / "target"), "--recipe"]
+    export_command([str(alone / "checkpoint-12"), *flags, str(alone / "recipe.json")])
+    report = read(tmp_path / "target" / "export.json")
+    assert {"checkpoint", "compact", "onnx", "scores"} <= report.keys()
+    assert report["scores"]["model"]["accuracy"] == read(alone / "eval_results.json")["prune"]["accuracy"]
+    assert {"model.onnx", COMPACT_FILE} <= {path.name for path in (tmp_path / "target").iterdir()}
+
+
+def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
+    """Not of what a later --resume wrote into the recipe: another density, more steps, other rates, another seed."""
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    edit_recipe(run, lambda recipe: recipe["phases"][1].update(max_steps=99, learning_rate=1.0))
+    edit_recipe(run, lambda recipe: recipe["phases"][1]["techniques"]["prune"].update(final_threshold=0.9))
+    edit_recipe(run, lambda recipe: recipe.update(seed=7))
+    assert becomes_model(run / "checkpoint-12", run / "model", tmp_path / "target")
+
+
+EVALUATE = """
+import os, sys
+import ds_trainer.run  # loaded once for all
+from ds_trainer.cli.train import run_command
+from ds_trainer.ranks.distributed import leave
+from ds_trainer.cli.evaluate import evaluate_command
+for words in sys.argv[1].split("|"):
+    process = os.fork()
+    if not process:
+        leave(run_command(evaluate_command, words.split()))
+    assert os.waitpid(process, 0)[1] == 0, words
+"""
+"""Several commands, each in a process of its own."""
+
+
+def test_checkpoints_are_scored_by_what_their_run_says(alone, tmp_path):
+    """One of each phase, without any flag, scores what its phase did; all of a phase go to a table, a file, a figure.
+
+    Of these, a checkpoint that has changed on the disk is told and left out. Nothing else in the run is touched.
+    """
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    spoil(run / "checkpoint-8")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    one, other, aside = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "aside"
+    commands = [
+        f"{run}/checkpoint-12 --output_file {one}",
+        f"{run}/finetune/checkpoint-60 --set max_eval_samples=null --output_file {other}",
+        f"{run} --all_checkpoints",
+        f"{run}/finetune --all_checkpoints --predictions_dir {aside}",
+    ]
+    done = run_python("-c", EVALUATE, "|".join(commands))
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = read(run / "eval_results.json")
+    for name, file in (("prune", one), ("finetune", other)):
+        assert read(file) == {key: value for key, value in expected[name].items() if key in read(file)}
+        assert read(file).keys() == {"accuracy"}
+    found = read(run / "checkpoints.json")
+    assert (found["phase"], [row["step"] for row in found["checkpoints"]]) == ("prune", [4, 12])
+    assert found["checkpoints"][-1]["scores"] == read(one)
+    assert found["checkpoints"][-1]["density"] == pytest.approx(0.25)
+    assert found["checkpoints"][0]["density"] > 0.3
+    assert "checkpoint-8 is damaged (mp_rank_00_model_states.pt is not what was written: its checksum" in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["4"], ["12"], ["30"], ["60"])]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("4", f"{100 * found['checkpoints'][0]['density']:.1f}%"),
+        *(("12", "25.0%"), ("30", "100.0%"), ("60", "100.0%")),
+    ]
+    for folder in (run, aside):
+        height, width, _ = cv2.imread(str(folder / "checkpoints.png")).shape
+        assert (width, height) == (800, 380)
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {
+        "checkpoints.json",
+        "checkpoints.png",
+        ".ds_trainer.json",
+    }
+
+
+def spoil(checkpoint: Path) -> None:
+    """Change one byte in the midst of the weights."""
+    file = checkpoint / "mp_rank_00_model_states.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def edit_recipe(run: Path, change) -> None:
+    recipe = read(run / "recipe.json")
+    change(recipe)
+    (run / "recipe.json").write_text(json.dumps(recipe))
+
+
+def forget_phase(run: Path) -> None:
+    """Make checkpoint-4 one of before the phase was noted."""
+    sums, position = read_marker(run / "checkpoint-4")
+    write_marker(run / "checkpoint-4", sums, {key: value for key, value in position.items() if key != "phase"})
+
+
+HOSTILE = {
+    "damaged": (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
+    "marker": (
+        lambda run: (run / "checkpoint-4" / "complete.json").write_text("{"),
+        "checkpoint-4 is damaged (complete.json cannot be read",
+    ),
+    "moved": (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
+    "no recipe": (lambda run: (run / "recipe.json").write_text("{"), "recipe.json"),
+    "unknown key": (
+        lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])),
+        'phasen: unknown key; did you mean "phases"?',
+    ),
+    "other phase": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
+        "was written by the phase prune, and lies where ",
+    ),
+    "other model": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][0].update(name="fine")),
+        "the model at the start of the phase prune cannot be loaded, and its config and tokenizer are needed: ",
+    ),
+    "start is gone": (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
+    "start is another": (
+        lambda run: (run / "finetune/model/config.json").write_text(
+            json.dumps(read(run / "finetune/model/config.json") | {"num_hidden_layers": 1})
+        ),
+        "do not go into the model that ",
+    ),
+    "older": (forget_phase, "was written by an older version of this library, which did not note the phase"),
+    "no task files": (
+        lambda run: edit_recipe(run, lambda recipe: recipe["task"].update(data_dir=str(run / "nowhere"))),
+        "nowhere/validation.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_checkpoint_that_cannot_be_read_is_told(case, alone, tmp_path, capsys):
+    """One error, exit code 2, and not a file more than there was."""
+    run, (change, said) = Path(shutil.copytree(alone, tmp_path / "out")), HOSTILE[case]
+    change(run)
+    assert refused(run / "checkpoint-4", tmp_path, capsys).count(said) == 1
+
+
+def refused(checkpoint: Path, root: Path, capsys) -> str:
+    before = sorted(root.rglob("*"))
+    capsys.readouterr()
+    assert run_command(export_command, [str(checkpoint), "--output_dir", str(root / "target")]) == 2
+    assert sorted(root.rglob("*")) == before
+    text = capsys.readouterr().err
+    assert text.count("error: ") == 1
+    return text
+
+
+def test_a_checkpoint_beside_a_run_is_left_alone(alone, tmp_path, capsys):
+    """A run under way may delete it at any moment; once that has ended, the checkpoint is read."""
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
+    folder = RunFolder(run)
+    folder.lock()
+    assert "a run is writing to" in refused(run / "checkpoint-4", tmp_path, capsys)
+    del folder
+    export_command([str(run / "checkpoint-4"), "--output_dir", str(tmp_path / "target")])
+
+
+def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypatch):
+    """Where there are none, heads that a phase does not have, several ranks, an output in the checkpoint itself."""
+    for words, said in (
+        ((alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder of a run"),
+        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, and so no heads to exit at"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_evaluate_job([str(word) for word in words])
+    for words, said in (
+        (("--onnx",), "is a checkpoint, which stays as it is: give --output_dir"),
+        (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: drop the flag"),
+        (("--onnx", "--output_dir", alone / "checkpoint-4"), "which stays as it is: give another"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])
+    shutil.copytree(alone / "model", tmp_path / "checkpoint-7")
+    assert not is_checkpoint(str(tmp_path / "checkpoint-7")), "a model folder of another trainer has such a name, too"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="scored by one process: start it with python"):
+        read_evaluate_job([str(alone / "checkpoint-4")])
+
+
+def test_both_phases_learn(output):
+    """The dense model beats chance clearly, and the pruned one is still above it."""
+    results = read(output / "eval_results.json")
+    assert results["finetune"]["accuracy"] > 0.6
+    assert results["prune"]["accuracy"] > 0.45
+
+
+def test_an_optimizer_block_gets_our_groups(recipe_file, tmp_path):
+    """DeepSpeed's own AdamW, named in the engine file, trains as the one handed over, with the groups' own rates."""
+    engine = tmp_path / "engine.json"
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    secret = {"comet": {"enabled": False, "api_key": "of-the-test-123"}, "log_level": "info"}
+    block = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
+    engine.write_text(json.dumps(block | secret))
+    more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant")
+    for name, config in (("block", str(engine)), ("none", "ds_configs/zero0.json")):
+        done = train(1, recipe_file, tmp_path / name, *more, engine=config)
+        assert "of-the-test-123" not in done.stdout + done.stderr
+        assert ("api_key=" in done.stdout + done.stderr) == (name == "block"), "DeepSpeed prints its config"
+    for one, two in zip(log_of(tmp_path / "block", "prune"), log_of(tmp_path / "none", "prune"), strict=True):
+        rates = {name: value for name, value in two.items() if name.startswith("train/lr/")}
+        if rates:
+            assert one["train/loss"] == pytest.approx(two["train/loss"], rel=2e-2)  # the groups' order differs
+            assert {name: one[name] for name in rates} == rates
+            assert len(set(rates.values())) == 2
+
+
+def test_the_embedded_default_runs(tmp_path):
+    """The quickstart's recipe, shortened: data from docstrings, a tokenizer trained on them, both phases, one table."""
+    done = train(1, "ds_configs/recipes/quickstart.json", tmp_path / "out", "--set", "phases.*.max_steps=10")
+    table = [line.split() for line in done.stderr.splitlines() if line.startswith(("finetune ", "prune "))]
+    assert [row[0] for row in table] == ["finetune", "prune"]
+    assert "(10.0%)" in table[1]
+    assert len(read(tmp_path / "out" / "model" / "config.json")["id2label"]) == 5
+
+
+@pytest.mark.real
+def test_real_sst2_learns_and_prunes(tmp_path):
+    """MiniLM on SST-2: 40 steps fine-tune it well above chance, and pruning leaves exactly 15% of the encoder."""
+    done = run_deepspeed(
+        2,
+        *("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--set", "bf16.enabled=true"),
+        *("--recipe", "ds_configs/recipes/sst2_prune.json", "--model_name_or_path", str(SHARED / "models/minilm-l6")),
+        *(
+            "--data_dir",
+            str(SHARED / "data"),
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--set",
+            "phases.*.train_batch_size=32",
+        ),
+        *("--set", "phases.finetune.max_steps=60", "--set", "phases.prune.max_steps=10"),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = read(tmp_path / "out" / "all_results.json")
+    assert results["finetune"]["eval"]["accuracy"] > 0.65
+    kept = results["prune"]["weights"]["encoder"]
+    assert kept == {"kept": pytest.approx(0.15 * 10_616_832, abs=36), "total": 10_616_832}

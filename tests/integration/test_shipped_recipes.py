@@ -1,0 +1,208 @@
+"""The recipes of ds_configs/recipes: sound on small and large tasks, and the originals' to the letter."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WORDS
+from support.launching import ROOT
+
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.config.schedules import steps_of
+from ds_trainer.engine.engine_file import said_by, settled_numbers
+from ds_trainer.files.json_file import read_json
+from ds_trainer.models.layers import create_folder, train_tokenizer
+from ds_trainer.run import plan_phase
+from ds_trainer.tasks.data import steps_for
+from ds_trainer.techniques.prune.prune import threshold_schedule
+from ds_trainer.techniques.technique import Clock
+
+RECIPES = sorted((ROOT / "ds_configs" / "recipes").glob("*.json"))
+SMALL, LARGE = 2_500, 70_000
+"""Examples of RTE, and of SST-2 or SQuAD."""
+
+_SQUAD = {"name": "squad", "max_seq_length": 384, "doc_stride": 128, "max_query_length": 64}
+_SQUAD |= {"n_best_size": 20, "max_answer_length": 30}
+_SOFT = {"initial_warmup": 1, "final_warmup": 2, "schedule": "cubic", "mask_init": "constant", "mask_scale": 0}
+_SOFT |= {"mask_scores_learning_rate": 1e-2}
+_LOGITS = {"terms": ["logits"], "temperature": 2, "alpha_ce": 0.5}
+_FINE_PRUNE = {"name": "prune", "start_from": "@model", "learning_rate": 3e-5}
+_FINE_PRUNE |= {"groups": [{"params": "*.embeddings.*", "frozen": True}]}
+_DISTILBERT = {"name": "distil", "start_from": "@model", "num_train_epochs": 3, "per_device_train_batch_size": 5}
+_DISTILBERT |= {"learning_rate": 5e-4, "warmup_steps": 0.05, "weight_decay": 0, "max_grad_norm": 5}
+_DISTILBERT |= {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-6}
+_COSINE = {"teacher": "@model", "terms": ["logits", "cos"], "temperature": 2, "freeze_pos_embs": True}
+_COSINE |= {"alpha_ce": 5, "alpha_cos": 1}
+_DEEBERT = {"num_train_epochs": 3, "train_batch_size": 8, "learning_rate": 2e-5}
+_HIGHWAYS = {"training": "heads", "terms": ["heads"], "pooling": "first", "criterion": "entropy"}
+ORIGINALS: dict[str, list[dict[str, Any]]] = {
+    "squad_fine_prune_distil": [
+        _SQUAD,
+        _FINE_PRUNE
+        | {
+            "num_train_epochs": 10,
+            "train_batch_size": 16,
+            "warmup_steps": 0.0976,
+            "techniques": {
+                "prune": _SOFT
+                | {"pruning_method": "sigmoied_threshold", "initial_threshold": 0, "final_threshold": 0.1}
+                | {"regularization": "l1", "final_lambda": 400},
+                "distill": _LOGITS | {"teacher": "@teacher", "alpha_distil": 0.5},
+            },
+            "loss": {"task": 0.5, "prune.penalty": 400, "distill.logits": 0.5},
+        },
+    ],
+    "glue_fine_prune_distil": [
+        {"name": "mnli", "max_seq_length": 128},
+        _FINE_PRUNE
+        | {
+            "num_train_epochs": 6,
+            "train_batch_size": 32,
+            "warmup_steps": 0.163,
+            "techniques": {
+                "prune": _SOFT | {"pruning_method": "topK", "initial_threshold": 1, "final_threshold": 0.15},
+                "distill": _LOGITS | {"teacher": "@teacher", "alpha_distil": 0.5, "cache_teacher": True},
+            },
+            "loss": {"task": 0.5, "distill.logits": 0.5},
+        },
+    ],
+    "mlm_distilbert": [
+        {"name": "mlm", "train_file": "train.txt", "validation_file": "valid.txt", "max_seq_length": 512}
+        | {"min_seq_length": 12, "max_unknown": 0.5, "mlm_mask_prop": 0.15, "mlm_smoothing": 0.7}
+        | {"word_mask": 0.8, "word_keep": 0.1, "word_rand": 0.1},
+        _DISTILBERT
+        | {
+            "train_batch_size": 4000,
+            "student": {"model_type": "distilbert", "layers": [0, 2, 4, 7, 9, 11]},
+            "techniques": {"distill": _COSINE | {"alpha_mlm": 2, "restrict_ce_to_mask": False}},
+            "loss": {"task": 2, "distill.logits": 5, "distill.cos": 1},
+        },
+    ],
+    "clm_distilgpt2": [
+        {"name": "clm", "train_file": "train.txt", "validation_file": "valid.txt", "max_seq_length": 1024}
+        | {"min_seq_length": 12, "line_by_line": False},
+        _DISTILBERT
+        | {
+            "train_batch_size": 1000,
+            "student": {"layers": [0, 2, 4, 7, 9, 11]},
+            "techniques": {"distill": _COSINE | {"alpha_clm": 0.5}},
+            "loss": {"task": 0.5, "distill.logits": 5, "distill.cos": 1},
+        },
+    ],
+    "squad_distil": [
+        _SQUAD,
+        {"name": "distil", "num_train_epochs": 3, "train_batch_size": 8, "learning_rate": 5e-5}
+        | {"loss": {"task": 0.5, "distill.logits": 0.5}}
+        | {
+            "techniques": {
+                "distill": _LOGITS
+                | {"teacher": "bert-base-uncased-finetuned-squad", "alpha_squad": 0.5, "cache_teacher": True}
+            }
+        },
+    ],
+    "glue_deebert": [
+        {"name": "mrpc", "max_seq_length": 128},
+        _DEEBERT | {"name": "finetune", "loss": {"task": 1}},
+        _DEEBERT
+        | {"name": "exits", "loss": {"task": 0, "exits.heads": 1}}
+        | {"techniques": {"exits": _HIGHWAYS | {"early_exit_entropy": 0.1}}},
+    ],
+}
+"""The task and the phases of each original, to the letter: the comments of a recipe say where each number is from."""
+
+
+def recipe_of(name: str) -> Recipe:
+    return parse_recipe(read_json(ROOT / "ds_configs" / "recipes" / f"{name}.json", "the recipe"))
+
+
+def phase_of(recipe: Recipe, name: str) -> Phase:
+    return next(phase for phase in recipe.phases if phase.name == name)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_holds_on_small_and_large_tasks(path: Path) -> None:
+    """It parses, comments and all, has steps to take, and the threshold is held for no more of them than there are."""
+    for phase in recipe_of(path.stem).phases:
+        for examples in (SMALL, LARGE):
+            batch = settled_numbers({}, said_by(phase), 1).train_batch_size
+            total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, batch)
+            assert total > 0
+            if phase.techniques.prune:
+                threshold_schedule(phase.techniques.prune, Clock(total, steps_of(phase.warmup_steps, total), seed=0))
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_recipe_of_an_original_says_the_originals_numbers(name: str) -> None:
+    """In the phases that the original has; all that decides what is trained, and nothing else."""
+    recipe = recipe_of(name).model_dump(exclude_unset=True)
+    running = {"logging_steps", "save_steps", "save_total_limit"}
+    phases = [{key: phase[key] for key in phase.keys() - running} for phase in recipe["phases"]]
+    assert [recipe["task"], *(phase for phase in phases if phase["name"] != "teacher")] == ORIGINALS[name]
+
+
+def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
+    """It is the original's share of the steps, on SQuAD and on MNLI."""
+    for name, steps, warmup in (("squad_fine_prune_distil", 55_330, 5_400), ("glue_fine_prune_distil", 73_632, 12_000)):
+        assert steps_of(phase_of(recipe_of(name), "prune").warmup_steps, steps) == pytest.approx(warmup, rel=1e-3)
+
+
+def test_the_optimizer_of_distilbert_is_the_originals() -> None:
+    """It gets Adam's betas and epsilon, the rate and the clipping, for BERT and for GPT-2."""
+    for name in ("mlm_distilbert", "clm_distilgpt2"):
+        numbers = settled_numbers({}, said_by(phase_of(recipe_of(name), "distil")), 1)
+        assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.98, 1e-6)
+        assert (numbers.learning_rate, numbers.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
+
+
+def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> None:
+    """What their comments say of weight decay, betas, epsilon, clipping and warm-up holds of a run."""
+    for name, rate, batch in (("squad_distil", 5e-5, 8), ("glue_deebert", 2e-5, 8)):
+        for phase in recipe_of(name).phases:
+            numbers = settled_numbers({}, said_by(phase), 1)
+            assert (numbers.learning_rate, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
+            assert (numbers.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
+            assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.999, 1e-8)
+
+
+def write_task(folder: Path, rows: int) -> list[str]:
+    """The flags of a labelled task of so many training examples."""
+    draw = random.Random(0)
+    kinds = [draw.choice(list(WORDS)) for _ in range(rows)]
+    lines = [f"{draw.choice(WORDS[kind].split())},{kind}" for kind in kinds]
+    folder.mkdir()
+    for name, part in (("train.csv", lines), ("validation.csv", lines[:20])):
+        (folder / name).write_text("\n".join(["text,kind", *part]) + "\n")
+    fields = {"train_file": "train.csv", "validation_file": "validation.csv", "text_columns": '["text"]'}
+    fields |= {"label_column": "kind", "max_seq_length": "16"}
+    settings = [part for name, value in fields.items() for part in ("--set", f"task.{name}={value}")]
+    return ["--task_name", "text", "--data_dir", str(folder), *settings]
+
+
+def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
+    """On 2,500 examples, where 12,000 warm-up steps were more than the phase had: all but the training is done."""
+    model: dict[str, Any] = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1}
+    model |= {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 32}
+    create_folder(model, train_tokenizer([*WORDS.values()] * 5, 64, True), tmp_path / "model", seed=0)
+    files = [
+        "--deepspeed_config",
+        "ds_configs/zero2.json",
+        "--recipe",
+        "ds_configs/recipes/glue_fine_prune_distil.json",
+    ]
+    places = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
+    job = read_train_job([*files, *places, *write_task(tmp_path / "data", SMALL)])
+    teacher, prune = job.recipe.phases
+    source = str(tmp_path / "model")
+    plan = plan_phase(job, prune, source, teacher=source)
+    built, groups, _ = plan.prepare()
+    assert plan.clock.total == 469  # 6 epochs of 2,500 by 32
+    assert plan.clock.warmup == 76  # 0.163 of them
+    frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in built.named_parameters() if ".embeddings." in name}
+    assert len(frozen) == 5  # words, positions, token types, the norm's weight and bias
+    assert {group.learning_rate for group in groups} == {3e-5, 1e-2}
+    assert plan_phase(job, teacher, source).clock.total == 235

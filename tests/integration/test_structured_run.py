@@ -1,0 +1,123 @@
+"""Heads and neurons pruned with a teacher, cut out, trained on; zeros kept: one run of two ranks under ZeRO-3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.launching import run_python
+from support.trained_runs import becomes_model, read, train
+
+import ds_trainer
+from ds_trainer.models.layers import encoder_linears
+from ds_trainer.models.shrunk_model import FIELD
+
+TEACH = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
+SOON = {"initial_warmup": 0, "final_warmup": 0.3}
+VIEW = {"evaluate_at_final_threshold": True}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_recipe, tmp_path_factory) -> Path:
+    common = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 4}
+    hybrid = {
+        "granularity": "hybrid",
+        "final_threshold": 0.5,
+        "mask_init": "uniform",
+        "mask_scale": 0.01,
+        **SOON,
+        **VIEW,
+    }
+    magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
+    magnitude |= {"global_topk": True, "global_topk_frequency_compute": 3}
+    sparse = {"start_from": "@dense", "max_steps": 8}
+    phases = [
+        {"name": "dense", "max_steps": 12},
+        {
+            "name": "cut",
+            "max_steps": 12,
+            "save_steps": 12,
+            "shrink": True,
+            "techniques": {"prune": hybrid, **TEACH},
+            "eval_steps": 4,
+        },
+        {"name": "filled", "max_steps": 8, "techniques": TEACH},
+        sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
+        sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},
+        {"name": "kept", "max_steps": 8, "save_steps": 8, "techniques": {"keep_zeros": True}},
+    ]
+    folder = tmp_path_factory.mktemp("structured")
+    recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "report": False, "tensorboard": False}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    train(2, folder / "recipe.json", folder / "out", engine="ds_configs/zero3.json")
+    return folder / "out"
+
+
+def test_what_is_cut_is_smaller_and_is_trained_on(run):
+    """Half of the heads and neurons are gone from the folder, and the next phase starts from and leaves such a one."""
+    results = read(run / "all_results.json")
+    dense = results["dense"]["weights"]["encoder"]["total"]
+    for phase in ("cut", "filled"):
+        weights = results[phase]["weights"]
+        assert weights["before"]["encoder"] == dense
+        assert weights["encoder"] == {"kept": dense // 2, "total": dense // 2}
+        assert read(run / phase / "model" / "config.json")[FIELD] == {"heads": [1, 1], "neurons": [32, 32]}
+    before, after = (load_file(run / phase / "model" / "model.safetensors") for phase in ("cut", "filled"))
+    assert all(after[name].shape == before[name].shape for name in before)
+    assert any(not torch.equal(after[name], before[name]) for name in before if "layer" in name)
+
+
+def test_checkpoints_become_what_the_phases_have_left(run, tmp_path):
+    """That of an earlier phase, cut as its model is, and that of the last."""
+    assert becomes_model(run / "cut" / "checkpoint-12", run / "cut" / "model", tmp_path / "cut")
+    assert becomes_model(run / "checkpoint-8", run / "model", tmp_path / "kept")
+
+
+def test_zeros_are_kept_under_zero_3(run):
+    """Those of the phase before, no others, while the other weights of every matrix have moved."""
+    zeros, kept = (
+        encoder_linears(ds_trainer.load_model(folder)) for folder in (run / "sparse" / "model", run / "model")
+    )
+    for name, linear in kept.items():
+        assert torch.equal(linear.weight == 0, zeros[name].weight == 0)
+        assert not torch.equal(linear.weight, zeros[name].weight)
+    counts = [found["weights"]["encoder"]["kept"] for found in read(run / "all_results.json").values()]
+    assert counts[-1] == counts[-2] < counts[0] / 4
+
+
+def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
+    """They are recorded beside the own, up to the end, and a run without them has the same weights bit by bit."""
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for phase, steps in (("cut", [4, 8, 12]), ("sparse", [2, 4, 6, 8])):
+        scores = {r["step"]: r for r in records if r["phase"] == phase and "eval/accuracy" in r}
+        assert list(scores) == steps
+        assert all("eval/final_threshold/accuracy" in record for record in scores.values())
+        assert scores[steps[-1]]["eval/final_threshold/agreement"] == 1
+        assert scores[steps[-1]]["eval/final_threshold/accuracy"] == scores[steps[-1]]["eval/accuracy"]
+    with_view, without = (load_file(run / phase / "model" / "model.safetensors") for phase in ("sparse", "unseen"))
+    assert all(torch.equal(with_view[name], without[name]) for name in without)
+
+
+def test_its_folders_are_measured_side_by_side(run, tmp_path):
+    """By the command, with the score on the run's task."""
+    folders = [str(run / phase / "model") for phase in ("dense", "filled")]
+    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
+    done = run_python("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = read(tmp_path / "benchmark.json")
+    labels = ["dense/model", "filled/model"]
+    (measured,) = found["measurements"]
+    assert list(measured["folders"]) == list(found["folders"]) == labels
+    assert measured["notes"] == {}
+    dense, filled = measured["folders"].values()
+    assert dense["speed_up"] == 1
+    whole, cut = (found["folders"][label]["flops_per_example"]["16"] for label in labels)
+    assert cut < 0.6 * whole
+    assert filled["speed_up_per_flop_ratio"] == pytest.approx(filled["speed_up"] * cut / whole)
+    for label in labels:
+        assert 0 < measured["folders"][label]["median_ms"] < 1000
+        assert found["folders"][label]["scores"]["torch"].keys() == {"accuracy"}
+        assert label in done.stdout

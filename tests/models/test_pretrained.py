@@ -1,0 +1,185 @@
+"""Model folders whose config, tokenizer and weights do not say the same, or nothing that can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.csv_files import write_csv
+from transformers import BertConfig
+
+from ds_trainer.config.task_specs import LmSpec, SquadSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import (
+    ANSWERER,
+    CLASSIFIER,
+    MASKED_LM,
+    HeadKind,
+    load_config,
+    load_tokenizer,
+    load_with_head,
+    tokenizer_state,
+)
+from ds_trainer.tasks.registry import build_task
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+TEXTS = ["it rains", "it is wet", "no"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(TEXTS * 5, 60, True)
+
+
+@pytest.fixture
+def folder_of(tokenizer: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A folder of a small BERT of a class, some of its weights changed."""
+
+    def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict, **fields: Any) -> Path:
+        torch.manual_seed(0)
+        config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SMALL, **fields)
+        getattr(transformers, name)(config).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        path = tmp_path / "model" / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+        return tmp_path / "model"
+
+    return make
+
+
+def without(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+def reshaped(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {k: torch.cat([v, v]).contiguous() if part in k else v for k, v in weights.items()}
+
+
+HEADS: list[tuple[str, HeadKind, str, str]] = [
+    ("BertForQuestionAnswering", ANSWERER, "qa_outputs.", "qa_outputs.bias, qa_outputs.weight"),
+    ("BertForMaskedLM", MASKED_LM, "transform.dense.weight", "cls.predictions.transform.dense.weight"),
+]
+
+
+@pytest.mark.parametrize("change", [without, reshaped])
+@pytest.mark.parametrize(("name", "kind", "part", "named"), HEADS)
+def test_a_head_that_the_config_claims_must_be_in_the_weights(
+    name: str, kind: HeadKind, part: str, named: str, change: Any, folder_of: Any
+) -> None:
+    """Missing or of another shape, it would be scored at random: its weights are named instead."""
+    assert load_with_head(folder_of(name), kind)
+    folder = folder_of(name, change(part))
+    with pytest.raises(ValueError, match=rf"{named} of the head are missing or of another shape.*take {name} out"):
+        load_with_head(folder, kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    assert load_with_head(folder, kind), "as the message says"
+
+
+@pytest.mark.parametrize("change", [without, reshaped])
+def test_a_classifier_that_the_config_claims_must_be_in_the_weights(
+    change: Any, folder_of: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where its classes fit and it would be kept; one of other classes is new either way. The pooler may be new."""
+    spec = write_csv(tmp_path, ["a", "a", "b"])
+    name = "BertForSequenceClassification"
+    for folder in (folder_of(name, without("pooler")), folder_of(name, change("classifier."), num_labels=3)):
+        assert build_task(spec, folder, tmp_path / "cache").build_model(folder)
+    folder = folder_of(name, change("classifier."))
+    task = build_task(spec, folder, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"classifier\.bias, classifier\.weight of the head are missing"):
+        task.build_model(folder)
+
+
+def test_pre_training_holds_a_masked_language_model_too(folder_of: Any) -> None:
+    """BERT as it was published has both heads of its pre-training; its weights are taken. ELECTRA's is another."""
+    folder = folder_of("BertForPreTraining")
+    assert MASKED_LM.trained_in(load_config(folder, MASKED_LM))
+    assert not CLASSIFIER.trained_in(load_config(folder, CLASSIFIER))
+    expected = load_file(folder / "model.safetensors")["cls.predictions.transform.dense.weight"]
+    assert torch.equal(load_with_head(folder, MASKED_LM).cls.predictions.transform.dense.weight, expected)
+    electra = transformers.ElectraConfig(architectures=["ElectraForPreTraining"])
+    assert not MASKED_LM.trained_in(electra)
+
+
+@pytest.mark.parametrize("content", ["[]", "5", '"x"', '{"model_type": []}', '{"model_type": "bert", "id2label": []}'])
+def test_a_config_of_another_form_is_told(content: str, folder_of: Any) -> None:
+    """JSON, but no config: one ValueError that names the folder."""
+    folder = folder_of("BertForMaskedLM")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"the config of {folder} cannot be read: "):
+        load_config(folder, MASKED_LM)
+
+
+def test_a_config_with_a_field_of_another_kind_is_told(folder_of: Any) -> None:
+    """Transformers' own errors for those are no ValueErrors."""
+    folder = folder_of("BertForMaskedLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+    with pytest.raises(ValueError, match=r"cannot be read: .*'hidden_size'"):
+        load_config(folder, MASKED_LM)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "5", "{", '{"added_tokens": [], "model": {}}'])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_of_another_form_is_told(file: str, content: str, folder_of: Any) -> None:
+    """Whatever the file and the fault; a tokenizer_config.json may be empty."""
+    folder = folder_of("BertForMaskedLM")
+    (folder / file).write_text(content)
+    if file == "tokenizer_config.json" and "{" in content and "}" in content:
+        return
+    with pytest.raises(ValueError, match=rf"{folder} has no tokenizer that transformers can load: ."):
+        load_tokenizer(folder)
+
+
+def test_a_name_that_is_too_long_is_that_of_no_model() -> None:
+    """Not an error of the system."""
+    for name in ("x" * 5000, "/" + "x" * 5000):
+        with pytest.raises(ValueError, match=r"does not exist|cannot be read"):
+            load_config(name, MASKED_LM)
+        with pytest.raises(ValueError, match=r"does not exist|has no tokenizer"):
+            load_tokenizer(name)
+
+
+def test_using_a_tokenizer_does_not_change_its_fingerprint(tokenizer: Any) -> None:
+    """Truncation set by an earlier call stays in the object and must not count."""
+    before = tokenizer_state(tokenizer)
+    tokenizer(["it rains"], truncation=True, max_length=4, padding="max_length")
+    assert tokenizer_state(tokenizer) == before
+
+
+def test_a_model_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path: Path) -> None:
+    """A path is never taken for a hub name."""
+    with pytest.raises(ValueError, match=r"the model folder .*none does not exist"):
+        load_tokenizer(tmp_path / "none")
+
+
+@pytest.mark.parametrize("token", ["eos_token", "unk_token", "cls_token"])
+def test_special_tokens_are_part_of_a_tokenizers_state(token: str, folder_of: Any, tmp_path: Path) -> None:
+    """They decide what examples are, and are not all in the tokenizer's own file: another one is another cache."""
+    folder = folder_of("BertForMaskedLM")
+    one, other = load_tokenizer(folder), load_tokenizer(folder)
+    setattr(other, token, "[MASK]")
+    assert tokenizer_state(one) == tokenizer_state(load_tokenizer(folder))
+    assert tokenizer_state(one) != tokenizer_state(other)
+    assert json.loads(json.dumps(tokenizer_state(one))) == tokenizer_state(one)
+
+
+def test_a_task_scores_no_random_head(folder_of: Any, tmp_path: Path) -> None:
+    """The folder passes the check of its names, and not that of its weights: SQuAD and masked language modelling."""
+    folder = folder_of("BertForQuestionAnswering", without("qa_outputs"))
+    settings = {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 16}
+    squad = build_task(SquadSpec(**settings), folder, tmp_path / "cache")
+    squad.check_trained(folder)
+    with pytest.raises(ValueError, match=r"lack what its config.json claims"):
+        squad.build_model(folder)
+    folder = folder_of("BertForMaskedLM", without("predictions.bias"))
+    masked = build_task(LmSpec(name="mlm", validation_file="x.txt"), folder, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"lack what its config.json claims"):
+        masked.build_model(folder)

@@ -1,0 +1,368 @@
+"""What contributes nothing is cut out of a model, and what it computes stays."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.exit_training import plan_for
+from support.zeroed import (
+    DECODERS,
+    FAMILIES,
+    KIN,
+    VOCABULARY,
+    bare_of,
+    empty,
+    inputs_of,
+    logits_of,
+    model_of,
+    randomised,
+    states_of,
+    uneven,
+)
+from torch import nn
+
+from ds_trainer.deploy.export import cut_where_empty, save_folded
+from ds_trainer.models.layers import count_weights, save_folder, train_tokenizer
+from ds_trainer.models.shrink import NothingToCutError, kept, shrink
+from ds_trainer.models.shrunk_model import LAYOUT_OF, blocks_of, layers_of, sizes_of
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}
+"""How many heads can be left of a family where its config can still say it."""
+
+
+@pytest.mark.parametrize("where", ["inner", "outer", "both"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cut_model_computes_what_the_masked_one_does(family: str, where: str) -> None:
+    """With whole blocks empty, a single head, biases that are not zero and a padded row; and it is a smaller model."""
+    whole = model_of(family)
+    masked = empty(copy.deepcopy(whole), uneven(whole), where)
+    shrunk = shrink(masked)
+    assert not torch.allclose(logits_of(masked), logits_of(whole), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
+    # the bias of its values has no place to go: Qwen 2 has none in the outer layer
+    wanted = uneven(whole) if (family, where) != ("qwen2", "inner") else uneven(whole) | {"heads": [2, 2, 2]}
+    assert sizes_of(shrunk) == shrunk.config.shrunk == wanted
+    assert shrunk.num_parameters() < masked.num_parameters()
+
+
+def first_layer(model: Any) -> nn.Module:
+    return next(iter(layers_of(model).values()))
+
+
+@pytest.mark.parametrize("family", KIN)
+def test_every_listed_kind_of_layer_is_cut_rightly(family: str) -> None:
+    """Zeros on either side of a block's matrices, which leave it empty or in part: what was cut is not missed."""
+    whole = bare_of(family)
+    sizes = sizes_of(whole)
+    attends = len(blocks_of(first_layer(whole))) == 2
+    wanted = {"heads": [0, 1, *sizes["heads"][2:]] if attends else sizes["heads"]}
+    wanted["neurons"] = [7, 0, *sizes["neurons"][2:]]
+    for where in ("outer", "inner", "both"):
+        masked = empty(copy.deepcopy(whole), wanted, where)
+        shrunk = shrink(masked)
+        assert not torch.allclose(states_of(masked), states_of(whole), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(states_of(shrunk), states_of(masked), **TOLERANCE)
+        found = sizes_of(shrunk)
+        # a bias of values stays where the outer layer has none to take it
+        stays = where == "inner" and family in ("qwen2", "seed_oss")
+        assert found == (wanted | {"heads": sizes["heads"]} if stays else wanted)
+
+
+def test_no_listed_kind_of_layer_is_untried() -> None:
+    """The models above have all of them."""
+    with torch.device("meta"):
+        assert {type(first_layer(bare_of(family))).__name__ for family in KIN} == LAYOUT_OF.keys()
+
+
+@pytest.mark.parametrize("family", ["diffllama", "big_bird", "yoso", "mra", "openai-gpt"])
+def test_what_looks_like_a_known_family_is_refused(family: str) -> None:
+    """Heads in pairs, blocks of the sequence, attention without a softmax: the classes of their layers are unknown."""
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+    fields = {"n_embd": 32, "n_layer": 3, "n_head": 4} if family == "openai-gpt" else small
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **fields, vocab_size=80))
+    kind = type(first_layer(model)).__name__
+    assert blocks_of(first_layer(model)) == ()
+    with pytest.raises(ValueError, match=f"cannot be cut: {kind}. Known are BERT, .*and export with --compact"):
+        shrink(model)
+
+
+@pytest.mark.parametrize(("family", "field"), [("roformer", "rotary_value"), ("cohere", "use_qk_norm")])
+def test_heads_that_are_not_apart_stay(family: str, field: str) -> None:
+    """Values that are turned by their positions, and a norm with weights for every head; neurons are cut as ever."""
+    masked = bare_of(family, **{field: True})
+    assert [block.kind for block in blocks_of(first_layer(masked))] == ["feed_forward"]
+    empty(masked, sizes_of(masked) | {"neurons": [3, 0, 5]})
+    torch.testing.assert_close(states_of(shrink(masked)), states_of(masked), **TOLERANCE)
+
+
+def test_weights_that_layers_share_are_told() -> None:
+    """Cut for one of them they would be the other's no more."""
+    model = model_of("bert")
+    layers = model.bert.encoder.layer
+    layers[2].output.dense.weight = layers[0].output.dense.weight
+    with pytest.raises(ValueError, match=r"layer\.2\.output\.dense and .*layer\.0\.output\.dense share their weight"):
+        shrink(model)
+
+
+def test_a_config_that_counts_no_heads_is_told() -> None:
+    """That of several models in one has a config for each."""
+    model = model_of("bert")
+    model.config = transformers.Gemma3Config()
+    with pytest.raises(ValueError, match="a Gemma3Config has no num_attention_heads"):
+        shrink(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_sizes_can_be_cut_and_cut_again(family: str) -> None:
+    """Random sizes, those of the second cut at most those of the first: the sizes are those of the config each time."""
+    draw, model = random.Random(family), model_of(family)
+    for _ in range(3):
+        sizes = {name: [draw.randint(0, size) for size in counts] for name, counts in sizes_of(model).items()}
+        if len(blocks_of(next(iter(layers_of(model).values())))) < 2:
+            sizes["heads"] = sizes_of(model)["heads"]
+        masked = empty(model, sizes, draw.choice(["outer", "both"]))
+        assert {name: [len(layer) for layer in layers] for name, layers in kept(masked).items()} == sizes
+        model = shrink(masked)
+        assert sizes_of(model) == sizes
+        torch.testing.assert_close(logits_of(model), logits_of(masked), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_generation_goes_on_from_a_cache(family: str) -> None:
+    """With no attention in the first layer, by which transformers counts: tokens as without a cache, and as masked."""
+    masked = model_of(family)
+    empty(masked, uneven(masked))
+    shrunk = shrink(masked)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = inputs_of()["input_ids"][:, :5]
+    wanted = masked.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert wanted.shape == (2, 13)
+    for cache in (True, False):
+        found = shrunk.generate(tokens, attention_mask=torch.ones_like(tokens), use_cache=cache, **options)
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_cache_of_padded_rows_is_gone_on_from(family: str) -> None:
+    """Text after text, positions left to the model, the first row padded to the left: states as of all at once."""
+    masked = bare_of(family)
+    shrunk = shrink(empty(masked, uneven(masked)))
+    tokens, mask = inputs_of()["input_ids"], torch.ones(2, 9, dtype=torch.long)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        wanted = masked(tokens, attention_mask=mask).last_hidden_state[:, 5:]
+        begun = shrunk(tokens[:, :5], attention_mask=mask[:, :5], use_cache=True)
+        found = shrunk(tokens[:, 5:], attention_mask=mask, past_key_values=begun.past_key_values).last_hidden_state
+    assert begun.past_key_values.get_seq_length() == 9
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_decoder_that_reads_an_encoder_is_cut(family: str) -> None:
+    """Its cross attention stays whole; its two caches are one."""
+    fields = {"is_decoder": True, "add_cross_attention": True, "use_cache": True}
+    masked = bare_of(family, **fields)
+    shrunk = shrink(empty(masked, uneven(masked)))
+    tokens, read = inputs_of()["input_ids"], {"encoder_hidden_states": torch.randn(2, 4, 32)}
+    with torch.no_grad():
+        wanted = masked(tokens, **read).last_hidden_state[:, 5:]
+        begun = shrunk(tokens[:, :5], **read)
+        found = shrunk(tokens[:, 5:], **read, past_key_values=begun.past_key_values).last_hidden_state
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_family_whose_config_can_say_it_gets_a_plain_model(family: str, tmp_path: Any) -> None:
+    """Of the same sizes in every layer; its folder is any other of transformers: no sizes, no map, no code."""
+    masked = empty(model_of(family), {"heads": [PLAIN[family]] * 3, "neurons": [8] * 3})
+    shrunk = shrink(masked)
+    assert type(shrunk) is type(masked)
+    assert not hasattr(shrunk.config, "shrunk")
+    save_folder(shrunk, train_tokenizer(["it rains"] * 3, 40, True), tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.py")]
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert "shrunk" not in text
+    assert "auto_map" not in text
+    reloaded = type(masked).from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits_of(reloaded), logits_of(masked), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("bert", 2), ("gpt2", 2), ("modernbert", 2), ("distilbert", 1)])
+def test_heads_that_the_config_would_make_wider_are_no_plain_model(family: str, heads: int) -> None:
+    """BERT's config gives each head its share of the width: fewer heads would be wider ones."""
+    masked = empty(model_of(family), {"heads": [heads] * 3, "neurons": [8] * 3})
+    assert shrink(masked).config.shrunk == {"heads": [heads] * 3, "neurons": [8] * 3}
+
+
+def test_a_config_that_transformers_would_refuse_is_not_written() -> None:
+    """Three heads do not divide a width of 32, whatever their own width is: the sizes are said in `shrunk`."""
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, vocab_size=VOCABULARY))
+    masked = empty(randomised(whole), {"heads": [3] * 3, "neurons": [8] * 3})
+    shrunk = shrink(masked)
+    assert shrunk.config.shrunk == {"heads": [3] * 3, "neurons": [8] * 3}
+    torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
+
+
+def test_what_was_uneven_is_plain_once_it_is_even() -> None:
+    """A second cut to the same size everywhere drops the sizes of the first."""
+    first = shrink(empty(model_of("bert"), {"heads": [4] * 3, "neurons": [8, 16, 24]}))
+    assert first.config.shrunk["neurons"] == [8, 16, 24]
+    second = shrink(empty(first, {"heads": [4] * 3, "neurons": [8] * 3}))
+    assert type(second) is transformers.BertForSequenceClassification
+    torch.testing.assert_close(logits_of(second), logits_of(first), **TOLERANCE)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_a_constant_is_what_the_activation_makes_of_it(activation: str) -> None:
+    """A sigmoid gives a half for nothing: neurons without weights and biases still add to the outer layer's bias."""
+    masked = empty(model_of("bert", hidden_act=activation), {"heads": [4] * 3, "neurons": [3, 0, 24]}, "inner")
+    for layer in layers_of(masked).values():
+        layer.intermediate.dense.bias.data.zero_()
+    shrunk = shrink(masked)
+    assert shrunk.config.shrunk["neurons"] == [3, 0, 24]
+    torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
+
+
+def test_a_gate_alone_makes_no_neuron_constant() -> None:
+    """Where one of the two has weights, the product is constant only if the other is zero."""
+    masked = model_of("llama", mlp_bias=True)
+    mlp = masked.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[:4] = 0
+        mlp.gate_proj.bias[:2] = 0
+        mlp.up_proj.weight[6:8] = 0
+        mlp.up_proj.bias[7] = 0
+    assert kept(masked)["neurons"][0] == [2, 3, 4, 5, 6, *range(8, 24)]
+    torch.testing.assert_close(logits_of(shrink(masked)), logits_of(masked), **TOLERANCE)
+
+
+def test_the_rest_of_the_model_comes_along() -> None:
+    """Precision, what is frozen, tied weights, mode and generation settings; the given model keeps its own weights."""
+    masked = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY)
+    )
+    masked = empty(masked.to(torch.bfloat16), {"heads": [1, 2, 3], "neurons": [8] * 3}).train()
+    masked.transformer.wpe.weight.requires_grad_(False)
+    masked.generation_config.max_new_tokens = 3
+    before = {name: value.clone() for name, value in masked.state_dict().items()}
+    shrunk = shrink(masked)
+    assert {p.dtype for p in shrunk.parameters()} == {torch.bfloat16}
+    assert [n for n, p in shrunk.named_parameters() if not p.requires_grad] == ["transformer.wpe.weight"]
+    assert shrunk.lm_head.weight is shrunk.transformer.wte.weight
+    assert shrunk.training
+    assert shrunk.generation_config.max_new_tokens == 3
+    nn.init.zeros_(shrunk.transformer.wte.weight)
+    assert all(torch.equal(value, before[name]) for name, value in masked.state_dict().items())
+    assert not any(value.is_meta for value in (*shrunk.parameters(), *shrunk.buffers()))
+
+
+def test_nothing_to_cut_is_told() -> None:
+    """Zeros that leave every head and neuron something are of no use to it: the message says what is."""
+    model = model_of("bert")
+    for layer in layers_of(model).values():
+        nn.init.zeros_(layer.intermediate.dense.weight[:, :30])
+    with pytest.raises(NothingToCutError, match=r"no head and no neuron is wholly zero\. Prune with .*--compact"):
+        shrink(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("MixtralForCausalLM", {"num_local_experts": 2}), ("AlbertModel", {}), ("T5EncoderModel", {"num_layers": 2})],
+)
+def test_an_unknown_family_is_told(name: str, fields: dict[str, Any]) -> None:
+    """Experts, shared layers and what has another layout."""
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    model_class = getattr(transformers, name)
+    with pytest.raises(ValueError, match=f"the layers of {name} are of a family whose heads and neurons cannot be cut"):
+        shrink(model_class(model_class.config_class(**small, **fields, vocab_size=20)))
+
+
+def test_a_layer_that_is_no_plain_linear_is_told() -> None:
+    """Masks, and what others put in the place of a linear layer, must be folded first."""
+    model = model_of("bert")
+    model.set_submodule("bert.encoder.layer.1.output.dense", nn.Sequential(nn.Linear(24, 32)))
+    with pytest.raises(ValueError, match=r"layer\.1\.output\.dense is a Sequential, and only linear layers are cut"):
+        shrink(model)
+
+
+@pytest.fixture
+def plan(tmp_path: Any) -> Any:
+    """A phase on a folder with sizes in which zeros leave little."""
+    torch.manual_seed(0)
+    labels = {0: "no", 1: "yes", 2: "maybe"}
+    tokenizer = train_tokenizer(["it rains", "it is wet", "no"] * 5, 60, True)
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), id2label=labels, **shape)
+    model = randomised(transformers.BertForSequenceClassification(config))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, folder=tmp_path / "source")
+
+
+def exported(plan: Any, change: Any, tmp_path: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    save_folder(plan.model, plan.tokenizer, plan.folder)
+    plan.folder.with_suffix(".csv").write_text("text,label\n" + "it rains,yes\nno,no\nwet,maybe\n" * 4)
+    phase = plan_for(str(plan.folder), tmp_path / "cache")
+    model, _ = phase.build()
+    batch = phase.task.collate(phase.task.examples("train"), range(8))
+    return save_folded(model.to(dtype).eval(), [], phase.task, batch, tmp_path / "out", change)
+
+
+def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> None:
+    """The folder is compared with the masked model; sizes and totals of both are in the results, and in the folder."""
+    whole = count_weights(plan.model)
+    sizes = {"heads": [0, 1, 4], "neurons": [7, 0, 24]}
+    empty(plan.model, sizes)
+    found = exported(plan, cut_where_empty, tmp_path)
+    assert found["max_logit_difference"] < 1e-5
+    weights = found["weights"]
+    assert weights["sizes"] == sizes
+    assert weights["before"] == {
+        "layers": {name: count["total"] for name, count in whole["layers"].items()},
+        "encoder": whole["encoder"]["total"],
+        "model": whole["model"]["total"],
+    }
+    left = 4 * 32 * (8 + 32) + 2 * 32 * (7 + 24)
+    assert weights["encoder"] == {"kept": left, "total": left}
+    assert weights["model"]["total"] < whole["model"]["total"] - whole["encoder"]["total"] + left
+
+
+def test_an_export_to_a_plain_folder_says_it_too(plan: Any, tmp_path: Any) -> None:
+    """Where the config has no sizes, the results have."""
+    empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
+    weights = exported(plan, cut_where_empty, tmp_path)["weights"]
+    assert weights["sizes"]["neurons"] == [6] * 3
+    assert weights["before"]["encoder"] - weights["encoder"]["total"] == 3 * 2 * 32 * 18
+
+
+def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, caplog: Any) -> None:
+    """The model is exported as it is, with a warning; its results are those of any other."""
+    with caplog.at_level(logging.WARNING):
+        weights = exported(plan, cut_where_empty, tmp_path)["weights"]
+    assert "no head and no neuron is wholly zero" in caplog.text
+    assert weights.keys() == {"layers", "encoder", "model"}
+    assert not [*(tmp_path / "out").glob("*.py")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["inner", "outer"])
+def test_an_export_in_16_bits_is_not_lost_to_rounding(where: str, dtype: Any, plan: Any, tmp_path: Any) -> None:
+    """Products of other shapes, and biases with constants in them, round otherwise than the masked model's."""
+    empty(plan.model, {"heads": [0, 1, 4], "neurons": [7, 0, 24]}, where)
+    assert exported(plan, cut_where_empty, tmp_path, dtype)["weights"]["sizes"]["neurons"] == [7, 0, 24]
+    saved = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert saved.dtype == dtype
+
+
+def test_an_export_that_computes_something_else_is_no_export(plan: Any, tmp_path: Any) -> None:
+    """A change that keeps no more than the names of the weights is seen, and nothing is written."""
+    with pytest.raises(RuntimeError, match="the exported model's logits differ by"):
+        exported(plan, lambda model: randomised(copy.deepcopy(model)), tmp_path)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,371 @@
+"""Folders of models with layer sizes of their own: loaded with and without this library, trained on, spoilt."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.launching import run_python
+from support.zeroed import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    VOCABULARY,
+    empty,
+    inputs_of,
+    logits_of,
+    model_of,
+    randomised,
+    uneven,
+)
+
+import ds_trainer
+from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.config.recipe import StudentSpec
+from ds_trainer.models.layers import count_weights, create_folder, encoder_linears, save_folder, train_tokenizer
+from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_with_head
+from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import Emptied, auto_map, is_emptied, layers_of, resize, shrunk_class, sizes_of
+from ds_trainer.models.student import create_student
+from ds_trainer.techniques.exits.heads import new_heads, save_heads
+
+ALONE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ds_trainer":
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Missing())
+import torch
+from transformers import (
+    AutoModel, AutoModelForCausalLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, pipeline
+)
+
+root = sys.argv[1]
+inputs = torch.load(f"{root}/inputs.pt")
+
+def load(auto, name):
+    return auto.from_pretrained(f"{root}/{name}", trust_remote_code=True)
+
+bare = load(AutoModel, "bert")
+assert type(bare).__name__ == "BertModel", type(bare)
+found = {"states": bare(**inputs).last_hidden_state}
+answerer = load(AutoModelForQuestionAnswering, "squad")
+found["answers"] = answerer(**inputs).start_logits
+found["gpt2"] = load(AutoModelForCausalLM, "gpt2")(**inputs).logits
+model = load(AutoModelForSequenceClassification, "bert")
+found["before"] = model(**inputs).logits
+model.train()
+model(**inputs, labels=torch.tensor([0, 1])).loss.backward()
+assert all(weight.grad is not None for weight in model.bert.encoder.layer[2].parameters())
+torch.optim.SGD(model.parameters(), 0.1).step()
+model.eval().save_pretrained(f"{root}/trained")
+found["after"] = model(**inputs).logits
+again = load(AutoModelForSequenceClassification, "trained")
+assert torch.equal(again(**inputs).logits, found["after"])
+found["said"] = pipeline("text-classification", model=f"{root}/bert", trust_remote_code=True, top_k=None)("it rains")
+found["filled"] = pipeline("text-generation", model=f"{root}/gpt2", trust_remote_code=True)(
+    "it rains", max_new_tokens=3, do_sample=False
+)
+found["of"] = {}
+for name in sys.argv[2:]:
+    kind, _, family = name.partition(":")
+    auto = AutoModelForCausalLM if kind == "decoder" else AutoModelForSequenceClassification
+    found["of"][family] = load(auto, f"of/{family}")(**inputs).logits.detach()
+torch.save(found, f"{root}/found.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(["it rains", "it is wet", "no"] * 5, VOCABULARY, True)
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer: Any, tmp_path_factory: Any) -> Path:
+    """Shrunk models of uneven sizes: a classifier, one that answers and one that writes; one `of` each family."""
+    root = tmp_path_factory.mktemp("shrunk")
+    models = {"bert": model_of("bert"), "gpt2": model_of("gpt2", pad_token_id=0)}
+    config = transformers.BertConfig(**ENCODERS["bert"], vocab_size=VOCABULARY)
+    models["squad"] = randomised(transformers.BertForQuestionAnswering(config))
+    for name, model in models.items():
+        save_folder(shrink(empty(model, uneven(model))), tokenizer, root / name)
+    (root / "of").mkdir()
+    for family in FAMILIES:
+        model = model_of(family)
+        save_folder(shrink(empty(model, uneven(model))), tokenizer, root / "of" / family)
+    return root
+
+
+def test_a_folder_says_in_its_config_what_can_be_made_of_it(folders: Path) -> None:
+    """Class names are those of transformers; every head that the family has is one of the file beside the config."""
+    config = json.loads((folders / "bert" / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert config["shrunk"] == {"heads": [0, 1, 4], "neurons": [7, 0, 24]}
+    assert config["auto_map"]["AutoModel"] == "shrunk_model.ShrunkBertModel"
+    assert config["auto_map"]["AutoModelForQuestionAnswering"] == "shrunk_model.ShrunkBertForQuestionAnswering"
+    assert (config["num_attention_heads"], config["intermediate_size"]) == (4, 24)
+    code = (folders / "bert" / "shrunk_model.py").read_text()
+    assert "ds_trainer" not in code.split('"""', 2)[2], "it stands alone"
+    assert "AutoModelForCausalLM" not in auto_map(transformers.DistilBertConfig())
+
+
+def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
+    """By the auto classes and in pipelines, in a process that cannot import it; trained on there, it comes back."""
+    torch.save(inputs_of(), folders / "inputs.pt")
+    families = [f"{'decoder' if family in DECODERS else 'encoder'}:{family}" for family in FAMILIES]
+    done = run_python("-c", ALONE, str(folders), *families)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "is not supported" not in done.stderr
+    found = torch.load(folders / "found.pt")
+    ours = {name: ds_trainer.load_model(folders / name) for name in ("bert", "gpt2", "squad", "trained")}
+    with torch.no_grad():
+        states = ours["bert"].bert(**inputs_of()).last_hidden_state
+        answers = ours["squad"](**inputs_of()).start_logits
+        written = ours["gpt2"](**inputs_of()).logits
+    assert found["of"].keys() == FAMILIES.keys()
+    for family, logits in found["of"].items():
+        with torch.no_grad():
+            torch.testing.assert_close(logits, ds_trainer.load_model(folders / "of" / family)(**inputs_of()).logits)
+    torch.testing.assert_close(found["states"], states)
+    torch.testing.assert_close(found["answers"], answers)
+    torch.testing.assert_close(found["gpt2"], written)
+    torch.testing.assert_close(found["before"], logits_of(ours["bert"]))
+    torch.testing.assert_close(found["after"], logits_of(ours["trained"]))
+    assert not torch.allclose(found["after"], found["before"])
+    assert {entry["label"] for entry in found["said"][0]} == {"LABEL_0", "LABEL_1"}
+    assert found["filled"][0]["generated_text"].startswith("it rains")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_from_its_folder(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    """Saved, loaded without the folder's code and with our class: the same logits, and the same sizes."""
+    model = model_of(family)
+    shrunk = shrink(empty(model, uneven(model)))
+    save_folder(shrunk, tokenizer, tmp_path / "model")
+    (tmp_path / "model" / "shrunk_model.py").write_text("raise SystemExit('it ran')")
+    for trusted in (False, True):
+        loaded = ds_trainer.load_model(tmp_path / "model", trust_remote_code=trusted)
+        assert type(loaded) is type(shrunk)
+        assert type(loaded).__module__ == "ds_trainer.models.shrunk_model"
+        torch.testing.assert_close(logits_of(loaded), logits_of(shrunk))
+    counts = count_weights(loaded)
+    assert counts["sizes"] == sizes_of(shrunk) == shrunk.config.shrunk
+    layers = {name: linear.weight.numel() for name, linear in encoder_linears(model).items()}
+    assert counts["before"] == {
+        "layers": layers,
+        "encoder": sum(layers.values()),
+        "model": model.num_parameters(),
+    }
+
+
+def test_a_model_of_the_folders_own_code_can_be_cut_further(folders: Path) -> None:
+    """Its classes are not ours, only alike: an empty block is seen as one."""
+    auto = transformers.AutoModelForSequenceClassification
+    theirs = auto.from_pretrained(folders / "bert", trust_remote_code=True).eval()
+    core = theirs.bert.encoder.layer[0].attention.self
+    assert is_emptied(core)
+    assert not isinstance(core, Emptied)
+    masked = empty(theirs, {"heads": [0, 0, 2], "neurons": [3, 0, 24]})
+    again = shrink(masked)
+    assert again.config.shrunk == {"heads": [0, 0, 2], "neurons": [3, 0, 24]}
+    torch.testing.assert_close(logits_of(again), logits_of(masked))
+
+
+def test_a_trained_one_is_saved_as_it_was_loaded(folders: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """A step of training changes what is left, biases of empty blocks too; copies and pickles are of the same class."""
+    model = load_with_head(folders / "bert", CLASSIFIER).train()
+    before = copy.deepcopy(model.state_dict())
+    model(**inputs_of(), labels=torch.tensor([0, 1])).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    after = model.eval().state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {"bert.encoder.layer.0.attention.output.dense.bias", "bert.encoder.layer.1.output.dense.bias"} <= changed
+    save_folder(model, tokenizer, tmp_path / "again")
+    assert (tmp_path / "again" / "shrunk_model.py").read_bytes() == (folders / "bert" / "shrunk_model.py").read_bytes()
+    torch.testing.assert_close(logits_of(ds_trainer.load_model(tmp_path / "again")), logits_of(model))
+    assert type(pickle.loads(pickle.dumps(model))) is type(copy.deepcopy(model)) is type(model)
+
+
+def test_a_model_cut_to_next_to_nothing_is_loaded(tokenizer: Any, tmp_path: Path) -> None:
+    """Built whole at first, it would ask for many times what its folder holds; what counts is what is left."""
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 8192}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, vocab_size=VOCABULARY))
+    assert model.num_parameters() > 3 * 700_000 + 10_000_000
+    save_folder(shrink(empty(model, {"heads": [0] * 4, "neurons": [1, 0, 2, 0]})), tokenizer, tmp_path / "model")
+    loaded = ds_trainer.load_model(tmp_path / "model")
+    assert sum(weight.numel() for weight in loaded.parameters()) < 700_000
+    assert count_weights(loaded)["encoder"]["total"] == 3 * 2 * 256
+
+
+def test_exit_heads_go_with_it(folders: Path, tmp_path: Path) -> None:
+    """With thresholds that nobody meets, all go through to the end: logits are the model's own."""
+    folder = Path(shutil.copytree(folders / "bert", tmp_path / "model"))
+    model = load_with_head(folder, CLASSIFIER)
+    policy = ExitPolicy(criterion="entropy", thresholds=[0.0, 0.0])
+    save_heads(folder, new_heads(model, [1, 2], None), SavedExits(layers=[1, 2], pooling="first", policy=policy))
+    early = ds_trainer.load_model(folder)
+    out = early(**inputs_of())
+    assert out.exit_layers.tolist() == [3, 3]
+    torch.testing.assert_close(out.logits, logits_of(model.eval()))
+
+
+def test_a_students_layers_keep_their_sizes(folders: Path, tmp_path: Path) -> None:
+    """Layers 0 and 2 bring theirs; weights are copied to the bit."""
+    create_student(StudentSpec(layers=[0, 2]), folders / "bert", tmp_path / "student", seed=0)
+    student = load_with_head(tmp_path / "student", CLASSIFIER)
+    assert student.config.shrunk == {"heads": [0, 4], "neurons": [7, 24]}
+    source, target = (load_file(folder / "model.safetensors") for folder in (folders / "bert", tmp_path / "student"))
+    for name, value in target.items():
+        assert torch.equal(value, source[name.replace("layer.1.", "layer.2.")])
+    spec = StudentSpec(layers=[0, 2], model_type="distilbert")
+    with pytest.raises(ValueError, match="was shrunk, and a DistilBERT has layers of one size"):
+        create_student(spec, folders / "bert", tmp_path / "other", seed=0)
+
+
+def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
+    """A recipe's config with `shrunk` would describe weights that nothing cut."""
+    config = {"model_type": "bert", **ENCODERS["bert"], "shrunk": {"heads": [1] * 3, "neurons": [1] * 3}}
+    with pytest.raises(ValueError, match="shrunk is written where a trained model is cut"):
+        create_folder(config, tokenizer, tmp_path / "new", 0)
+
+
+PT = {"format": "pt"}
+GOOD = [7, 0, 24]
+FORM = r"the config of .*: shrunk must be \{.*one of each a layer"
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a number": (5, FORM),
+    "text": ("all", FORM),
+    "a list": ([[1, 2, 3]], FORM),
+    "no neurons": ({"heads": [0, 1, 4]}, FORM),
+    "no lists": ({"heads": 1, "neurons": 2}, FORM),
+    "null in it": ({"heads": None, "neurons": GOOD}, FORM),
+    "texts": ({"heads": ["0", "1", "4"], "neurons": GOOD}, FORM),
+    "floats": ({"heads": [0.0, 1.0, 4.0], "neurons": GOOD}, FORM),
+    "truths": ({"heads": [True, True, True], "neurons": GOOD}, FORM),
+    "lists of lists": ({"heads": [[0], [1], [4]], "neurons": GOOD}, FORM),
+    "negative": ({"heads": [0, -1, 4], "neurons": GOOD}, FORM),
+    "huge": ({"heads": [0, 1, 4], "neurons": [7, 0, 10**15]}, FORM),
+    "of different lengths": ({"heads": [0, 1], "neurons": GOOD}, FORM),
+    "too short": ({"heads": [0, 1], "neurons": [7, 0]}, r"shrunk\.heads must list 3 sizes, one a layer"),
+    "too many": ({"heads": [0] * 10**5, "neurons": [0] * 10**5}, r"shrunk\.heads must list 3 sizes, one a layer"),
+    "more than there are": ({"heads": [0, 1, 4], "neurons": [7, 0, 25]}, r"neurons is 25 for layer 2: .* 0 to 24"),
+    "others than the weights": ({"heads": [0, 2, 4], "neurons": GOOD}, "of another shape"),
+    "emptier than the weights": ({"heads": [0, 0, 4], "neurons": GOOD}, r"1 of the encoder .*of another shape, bert"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_sizes_of_another_form_are_told(case: str, folders: Path, tmp_path: Path) -> None:
+    """One ValueError in words, whichever way it is loaded."""
+    value, words = HOSTILE[case]
+    folder = spoilt(folders / "bert", tmp_path, shrunk=value)
+    with pytest.raises(ValueError, match=words):
+        ds_trainer.load_model(folder)
+    with pytest.raises(ValueError, match=words):
+        load_with_head(folder, ANSWERER)
+
+
+def test_sizes_for_an_unknown_family_are_told(tokenizer: Any, tmp_path: Path) -> None:
+    """They would be passed over in silence otherwise."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.AlbertConfig(**shape, embedding_size=8, vocab_size=VOCABULARY)
+    save_folder(transformers.AlbertForMaskedLM(config), tokenizer, tmp_path / "albert")
+    folder = spoilt(tmp_path / "albert", tmp_path, shrunk={"heads": [1], "neurons": [1]})
+    with pytest.raises(ValueError, match="the layers of AlbertForMaskedLM are of a family whose heads and neurons"):
+        ds_trainer.load_model(folder)
+
+
+def test_sizes_do_not_hide_a_model_that_its_weights_cannot_fill(folders: Path, tmp_path: Path) -> None:
+    """A config of a huge width, or of many layers, is refused as without them, before any of it is allocated."""
+    for fields, words in (
+        ({"hidden_size": 4 * 10**6}, "do not belong together"),
+        ({"num_hidden_layers": 10**6}, "tensors, and its weights are"),
+        (
+            {"num_hidden_layers": 2, "shrunk": {"heads": [0, 1], "neurons": [7, 0]}},
+            "16 of the encoder have no place in it",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ds_trainer.load_model(spoilt(folders / "bert", tmp_path / next(iter(fields)) / words, **fields))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_a_folder_whose_code_is_not_run_is_not_loaded_as_another_model(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With whole blocks and nothing else gone, transformers would fill them at random: it says that sizes differ."""
+    model, auto = model_of(family), transformers.AutoModel
+    whole = sizes_of(model)
+    sizes = {"heads": [0, *whole["heads"][1:]], "neurons": [*whole["neurons"][:2], 0]}
+    shrunk = shrink(empty(model, sizes))
+    assert shrunk.config.shrunk == sizes
+    save_folder(shrunk, tokenizer, tmp_path / "model")
+    with pytest.raises((ValueError, RuntimeError), match="ignore_mismatched_sizes"):
+        auto.from_pretrained(tmp_path / "model")
+    states = auto.from_pretrained(tmp_path / "model", trust_remote_code=True)(**inputs_of()).last_hidden_state
+    torch.testing.assert_close(states, shrunk.base_model(**inputs_of()).last_hidden_state)
+
+
+def test_a_bias_of_an_empty_block_that_no_folder_holds_is_zero(folders: Path, tmp_path: Path) -> None:
+    """To transformers, which says that it is new; loaded by this library the folder is broken."""
+    folder = Path(shutil.copytree(folders / "bert", tmp_path / "model"))
+    name = "bert.encoder.layer.0.attention.output.dense.bias"
+    weights = load_file(folder / "model.safetensors")
+    other = weights["bert.encoder.layer.1.output.dense.bias"]
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors", PT)
+    auto = transformers.AutoModelForSequenceClassification
+    loaded = auto.from_pretrained(folder, trust_remote_code=True)
+    assert loaded.get_parameter(name).abs().sum() == 0
+    assert torch.equal(loaded.bert.encoder.layer[1].output.dense.bias, other)
+    with pytest.raises(ValueError, match=rf"1 of the encoder are missing or of another shape, {name} the first"):
+        ds_trainer.load_model(folder)
+
+
+def test_one_process_writes_the_code_and_a_push_takes_it_along(folders: Path, tmp_path: Path) -> None:
+    """Other ranks write nothing; the copy is no file that was there before, which transformers would not upload."""
+    model = load_with_head(folders / "bert", CLASSIFIER)
+    model.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not [*(tmp_path / "other").glob("*")]
+    model.save_pretrained(tmp_path / "main")
+    assert (tmp_path / "main" / "shrunk_model.py").is_file()
+    assert model._get_files_timestamps(tmp_path / "main").keys() == {"config.json", "model.safetensors"}
+
+
+def test_the_file_checks_its_sizes_by_itself() -> None:
+    """Loaded by transformers alone, nothing else does; the model is left as it was."""
+    for value, _ in list(HOSTILE.values())[:14]:
+        model = model_of("bert")
+        with pytest.raises(ValueError, match="the config's shrunk"):
+            resize(model, value)
+        assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}
+    with pytest.raises(ValueError, match="the config's shrunk is a NoneType"):
+        shrunk_class(type(model))(model.config)
+
+
+def test_linear_layers_are_listed_without_those_of_empty_blocks(folders: Path) -> None:
+    """Those left are found by name; a pattern that matches none is told those of the first layer that has any."""
+    model = load_with_head(folders / "bert", CLASSIFIER)
+    names = [name.removeprefix("bert.encoder.layer.") for name in encoder_linears(model)]
+    assert names[:3] == ["0.intermediate.dense", "0.output.dense", "1.attention.self.query"]
+    assert len(names) == 2 + 4 + 6
+    with pytest.raises(ValueError, match=r"are: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
+        encoder_linears(model, ["*.nothing"])
+    assert len(layers_of(model)) == 3
+
+
+def spoilt(source: Path, tmp_path: Path, **fields: Any) -> Path:
+    folder = Path(shutil.copytree(source, tmp_path / "spoilt"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder

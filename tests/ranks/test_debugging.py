@@ -1,0 +1,193 @@
+"""Remote debugging: rank 0 alone listens, at 127.0.0.1 alone, until a debugger has attached; or one clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import ROOT, environment, free_port
+
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.ranks import debugging
+from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
+
+pytest.importorskip("debugpy")
+LISTENING = "0A"
+
+
+def listening(port: int) -> set[str]:
+    """The local addresses, in hex as the kernel writes them, that listen at a port."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == LISTENING and int(local.split(":")[1], 16) == port:
+                found.add(local.split(":")[0])
+    return found
+
+
+class Client:
+    """A debugger, as far as attaching goes: the Debug Adapter Protocol over TCP."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._stream = self._socket.makefile("rwb")
+        self._number = 0
+
+    def send(self, command: str, **arguments: Any) -> None:
+        self._number += 1
+        body = json.dumps({"seq": self._number, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._stream.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        self._stream.flush()
+
+    def wait_for(self, kind: str, name: str) -> dict[str, Any]:
+        """The next event, or response to a command, of that name."""
+        while True:
+            length = 0
+            while (line := self._stream.readline().strip()) or not length:
+                if line.lower().startswith(b"content-length"):
+                    length = int(line.split(b":")[1])
+            message = json.loads(self._stream.read(length))
+            if message["type"] == kind and message[{"event": "event", "response": "command"}[kind]] == name:
+                return message
+
+    def attach(self) -> None:
+        self.send("initialize", adapterID="test", clientID="test")
+        assert self.wait_for("response", "initialize")["success"]
+        self.send("attach", justMyCode=True)
+        self.wait_for("event", "initialized")
+        self.send("configurationDone")
+        assert self.wait_for("response", "attach")["success"]
+
+    def leave(self) -> None:
+        """Disconnect; debugpy's adapter, which holds the process's pipes, ends with it."""
+        self.send("disconnect", terminateDebuggee=False)
+        self._stream.close()
+        self._socket.close()
+
+
+def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
+    """Read the process's errors up to a line; a process that does not write it is killed after two minutes."""
+    assert process.stderr
+    watch = threading.Timer(120, process.kill)
+    watch.start()
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if wanted in line:
+                return
+        raise AssertionError(f"no line {wanted!r}: {''.join(lines)[-2000:]}")
+    finally:
+        watch.cancel()
+
+
+@pytest.fixture
+def dry_run(tiny_recipe, write_json, tmp_path) -> tuple[list[str], int]:
+    """A training command that waits for a debugger, and its port; a dry run, so that it ends soon after."""
+    port = free_port()
+    command = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", tiny_recipe)]
+    command += ["--output_dir", str(tmp_path / "out"), "--dry_run", "--debug_port", str(port)]
+    return [sys.executable, "launch/train.py", *command], port
+
+
+@pytest.fixture
+def waiting(dry_run) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command, started, that has said it waits, and its port."""
+    command, port = dry_run
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_it_listens_on_loopback_alone_and_goes_on_once_attached(waiting):
+    """The kernel's table says so while it waits; a debugger attaches, and the command runs to its end."""
+    process, port = waiting
+    assert listening(port) == {"0100007F"}
+    assert process.poll() is None
+    client = Client(port)
+    try:
+        client.attach()
+        code = process.wait(timeout=120)
+    finally:
+        client.leave()
+    error = process.stderr.read()
+    assert code == 0, error[-2000:]
+    assert "Traceback" not in error
+
+
+def test_it_waits_no_longer_than_its_launcher_lives(dry_run):
+    """A launcher that is killed leaves its rank running: the rank ends by itself, says why, and listens no more."""
+    command, port = dry_run
+    launcher = "import signal, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); signal.pause()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, *command],
+        cwd=ROOT,
+        env=environment() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    rank = os.pidfd_open(int(process.stdout.readline()))
+    try:
+        wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
+        process.kill()
+        process.wait()
+        ended, _, _ = select.select([rank], [], [], 30)
+        assert ended
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(rank, signal.SIGKILL)
+        os.close(rank)
+    assert "its launcher is gone, and no debugger came" in process.stderr.read()
+    assert listening(port) == set()
+
+
+def test_a_port_that_is_taken_is_told_at_once(tiny_recipe, write_json, tmp_path, monkeypatch):
+    """With the command's other mistakes, before anything is loaded; and by rank 0 alone, which listens."""
+    monkeypatch.chdir(ROOT)
+    command = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", tiny_recipe)]
+    command += ["--output_dir", str(tmp_path / "out")]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"--debug_port {port} cannot be listened on at 127\.0\.0\.1: .*another"):
+            read_train_job([*command, "--debug_port", str(port)])
+        with pytest.raises(ValueError, match=rf"--debug_port {port} cannot be listened on"):
+            wait_for_debugger(port)
+        monkeypatch.setenv("RANK", "1")
+        assert debug_port_mistakes(port) == []
+        wait_for_debugger(port)
+    assert read_train_job(command).debug_port is None
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 10**9])
+def test_a_port_that_is_none_is_told(port):
+    """As what it is allowed to be."""
+    (mistake,) = debug_port_mistakes(port)
+    assert mistake == f"--debug_port is {port}: give a port from 1 to 65535"
+
+
+def test_without_debugpy_the_error_says_how_to_get_it(monkeypatch):
+    """It is an extra: a run without it needs none."""
+    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda _: None)
+    (mistake,) = debug_port_mistakes(free_port())
+    assert "pip install 'ds_trainer[debug]'" in mistake
+    assert debug_port_mistakes(None) == []

@@ -1,0 +1,85 @@
+"""What a rank does before it meets the others, and what they say to each other."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+
+from support.forked_ranks import ForkServer
+from support.launching import ROOT
+
+from ds_trainer.ranks.distributed import building_kernels
+
+OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
+
+
+def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+    """torch waits for a lock for ever; whoever may compile holds another, which goes with the process, or once done."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    with building_kernels():
+        assert not lock.exists()
+        lock.touch()
+        with building_kernels():  # the outer one may be at it
+            assert lock.exists()
+    with building_kernels():  # a run that only trains is no reason to keep it
+        assert not lock.exists()
+
+
+def test_the_default_folder_is_the_same_where_a_variable_names_it(tmp_path, monkeypatch):
+    """A process that finds it by the variable leaves the locks of one that finds it by default."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    with building_kernels():
+        lock = next(tmp_path.glob("torch_extensions/*/ds_trainer")).with_name("deepspeed_shm_comm") / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent.parent))
+        with building_kernels():
+            assert lock.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
+    """What is done inside is done, whatever became of the lock."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
+    done = []
+    with building_kernels():
+        done.append(True)
+    assert done
+
+
+def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, tmp_path):
+    """NCCL has none for such tensors: a run of all techniques, gone on with from a checkpoint, does without.
+
+    Both ranks pretend to be on an accelerator, which `host_tensors.py` explains.
+    """
+    recipe = copy.deepcopy(taught_recipe)
+    recipe["phases"][1] |= {"max_steps": 6, "logging_steps": 4, "save_steps": 3, "eval_steps": 3}
+    recipe["phases"][1]["techniques"]["exits"] = {"training": "joint"}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    words = ["--recipe", str(tmp_path / "recipe.json"), "--set", "report=false", "--set", "tensorboard=false"]
+    pretended = dict.fromkeys(range(2), "import host_tensors; host_tensors.pretend()")
+    with ForkServer() as server:
+        for further in ([], ["--resume", str(tmp_path / "out/checkpoint-3")]):
+            run = server.run(2, tmp_path / "out", *words, *further, sabotage=pretended)
+            assert run.codes() == [0, 0], run.text[-3000:]
+    assert "resumed from" in run.text
+
+
+def test_collectives_are_called_in_one_place():
+    """What `distributed.py` sees to holds for all of them; the doctor's are of a process of its own."""
+    kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
+    elsewhere = set()
+    for path in sorted((ROOT / "ds_trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in OWNERS:
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module in OWNERS:
+                names = [alias.name for alias in node.names]
+            if any(name.startswith(kinds) for name in names):
+                elsewhere.add(path.name)
+    assert elsewhere == {"distributed.py", "doctor_rank.py"}

@@ -1,0 +1,122 @@
+"""Kill a run again and again, at random moments or while it saves, and go on each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from support.forked_ranks import ForkedRanks, ForkServer
+from support.interrupting import records_of, status_of, without_rates
+
+from ds_trainer.engine.checkpoint import Checkpoints, step_of
+
+PHASE = "prune"
+EVERY, STEPS = 4, 40
+"""After how many steps the runs of `conftest.py` save, and how many they make."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was there when a run was killed: the newest whole checkpoint's step, and whether one was being written."""
+
+    newest: int
+    saving: bool
+    trained: int
+    """The last step of the phase that was logged."""
+
+
+def arguments(recipe: Path, every: int, steps: int) -> list[str]:
+    """A run that saves every so many steps, and says at each where it is."""
+    return [
+        *("--recipe", str(recipe), "--set", "report=false", "--set", "tensorboard=false"),
+        *("--set", f"phases.{PHASE}.max_steps={steps}", "--set", f"phases.{PHASE}.save_steps={every}"),
+    ]
+
+
+def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, rng: random.Random) -> list[Kill]:
+    """Start or resume the run on 2 ranks, kill it, and so on; every second time while it saves.
+
+    Ends with as many kills, or earlier with a run that was finished first.
+    """
+    found: list[Kill] = []
+    while len(found) < kills:
+        run = server.run(2, output, *words, "--resume")
+        more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 10)
+        if len(found) % 2:
+            going_on = run.wait_until(lambda wanted=more: _saving(output) and len(_whole(output)) >= wanted)
+            time.sleep(rng.uniform(0, 0.03))
+        else:
+            going_on = run.wait_until(lambda limit=end: time.monotonic() > limit)
+        if not going_on:
+            _check_finished(run)
+            break
+        run.kill()
+        run.codes()
+        _check_resumed(run, found[-1].newest if found else 0)
+        steps = [step_of(path) for path in _whole(output)]
+        found.append(Kill(max(steps, default=0), _saving(output), trained(output)))
+    return found
+
+
+def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRanks:
+    newest = max(map(step_of, _whole(output)), default=0)
+    run = server.run(2, output, *words, "--resume")
+    _check_finished(run)
+    _check_resumed(run, newest)
+    return run
+
+
+def _check_resumed(run: ForkedRanks, newest: int) -> None:
+    """A run that came to training went on from the newest checkpoint: nothing that was saved is lost."""
+    if f"\n{PHASE}: step " in run.text:
+        assert resumed_at(run) == newest, run.text[-4000:]
+
+
+def resumed_at(run: ForkedRanks) -> int:
+    """The step at which a run says that it goes on; 0 where it starts."""
+    lines = [line for line in run.text.splitlines() if line.startswith(f"{PHASE}: resumed from ")]
+    return int(lines[0].rpartition(" ")[2]) if lines else 0
+
+
+def alike(first: Path, second: Path) -> bool:
+    """Whether two runs have the same records and, bit by bit, the same model."""
+    records = [[without_rates(record) for record in records_of(out / "log.jsonl")] for out in (first, second)]
+    weights = [load_file(out / "model" / "model.safetensors") for out in (first, second)]
+    return records[0] == records[1] and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def trained(output: Path) -> int:
+    """The last step of the phase that is logged."""
+    log = output / "log.jsonl"
+    return max((r["step"] for r in records_of(log) if r["phase"] == PHASE), default=0) if log.is_file() else 0
+
+
+def _whole(output: Path) -> list[Path]:
+    return Checkpoints(output).all()
+
+
+def _saving(output: Path) -> bool:
+    return output.is_dir() and any(name.endswith(".saving") for name in os.listdir(output))
+
+
+def _check_finished(run: ForkedRanks) -> None:
+    codes = run.codes()
+    assert codes == [0, 0], f"{codes}:\n{run.text[-4000:]}"
+    assert status_of(run.output)["state"] == "finished"
+
+
+def states(checkpoint: Path) -> Path:
+    """One of the files that a checkpoint cannot do without."""
+    return next(checkpoint.glob("*optim_states.pt"))
+
+
+def write(folder: Path, recipe: dict) -> Path:
+    file = folder / "recipe.json"
+    file.write_text(json.dumps(recipe))
+    return file

@@ -1,0 +1,265 @@
+"""A tiny net whose backward gives infinity at chosen steps, on the last rank only, under the engine and a StepWatch.
+
+`deepspeed --num_gpus N tests/support/numerics_matrix.py OUT` runs every case of CASES and writes what every rank saw.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+from ds_trainer.engine import engine
+from ds_trainer.engine.histograms import Histograms
+from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import NonFiniteLossError
+
+get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
+
+RANKS, MICRO, ACCUMULATION = 2, 4, 2
+BASE = Hyperparameters(0.05)
+DECAY = 0.5
+"""Of the rate by step, so that it tells how often the schedule has moved."""
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "bf16": {"bf16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast-fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A net trained for some steps, and the engine file's words beside those of the precision."""
+
+    precision: str
+    stage: int
+    infinite: tuple[int, ...] = (2,)
+    """The steps, counted from 0, with infinite gradients."""
+    steps: int = 4
+    clip: float = 1.0
+    max_skipped: int = 50
+    factor: float = 1.0
+    words: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
+
+
+_FROM_2 = tuple(range(2, 40))
+_FP16 = {"enabled": True, "initial_scale_power": 3}
+_FIXED = {"enabled": True, "loss_scale": 128}
+_SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": True}
+_WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+SKIPPING = {
+    f"{precision}-{stage}": Case(precision, stage)
+    for precision, stages in (("fp16", (0, 1, 2, 3)), ("bf16", (0, 1, 2, 3)), ("fp32", (1, 2, 3)), ("autocast", (1, 3)))
+    for stage in stages
+} | {
+    "autocast-fp16-0": Case("autocast-fp16", 0),
+    "autocast-fp16-0, unclipped": Case("autocast-fp16", 0, clip=0.0),
+    "fp16-0, unclipped": Case("fp16", 0, clip=0.0),
+    "bf16-2, unclipped": Case("bf16", 2, clip=0.0),
+    "fp32-1, unclipped": Case("fp32", 1, clip=0.0),
+    "bf16-3, unchecked": Case("bf16", 3, words={"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    "bf16-1, fp32 sums": Case("bf16", 1, words={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "fp16-0, scheduler block": Case("fp16", 0, schedule=_WARMUP),
+    "fp16-2, scheduler block": Case("fp16", 2, schedule=_WARMUP),
+}
+SPOILT = {
+    "fp32-0": Case("fp32", 0),
+    "fp32-0, unclipped": Case("fp32", 0, clip=0.0),
+    "autocast-0": Case("autocast", 0),
+    "bf16-1, unchecked": Case("bf16", 1, words={"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    "bf16-2, unchecked": Case("bf16", 2, words={"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    "fp32-1, no norm": Case("fp32", 1, clip=0.0, words={"zero_optimization": {"stage": 1, "compute_grad_norm": False}}),
+}
+# From the third step on all gradients are infinite, and the scale starts at 8.
+STOPPED = {
+    **{f"floor-{stage}": Case("fp16", stage, _FROM_2, 14, words={"fp16": _FP16}) for stage in (0, 1, 2, 3)},
+    "floor, no hysteresis": Case("fp16", 1, _FROM_2, 14, words={"fp16": _FP16 | {"hysteresis": 1}}),
+    **{
+        f"fixed scale-{stage}": Case(
+            "fp16", stage, _FROM_2, 14, 1.0, 4, words={"fp16": {"enabled": True, "loss_scale": 128}}
+        )
+        for stage in (0, 2)
+    },
+    "dynamic scale": Case("fp16", 2, _FROM_2, 14, 1.0, 3, words={"fp16": _FP16}),
+    "bf16": Case("bf16", 2, _FROM_2, 14, 1.0, 4),
+    "fp32": Case("fp32", 3, _FROM_2, 14, 1.0, 4),
+    # 65536 is too much for this loss, and DeepSpeed never lowers it
+    "autocast-fp16": Case("autocast-fp16", 1, (), 14, 1.0, 4, factor=100.0),
+}
+SOUND = {
+    "with a gap": Case("fp16", 2, (2, 3, 5, 6), 9, 1.0, 3, words={"fp16": _FP16 | {"initial_scale_power": 10}}),
+    "high start": Case("fp16", 1, (), 20, 1.0, words={"fp16": {"enabled": True, "initial_scale_power": 28}}),
+    **{f"sgd-{p}-{s}": Case(p, s, (), 6, words=_SGD) for p, s in (("fp32", 1), ("fp16", 0), ("fp16", 1), ("bf16", 0))},
+}
+_PLAIN_SGD = _SGD | {"gradient_clipping": 0.0}
+_AT = {stage: {"zero_optimization": {"stage": stage, "reduce_scatter": False}} for stage in (1, 2)}
+_BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
+# gradients at the lower end of fp16, where it is not the same to halve them before their sum and after it
+_SMALL = {"communication_data_type": "fp16"}
+PLAIN = (
+    {f"plain-{stage}": Case("fp32", stage, ()) for stage in (0, 1, 2, 3)}
+    | {f"plain sgd-{stage}": Case("fp32", stage, (), words=_PLAIN_SGD) for stage in (0, 1, 2)}
+    | {f"plain autocast-{stage}": Case("autocast", stage, ()) for stage in (0, 1)}
+    | {
+        f"plain small-{stage}": Case("fp32", stage, (), words=_AT.get(stage, {}) | _SMALL, factor=1e-5)
+        for stage in (0, 1, 2)
+    }
+)
+# One key of the engine file more than in the case of PLAIN that is named last
+EFFECTIVE = (
+    {
+        f"communication_data_type, plain-{stage}": Case("fp32", stage, (), words={"communication_data_type": "bf16"})
+        for stage in (0, 1, 2, 3)
+    }
+    | {f"grad_accum_dtype, plain-{stage}": Case("fp32", stage, (), words=_BF16_SUMS) for stage in (1, 3)}
+    | {
+        f"gradient_predivide_factor, plain-{stage}": Case(
+            "fp32", stage, (), words=_AT.get(stage, {}) | {"gradient_predivide_factor": 1e42}
+        )
+        for stage in (0, 1, 2)
+    }
+    | {
+        f"prescale_gradients, plain small-{stage}": Case(
+            "fp32", stage, (), words=_AT.get(stage, {}) | _SMALL | {"prescale_gradients": True}, factor=1e-5
+        )
+        for stage in (0, 1, 2)
+    }
+    | {
+        f"gradient_allreduce_op, plain sgd-{stage}": Case(
+            "fp32", stage, (), words=_PLAIN_SGD | {"gradient_allreduce_op": "sum"}
+        )
+        for stage in (0, 1, 2)
+    }
+    | {
+        "lower_precision_safe_modules, plain autocast-1": Case(
+            "autocast",
+            1,
+            (),
+            words={"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Conv2d"]}},
+        ),
+        "communication_data_type, plain autocast-0": Case("autocast", 0, (), words={"communication_data_type": "bf16"}),
+    }
+)
+IDLE = {
+    "grad_accum_dtype, plain-2": Case("fp32", 2, (), words=_BF16_SUMS),
+    "communication_data_type, plain autocast-1": Case("autocast", 1, (), words={"communication_data_type": "bf16"}),
+    "hysteresis, floor-0": Case("fp16", 0, _FROM_2, 14, words={"fp16": _FP16 | {"hysteresis": 1}}),
+}
+"""The same for keys of which a warning says that they are without effect there."""
+_ALL = SKIPPING | SPOILT | STOPPED | SOUND | PLAIN | EFFECTIVE | IDLE
+# DeepSpeed remembers the autocast of an engine of the past
+CASES = dict(sorted(_ALL.items(), key=lambda item: "torch_autocast" in PRECISIONS[item[1].precision]))
+
+
+class Infinite(torch.autograd.Function):
+    """The same values; infinite gradients while it is on."""
+
+    on = False
+
+    @staticmethod
+    def forward(_, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient * float("inf") if Infinite.on else gradient
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return (self.second(Infinite.apply(torch.tanh(self.first(x)))).float() - 1).pow(2).mean()
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    zero = {"stage": case.stage} | ({"stage3_param_persistence_threshold": 0} if case.stage == 3 else {})
+    rows = MICRO * distributed.world_size() * ACCUMULATION
+    config = {
+        "train_batch_size": rows,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": case.clip,
+        "zero_optimization": zero,
+    }
+    return config | PRECISIONS[case.precision] | case.words | ({"scheduler": case.schedule} if case.schedule else {})
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train, checking after every second step and after the last; what this rank saw."""
+    torch.manual_seed(0)
+    net = Net()
+    groups = parameter_groups(net, [], [], BASE)
+    under = engine.start_engine(net, groups, config_of(case), BASE, lambda step: DECAY**step)
+    watch = StepWatch(under, "tiny", case.max_skipped)
+    histograms = Histograms(under, lambda step: step == 2)
+    seen: dict[str, Any] = {"rates": [], "losses": [], "scales": [], "norms": [], "error": None}
+    try:
+        for step in range(case.steps):
+            Infinite.on = step in case.infinite and distributed.rank() == distributed.world_size() - 1
+            if step == 1:
+                weights = {n: safe_get_full_fp32_param(p) for p, n in under.param_names.items()}
+                seen["weights"] = {n: None if w is None else w.flatten().tolist() for n, w in weights.items()}
+            seen["losses"].append(one_step(under, step, case.factor))
+            found = engine.readings(under)
+            seen["rates"].append(next(iter(found.values())))
+            seen["scales"].append(found["train/loss_scale"])
+            seen["norms"].append(found.get("train/grad_norm"))
+            if step == 1:
+                seen["histograms"] = {tag: asdict(histogram) for tag, histogram in histograms.take().items()}
+            watch.after_step()
+            if step % 2 or step == case.steps - 1:
+                watch.check()
+    except NonFiniteLossError as error:
+        seen["error"] = str(error)
+    seen |= {"global_steps": under.global_steps, "skipped_steps": under.skipped_steps}
+    held = [getattr(p, "ds_tensor", p).detach().float() for p in under.module.parameters()]
+    seen["finite"] = all(bool(part.isfinite().all()) for part in held)
+    engine.stop_engine(under)
+    return seen
+
+
+def one_step(under: engine.Engine, step: int, factor: float) -> float:
+    """One optimizer step; this rank's mean loss."""
+    total = 0.0
+    for micro in range(ACCUMULATION):
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + distributed.rank())
+        rows = torch.randn(MICRO, 8, generator=generator).to(next(under.module.parameters()).dtype)
+        loss = under(rows) * factor
+        under.backward(loss)
+        under.step()
+        total += float(loss.detach()) / ACCUMULATION
+    return total
+
+
+def main(out: str) -> None:
+    distributed.start()
+    distributed.start_logging()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    results = {}
+    for name, case in CASES.items():
+        distributed.info(f"case {name}")
+        results[name] = distributed.gather(run(case))
+    if distributed.is_main():
+        Path(out).write_text(json.dumps(results))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])
+    distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end

@@ -1,0 +1,257 @@
+"""Trains a small model, saves it, and loads what others saved, under every ZeRO stage; started by test_universal.py.
+
+`deepspeed --num_gpus N tests/support/universal_worker.py FOLDER PLAN` does what the PLAN (JSON) says, in order:
+`sources`, precision and stage, are trained and saved; `pairs` of a source's name and a stage are loaded;
+`refused` names a source that other models are to refuse. What was found goes to FOLDER/`out`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+from ds_trainer.engine import engine, universal
+from ds_trainer.engine.optim import Group, Hyperparameters
+from ds_trainer.ranks import distributed
+
+MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 6
+BASE = Hyperparameters(1e-2, 0.1)
+TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+class Tied(nn.Module):
+    """A classifier of tokens whose output is its embedding; sizes that 2 divides not; something of every kind."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(11, 5)
+        self.frozen = nn.Linear(5, 7)
+        self.layers = nn.ModuleList([nn.Linear(7, 3), nn.Linear(3, 5)])
+        self.norm = nn.LayerNorm(5)
+        self.decoder = nn.Linear(5, 11)
+        self.decoder.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.full((3,), float(seed)))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(self.embedding(tokens)))
+        self.seen.add_(self.training)
+        return self.decoder(self.norm(self.layers[1](torch.tanh(self.layers[0](hidden)))) * self.scale)
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """Three, each with a rate and a decay of its own, interleaved in the model."""
+    groups = [Group("weights", 1e-2, 0.1), Group("vectors", 2e-2, 0.0), Group("layers", 5e-3, 0.05)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = groups[2] if name.startswith("layers") else groups[0] if parameter.ndim > 1 else groups[1]
+            group.parameters[name] = parameter
+    return groups
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    # scales at which the first step overflows, and all do
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 15, "hysteresis": 1}},
+    "robin": {},
+    "skipped": {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}},
+    "offload": {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False},
+    # of DeepSpeed: without ZeRO in 16 bit, its states are in one tensor a group
+    "fused": {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+    },
+}
+
+
+def started(precision: str, stage: int, model: nn.Module) -> engine.Engine:
+    """An engine over `model`; under ZeRO 3 in several sub-groups, some parameters whole on every rank."""
+    world = distributed.world_size()
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 6, "sub_group_size": 25}
+    zero["memory_efficient_linear"] = False  # ZeRO 3 would round otherwise, in every engine after it in the process
+    if precision == "robin":
+        zero["round_robin_gradients"] = True
+    if precision == "offload" and stage:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": BATCH // MICRO // world,
+        "gradient_clipping": 0.5,
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    return engine.start_engine(model, groups_of(model), config | PRECISIONS[precision], BASE, lambda step: 0.9**step)
+
+
+def train(running: engine.Engine, steps: range) -> list[float]:
+    """The global batch's mean loss at each step."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 11, (BATCH, 4), generator=generator)
+        share = tokens.chunk(distributed.world_size())[distributed.rank()]
+        total = torch.zeros(())
+        for micro in share.split(MICRO):
+            loss = F.cross_entropy(running(micro).float().flatten(0, 1), micro.roll(1, 1).flatten())
+            running.backward(loss)
+            running.step()
+            total += loss.detach() * MICRO / share.shape[0]
+        losses.append(float(distributed.mean(total)))
+    return losses
+
+
+def state_of(running: engine.Engine) -> dict[str, Any]:
+    """All that a checkpoint has to carry, by parameter name: read with DeepSpeed's own means, every rank takes part."""
+    found: dict[str, Any] = {
+        "counts": [running.global_steps, running.global_samples, running.skipped_steps],
+        "schedule": running.lr_scheduler.state_dict() | {"lr_lambdas": None},
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in running.optimizer.param_groups],
+        "scaler": scaler_of(running.optimizer),
+        "buffer seen": running.module.seen.clone(),
+    }
+    if hasattr(running.optimizer, "_hp_optimizer_states_linked") and any(base(running).state.values()):
+        # the first group's update links all groups' states, those of the others before they are there
+        running.optimizer._hp_optimizer_states_linked = False
+        running.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in running.module.named_parameters():
+        found[f"model {name}"] = whole(parameter)
+        # DeepSpeed's means give other parameters' values here; the steps that follow show whether all is in its place
+        robin = running.config["zero_optimization"].get("round_robin_gradients")
+        if parameter.requires_grad and not robin:
+            for key, value in zip(TENSORS, masters_of(running, parameter), strict=True):
+                found[f"{key} {name}"] = torch.zeros_like(whole(parameter)).float() if value is None else value.clone()
+    steps = {float(state["step"]) for state in base(running).state.values() if "step" in state}
+    found["step"] = sorted(steps)
+    return found
+
+
+def base(running: engine.Engine) -> torch.optim.Optimizer:
+    return getattr(running.optimizer, "optimizer", running.optimizer)
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+        return parameter.detach().clone()
+
+
+def masters_of(running: engine.Engine, parameter: nn.Parameter) -> list[torch.Tensor | None]:
+    """fp32 weights and both moments."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        stepped = any(base(running).state.values())
+        moments = [safe_get_full_optimizer_state(parameter, key) if stepped else None for key in TENSORS[1:]]
+        return [safe_get_full_fp32_param(parameter), *moments]
+    master, optimizer, cut = parameter, running.optimizer, slice(None)
+    for g, group in enumerate(getattr(optimizer, "fp16_groups", [])):
+        start = 0
+        for i, half in enumerate(group):
+            if half is parameter and hasattr(optimizer, "fp32_groups_flat"):
+                master, cut = optimizer.fp32_groups_flat[g], slice(start, start + half.numel())
+            elif half is parameter:
+                master = optimizer.fp32_groups[g][i]
+            start += half.numel()
+    state = base(running).state.get(master, {})
+    values = [master.detach(), *(state.get(key) for key in TENSORS[1:])]
+    return [None if value is None else value.flatten()[cut].view(parameter.shape) for value in values]
+
+
+def scaler_of(optimizer: Any) -> list[float] | None:
+    scaler = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
+    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+    return [scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter] if dynamic else None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The entries whose bits are not the same."""
+    same = {
+        key: torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
+        for key, value in before.items()
+    }
+    return [key for key, equal in same.items() if not equal] + sorted(after.keys() - before.keys())
+
+
+def save(running: engine.Engine, folder: Path, tag: str) -> None:
+    state = {"step": running.global_steps, "note": {"any": ["value"]}} | universal.parameter_names(running)
+    running.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    distributed.barrier()
+
+
+def make_source(folder: Path, precision: str, stage: int) -> None:
+    """Train, save, note the state, and go on to know what follows."""
+    name = f"{precision}-zero{stage}-ranks{distributed.world_size()}"
+    running = started(precision, stage, Tied(seed=0))
+    train(running, range(SAVED_AT))
+    save(running, folder, name)
+    state = state_of(running)
+    losses = train(running, range(SAVED_AT, STEPS))
+    if distributed.is_main():
+        torch.save({"state": state, "losses": losses}, folder / f"{name}.pt")
+    engine.stop_engine(running)
+
+
+def load_source(folder: Path, source: str, stage: int, keep: str | None = None) -> dict[str, Any]:
+    """Load it under `stage` and this number of ranks; save again under the name `keep`; go on."""
+    target, printed = folder / "universal" / source, io.StringIO()
+    if distributed.is_main() and not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        with contextlib.redirect_stdout(printed):
+            universal.as_universal(folder / source, target)
+    distributed.barrier()
+    running = started(source.split("-")[0], stage, Tied(seed=1))
+    client = universal.load(running, target)
+    expected = torch.load(folder / f"{source.split('+')[0]}.pt", weights_only=False)
+    different = differences(expected["state"], state_of(running))
+    if keep:
+        save(running, folder, keep)
+    losses = train(running, range(SAVED_AT, STEPS))
+    found = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
+    engine.stop_engine(running)
+    return found | {"expected": expected["losses"], "client": client}
+
+
+def refusals(folder: Path, source: str) -> list[str]:
+    """What is said to a model with one more frozen parameter, and to a wider one."""
+    frozen, wider = Tied(seed=1), Tied(seed=1)
+    frozen.norm.bias.requires_grad_(False)
+    wider.unused = nn.Parameter(torch.ones(9))
+    said = []
+    for model in (frozen, wider):
+        running = started("fp32", 2, model)
+        try:
+            universal.load(running, folder / "universal" / source)
+        except ValueError as error:
+            said.append(str(error))
+        engine.stop_engine(running)
+    return said
+
+
+def main(folder: Path, plan: dict[str, Any]) -> None:
+    get_accelerator().is_fp16_supported = lambda: True
+    distributed.start()
+    for precision, stage in plan.get("sources", []):
+        make_source(folder, precision, stage)
+    loaded = [load_source(folder, *pair) for pair in plan.get("pairs", [])]
+    refused = refusals(folder, plan["refused"]) if "refused" in plan else []
+    if distributed.is_main():
+        (folder / plan["out"]).write_text(json.dumps({"loaded": loaded, "refused": refused}))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-2]), json.loads(sys.argv[-1]))
+    distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end

@@ -1,0 +1,361 @@
+"""A tiny BERT pruned, distilled and with exits for a few steps: under the real engine, and by a plain torch loop.
+
+`deepspeed --num_gpus N tests/support/zero_matrix.py OUT` runs every case of CASES under the engine and writes
+the losses; the test compares them with `reference(case)`. It also writes the gradients of `batch_cuts.py`, to OUT.pt.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from support.batch_cuts import gradients
+from support.zeroed import empty
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+from ds_trainer.config.recipe import GroupRule, Phase, parse_recipe
+from ds_trainer.config.schedules import lr_multiplier
+from ds_trainer.engine import engine
+from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.registry import build_techniques
+from ds_trainer.techniques.technique import Clock
+
+ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 6
+CLIP = 0.5
+BASE = Hyperparameters(1e-3, 0.01)
+METHODS = {
+    "topK": {"pruning_method": "topK", "final_threshold": 0.3, "mask_init": "uniform", "mask_scale": 0.01},
+    "global": {
+        "pruning_method": "topK",
+        "global_topk": True,
+        "global_topk_frequency_compute": 2,
+        "mask_init": "kaiming",
+    },
+    "threshold": {"pruning_method": "threshold", "final_threshold": 0.01, "mask_scale": 0.005},
+    "sigmoied": {
+        "pruning_method": "sigmoied_threshold",
+        "final_threshold": 0.51,
+        "regularization": "l1",
+        "final_lambda": 20,
+    },
+    "magnitude": {"pruning_method": "magnitude", "final_threshold": 0.4},
+    "l0": {"pruning_method": "l0", "mask_scale": 1.0, "regularization": "l0", "final_lambda": 5},
+    "static": {"pruning_method": "topK", "final_threshold": 0.3, "train_weights": False},
+    "hybrid": {"granularity": "hybrid", "final_threshold": 0.4, "mask_init": "uniform", "mask_scale": 0.01},
+    "hybrid-flops": {"granularity": "hybrid", "pruning_method": "magnitude", "target_flops": 0.5, "multiple_of": 8},
+    "hybrid-l0": {
+        "granularity": "hybrid",
+        "pruning_method": "l0",
+        "mask_init": "uniform",
+        "mask_scale": 3.0,
+        "regularization": "l0",
+        "final_lambda": 5,
+    },
+    "hybrid-sigmoied": {
+        "granularity": "hybrid",
+        "pruning_method": "sigmoied_threshold",
+        "final_threshold": 0.5,
+        "mask_init": "uniform",
+        "mask_scale": 0.1,
+        "regularization": "l1",
+        "final_lambda": 5,
+        "min_heads": 1,
+    },
+    "hybrid-global": {
+        "granularity": "hybrid",
+        "global_topk": True,
+        "global_topk_frequency_compute": 2,
+        "final_threshold": 0.5,
+        "mask_init": "kaiming",
+    },
+    "mixed": {
+        "granularity": {"attention": "column", "*.intermediate.dense": "row", "*.output.dense": "2:4"},
+        "final_threshold": 0.5,
+        "mask_init": "uniform",
+        "mask_scale": 0.01,
+    },
+    "hybrid-threshold": {
+        "granularity": "hybrid",
+        "pruning_method": "threshold",
+        "final_threshold": 0.005,
+        "mask_init": "uniform",
+        "mask_scale": 0.02,
+        "uniform": True,
+    },
+    "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},
+}
+_LAYERS = {"cos": 0.5, "hidden": 0.3, "attention": 2.0}
+DISTILLED = {
+    "distill": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_mse": 0.1}},
+    "layers": {"distill": {"terms": [*_LAYERS], "layer_pairs": [[1, 1], [-1, 3]]}},
+    "partitioned": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0, "teacher_zero_stage": 3}},
+    "whole": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_cos": 1.0}},
+    "both": {"prune": METHODS["topK"], "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0}},
+    "filled": {"distill": {"alpha_ce": 1.0, "alpha_distil": 0.9}},
+}
+LEFT = {"filled": {"heads": [0, 1], "neurons": [16, 0]}}
+"""Heads and neurons of a model that was cut before, in which blocks are skipped."""
+_JOINT = {"training": "joint"}
+EXITS = {
+    "exits-heads": {"exits": {"training": "heads"}},
+    "exits-joint": {"exits": _JOINT},
+    "exits-distill": {"exits": _JOINT | {"head_weights": [1, 2, 4]}},
+    "all": {
+        "prune": METHODS["topK"],
+        "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0},
+        "exits": _JOINT,
+    },
+}
+LOSS = {
+    "layers": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()},
+    "exits-joint": {"task": 0.0, "exits.heads": 1.0},
+    "exits-distill": {"task": 1.0, "exits.heads": 0.5, "exits.distill": 0.5},
+}
+"""Where the weights are not those that the techniques name, or their defaults."""
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str
+    stage: int
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.method}-zero{self.stage}-{self.precision}"
+
+
+CASES = [Case(method, stage, "fp32") for method, stage in product(METHODS, range(4))] + [
+    Case(method, stage, precision)
+    for method, stage, precision in product(("topK", "sigmoied", "l0"), range(4), ("bf16", "autocast"))
+]
+CASES += [Case("hybrid", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
+CASES += [Case(method, stage, "fp32") for method, stage in product(DISTILLED, range(4))]
+CASES += [Case("both", stage, "autocast") for stage in range(4)]
+CASES += [Case("filled", stage, "bf16") for stage in range(4)]
+CASES += [Case(method, stage, "fp32") for method, stage in product(EXITS, range(4))]
+CASES += [Case("exits-joint", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
+
+
+class ToyTask:
+    """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder."""
+
+    head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
+    loss_unit = logits_unit = "example"
+    tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
+
+    def loss(self, out, batch):
+        return F.cross_entropy(out.logits.float(), batch.labels)
+
+    def logits(self, out, batch):
+        return (out.logits,)
+
+    def inputs_for(self, model, batch):
+        return batch.inputs
+
+    def build_model(self, folder):
+        return AutoModelForSequenceClassification.from_pretrained(folder)
+
+    def check_trained(self, folder):
+        assert not folder or (Path(folder) / "config.json").is_file()  # the model that is trained is of no folder
+
+
+@cache
+def teacher_folder() -> str:
+    """A wider and deeper BERT, the same in every run."""
+
+    def save() -> str:
+        folder = tempfile.mkdtemp()
+        torch.manual_seed(7)
+        model = AutoModelForSequenceClassification.from_config(bert(hidden_size=48, num_hidden_layers=3))
+        model.save_pretrained(folder)
+        ToyTask.tokenizer.save_pretrained(folder)
+        return folder
+
+    return distributed.on_main(save)
+
+
+def bert(**fields) -> BertConfig:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = small | no_dropout | {"vocab_size": 64, "max_position_embeddings": 16, "num_labels": 3} | fields
+    return BertConfig(attn_implementation="eager", **settings)
+
+
+def phase_of(method: str) -> Phase:
+    asked = (DISTILLED | EXITS).get(method, {"prune": METHODS.get(method)})
+    techniques = {"exits": asked["exits"]} if "exits" in asked else {}
+    if "prune" in asked:
+        fixed = {"initial_warmup": 0, "final_warmup": 2, "mask_scores_learning_rate": 1e-2}
+        techniques["prune"] = asked["prune"] | fixed
+    if "distill" in asked:
+        techniques["distill"] = asked["distill"] | {"teacher": teacher_folder()}
+    frozen = [{"params": "*embeddings*", "frozen": True}]
+    data = {"loss": LOSS[method]} if method in LOSS else {}
+    data |= {"max_steps": STEPS, "warmup_steps": 1, "groups": frozen, "techniques": techniques}
+    return parse_recipe({"phases": [data]}).phases[0]
+
+
+def build(method: str):
+    phase = phase_of(method)
+    torch.manual_seed(0)
+    techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5), ToyTask())
+    model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
+    if method in LEFT:
+        model = shrink(empty(model, LEFT[method]))
+    for technique in techniques:
+        model = technique.attach(model)
+    rules: list[GroupRule] = [rule for technique in techniques for rule in technique.parameter_rules(model)]
+    return phase, techniques, model, parameter_groups(model, phase.groups, rules, BASE)
+
+
+def batch_of(step: int, micro: int, rank: int):
+    from ds_trainer.tasks.task import Batch
+
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    ids = torch.randint(0, 64, (MICRO, 8), generator=generator)
+    labels = torch.randint(0, 3, (MICRO,), generator=generator)
+    return Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels, torch.arange(MICRO))
+
+
+def objective_of(phase: Phase, techniques):
+    from ds_trainer.objective import Objective
+
+    return Objective(ToyTask(), techniques, phase.loss)
+
+
+def engine_config(case: Case, world: int) -> dict:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO * RANKS // world,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    if case.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if case.precision == "autocast":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return config
+
+
+def rank_batch(step: int, micro: int, rank: int, world: int):
+    """This rank's share of the RANKS batches of one micro-step."""
+    from ds_trainer.tasks.task import Batch
+
+    parts = [batch_of(step, micro, r) for r in range(rank, RANKS, world)]
+    inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
+    return Batch(inputs, torch.cat([p.labels for p in parts]), torch.cat([p.ids for p in parts]))
+
+
+def under_engine(case: Case) -> dict[str, list]:
+    phase, techniques, model, groups = build(case.method)
+    world = distributed.world_size()
+    ds_engine = engine.start_engine(model, groups, engine_config(case, world), BASE, lr_multiplier("linear", 1, STEPS))
+    objective = objective_of(phase, techniques)
+    for technique in techniques:
+        technique.start(ds_engine.device)
+    losses, readings = [], []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for technique in techniques:
+            technique.on_step(step)
+        for micro in range(ACCUMULATION):
+            batch = rank_batch(step, micro, distributed.rank(), world)
+            loss, _ = objective(Forward(batch, ds_engine(**batch.inputs), step))
+            ds_engine.backward(loss)
+            ds_engine.step()
+            total += loss.detach().float() / ACCUMULATION
+        assert ds_engine.global_steps == step + 1
+        losses.append(float(distributed.mean(total)))
+        readings.append(readings_of(techniques))
+    held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
+    for technique in techniques:
+        technique.stop()
+    engine.stop_engine(ds_engine)
+    return {"losses": losses, "readings": readings, "teacher_values": held}
+
+
+def readings_of(techniques) -> dict[str, float]:
+    """The density, and each exit head's loss since the last time."""
+    found = {name: value for technique in techniques for name, value in technique.readings().items()}
+    return {name: value for name, value in found.items() if name.startswith(("prune/density", "exits/loss/"))}
+
+
+def point_at(model, techniques) -> None:
+    """Have techniques that were attached to a model work on a copy of it."""
+    for technique in techniques:
+        if technique.name == "prune":
+            technique.layers = {name: model.get_submodule(name) for name in technique.layers}
+        if technique.name == "exits":
+            technique.heads = {layer: model.exit_heads[str(layer)] for layer in technique.heads}
+
+
+def values_held(model) -> int:
+    """How many of a model's values this rank keeps between forwards."""
+    return sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in model.parameters())
+
+
+def reference(case: Case) -> dict[str, list]:
+    """The same run in one process: fp32 master weights, a plain AdamW, clipping by global norm."""
+    # a process without a group cannot partition a teacher, whose answers are the same
+    phase, techniques, master, groups = build("whole" if case.method == "partitioned" else case.method)
+    optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.learning_rate, weight_decay=BASE.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier("linear", 1, STEPS))
+    objective = objective_of(phase, techniques)
+    for technique in techniques:
+        technique.start(torch.device("cpu"))
+    losses, readings = [], []
+    for step in range(STEPS):
+        model = master
+        if case.precision == "bf16":
+            model = copy.deepcopy(master).bfloat16()
+            point_at(model, techniques)
+        for technique in techniques:
+            technique.on_step(step)
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(ACCUMULATION):
+            batch = rank_batch(step, micro, 0, 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
+                out = model(**batch.inputs)
+            loss, _ = objective(Forward(batch, out, step))
+            (loss / ACCUMULATION).backward()
+            total += float(loss.detach()) / ACCUMULATION
+        readings.append(readings_of(techniques))
+        if model is not master:
+            for own, other in zip(master.parameters(), model.parameters(), strict=True):
+                own.grad = None if other.grad is None else other.grad.float()
+            point_at(master, techniques)
+        torch.nn.utils.clip_grad_norm_([p for p in master.parameters() if p.grad is not None], CLIP)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return {"losses": losses, "readings": readings}
+
+
+def main(out: str) -> None:
+    distributed.start()
+    results = {str(case): under_engine(case) for case in CASES}
+    steps = gradients()
+    if distributed.is_main():
+        torch.save(steps, f"{out}.pt")
+        Path(out).write_text(json.dumps(results))
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])
+    distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end

@@ -1,0 +1,388 @@
+"""Language modelling from documents to a score: sequences, batches, losses, answers, and small models that learn."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.launching import SHARED
+from support.lm_files import LINES, SMALL, bytes_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    ViTConfig,
+)
+
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.data import evaluation_shard
+from ds_trainer.tasks.lm.lm_task import Answer, LmTask
+
+KINDS = ("bert", "gpt2", "llama")
+
+
+def config_of(kind: str, tokenizer: Any) -> Any:
+    size = len(tokenizer)
+    if kind == "bert":
+        return BertConfig(vocab_size=size, pad_token_id=tokenizer.pad_token_id, **SMALL)
+    if kind == "gpt2":
+        return GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2, n_positions=128)
+    return LlamaConfig(vocab_size=size, max_position_embeddings=128, **SMALL)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model with its tokenizer of each kind."""
+    torch.manual_seed(0)
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        tokenizer = train_tokenizer(LINES * 5, 150, True) if kind == "bert" else bytes_tokenizer(kind == "llama")
+        auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+        auto.from_config(config_of(kind, tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        found[kind] = folder
+    return found
+
+
+@pytest.fixture
+def build(folders: dict[str, Path], tmp_path: Path) -> Any:
+    """Build the task of a kind of model over some lines, with what is asked for in its spec."""
+
+    def build(kind: str, lines: list[str] | None = None, cache: str = "cache", **fields: Any) -> LmTask:
+        (tmp_path / "text.txt").write_text("\n".join(lines or LINES), encoding="utf-8")
+        settings = {"train_file": "text.txt", "validation_file": "text.txt", "min_seq_length": 4} | fields
+        spec = LmSpec(name="mlm" if kind == "bert" else "clm", data_dir=str(tmp_path), **settings)
+        return LmTask(spec, load_tokenizer(folders[kind]), folders[kind], tmp_path / cache)
+
+    return build
+
+
+def rows_of(task: LmTask, split: str = "train") -> list[list[int]]:
+    examples = task.examples(split)
+    return [examples.row(position)["input_ids"].tolist() for position in range(len(examples))]
+
+
+def uniform(batch: Any, vocabulary: int) -> SimpleNamespace:
+    return SimpleNamespace(logits=torch.zeros(1, len(batch.labels), vocabulary))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [8, 9, 128])
+def test_long_documents_are_split_and_lose_nothing(kind: str, length: int, build: Any) -> None:
+    """The parts of a document, special tokens taken off, are its tokens in order; each part has the specials.
+
+    But for a last part of one token, of which nothing can be predicted.
+    """
+    task = build(kind, min_seq_length=0, max_seq_length=length)
+    tokenizer, rows = task.tokenizer, rows_of(task)
+    assert max(map(len, rows)) <= length
+    before, after = {"bert": ([tokenizer.cls_token_id], [tokenizer.sep_token_id]), "llama": ([1], [])}.get(
+        kind, ([], [])
+    )
+    end = [tokenizer.eos_token_id] if kind == "gpt2" else []
+    found, expected = [], []
+    for row in rows:
+        assert row[: len(before)] == before
+        assert row[len(row) - len(after) :] == after
+        found += row[len(before) : len(row) - len(after)]
+    for line in LINES:
+        tokens = [*tokenizer(line, add_special_tokens=False)["input_ids"], *end]
+        alone = not (before or after) and len(tokens) % length == 1
+        expected += tokens[: len(tokens) - alone]
+    assert found == expected
+
+
+def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Short and unknown examples go, in one log line with all counts."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    task = build("bert", ["no", "no no", *LINES[3:], "ж ж ж ж ж ж no", "ж no no no it is"], min_seq_length=6)
+    examples = task.examples("train")
+    counts = {key: value for key, value in examples.notes.items() if key != "counts"}
+    assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1}
+    tokens = int(examples.lengths.sum())
+    assert (
+        f"mlm train: 6 documents (0 split at 128 tokens), 3 examples, {tokens} tokens; dropped: "
+        f"2 shorter than 6 tokens, 1 mostly unknown"
+    ) in caplog.text
+
+
+@pytest.mark.parametrize(("max_unknown", "kept"), [(0.0, 0), (0.5, 1), (0.6, 2), (1.0, 2)])
+def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, build: Any) -> None:
+    """A share at the limit is dropped; 0 drops what has any; text that is nothing but unknown always goes."""
+    lines = ["ж ж no no", "ж no no no", "ж ж ж ж"]
+    if kept:
+        assert len(build("bert", lines, max_unknown=max_unknown).examples("train")) == kept
+        return
+    with pytest.raises(ValueError, match=r"3 documents give no example: 0 are .*and 3 have a share of unknown"):
+        build("bert", lines, max_unknown=max_unknown).examples("train")
+
+
+def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
+    """With the counts, and what to change."""
+    with pytest.raises(ValueError, match=r"mlm train: the 5 documents give no example: 5 are shorter than min_seq_len"):
+        build("bert", min_seq_length=100).examples("train")
+
+
+def test_gpt2s_end_of_text_is_not_unknown(build: Any) -> None:
+    """Its unknown token is its end of text, which closes each document."""
+    rows = rows_of(build("gpt2", max_unknown=0.0))
+    assert [row[-1] for row in rows] == [0] * len(rows)
+
+
+def test_limits_are_spread_over_the_examples(build: Any) -> None:
+    """Two of four examples are the first and the third; the other split has its own limit."""
+    whole, task = rows_of(build("bert")), build("bert", max_train_samples=2, max_eval_samples=3)
+    assert rows_of(task) == [whole[0], whole[2]]
+    assert len(task.examples("validation")) == 3
+
+
+def test_the_cache_follows_what_decides_the_tokens(build: Any, tmp_path: Path) -> None:
+    """Lengths, limits and text get another folder; how masks are drawn does not."""
+
+    def folders(**fields: Any) -> int:
+        build("bert", **fields).examples("train")
+        return len(list((tmp_path / "cache").iterdir()))
+
+    assert folders() == 1
+    assert folders(mlm_mask_prop=0.5, mlm_smoothing=0.0, word_mask=1.0, word_keep=0.0, word_rand=0.0) == 1
+    assert folders(head_positions="all", pad_to_multiple_of=8) == 1
+    for count, fields in enumerate(
+        [{"max_seq_length": 16}, {"min_seq_length": 9}, {"max_unknown": 0.1}, {"max_train_samples": 2}], 2
+    ):
+        assert folders(**fields) == count
+    assert folders(line_by_line=False) == 6
+    assert folders(lines=LINES[:4]) == 7
+
+
+def test_masked_labels_are_the_tokens_at_the_heads(build: Any) -> None:
+    """Heads are at the chosen tokens alone, the label is what stood there, everything else is as in the example."""
+    task = build("bert", word_mask=1.0, word_keep=0.0, word_rand=0.0, mlm_mask_prop=0.3)
+    examples = task.examples("train")
+    batch = task.collate(examples, [2, 0], draw=5)
+    assert set(batch.inputs) == {"input_ids", "attention_mask", "head_positions"}
+    padded = examples.padded([2, 0], {"input_ids": task.tokenizer.pad_token_id})
+    ids, heads = batch.inputs["input_ids"].flatten(), batch.inputs["head_positions"]
+    assert heads.dtype == batch.labels.dtype == torch.int64
+    assert (ids[heads] == task.tokenizer.mask_token_id).all()
+    ids[heads] = batch.labels
+    assert ids.tolist() == padded.columns["input_ids"].ravel().tolist()
+    assert not set(batch.labels.tolist()) & set(task.tokenizer.all_special_ids)
+    per_row = torch.bincount(heads // batch.inputs["input_ids"].shape[1]).tolist()
+    assert per_row == [max(1, round(0.3 * (length - 2))) for length in examples.lengths[[2, 0]]]
+    assert batch.ids.tolist() == [2, 0]
+    assert task.inputs_vary
+
+
+def test_rare_tokens_are_those_of_the_training_split(build: Any, tmp_path: Path) -> None:
+    """The validation split is masked by the training counts; without a training file, by its own."""
+    (tmp_path / "dev.txt").write_text("\n".join(["cat " * 20, *LINES]), encoding="utf-8")
+    task = build("bert", validation_file="dev.txt")
+    task.examples("validation")
+    ids = np.concatenate([np.array(row) for row in rows_of(task)])
+    the, cat = (task.tokenizer.convert_tokens_to_ids(word) for word in ("the", "cat"))
+    weights = task._rule.weights
+    assert weights[the] == pytest.approx(float((ids == the).sum()) ** -0.7)
+    alone = build("bert", train_file=None, validation_file="dev.txt")
+    alone.examples("validation")
+    dev = np.concatenate([np.array(row) for row in rows_of(alone, "validation")])
+    assert alone._rule.weights[cat] == pytest.approx(float((dev == cat).sum()) ** -0.7)
+    assert alone._rule.weights[cat] < weights[cat]
+
+
+def test_all_positions_give_the_same_loss_and_answers_as_the_labels_alone(build: Any, folders: Any) -> None:
+    """With head_positions "all" there are logits at every token, and a loss where there was one."""
+    few, all_ = build("bert", mlm_mask_prop=0.3), build("bert", head_positions="all", mlm_mask_prop=0.3)
+    model = few.build_model(folders["bert"]).eval()
+    batches = [task.collate(task.examples("train"), range(4), 1) for task in (few, all_)]
+    outs = [model(**batch.inputs) for batch in batches]
+    assert len(batches[1].labels) == batches[1].inputs["attention_mask"].sum()
+    torch.testing.assert_close(few.loss(outs[0], batches[0]), all_.loss(outs[1], batches[1]))
+    answers = [task.answers(out, batch) for task, out, batch in zip((few, all_), outs, batches, strict=True)]
+    assert few.score("train", answers[0]) == pytest.approx(all_.score("train", answers[1]))
+    assert all_.logits(outs[1], batches[1])[0].shape == (len(batches[1].labels), len(few.tokenizer))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_causal_labels_are_the_next_tokens(kind: str, build: Any, folders: Any) -> None:
+    """A head at each token but a row's last; the loss is that of transformers, which shifts by itself."""
+    task = build(kind)
+    examples = task.examples("train")
+    batch = task.collate(examples, range(3))
+    ids, attended = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    expected = [i for row in rows_of(task)[:3] for i in row[1:]]
+    assert batch.labels.tolist() == expected
+    assert ids.flatten()[batch.inputs["head_positions"] + 1].tolist() == expected
+    assert not task.inputs_vary
+    model = task.build_model(folders[kind]).eval()
+    theirs = model(input_ids=ids, attention_mask=attended, labels=ids.masked_fill(attended == 0, -100)).loss
+    torch.testing.assert_close(task.loss(model(**batch.inputs), batch), theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_neither_loss_nor_answers(kind: str, build: Any, folders: Any) -> None:
+    """An example's answer is the same alone, beside a longer one, and padded to a multiple of 64."""
+    task, wide = build(kind), build(kind, pad_to_multiple_of=64)
+    model = task.build_model(folders[kind]).eval()
+    examples = task.examples("validation")
+    wide.examples("validation")
+
+    def answers(task: LmTask, positions: list[int]) -> dict[int, Answer]:
+        batch = task.collate(examples, positions)
+        out = model(**batch.inputs)
+        found = task.answers(out, batch)
+        total = sum(answer.nll for answer in found.values()) / len(batch.labels)
+        assert task.loss(out, batch).item() == pytest.approx(total, rel=1e-5)
+        return found
+
+    alone = answers(task, [0])[0]
+    for found in (answers(task, [1, 0, 2])[0], answers(wide, [0, 1])[0]):
+        assert found.nll == pytest.approx(alone.nll, rel=1e-5)
+        assert found[1:] == alone[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(kind: str, build: Any) -> None:
+    """Equal logits are worth ln(size) a token; over the shards of three ranks as over one pass."""
+    task = build(kind, mlm_mask_prop=0.4)
+    examples, size = task.examples("validation"), len(task.tokenizer)
+    answers: dict[int, Answer] = {}
+    for rank in range(3):
+        for positions in evaluation_shard(examples.lengths, rank, 3, 2):
+            batch = task.collate(examples, positions)
+            answers |= task.answers(uniform(batch, size), batch)
+    assert len(answers) == len(examples)
+    score = task.score("validation", answers)
+    assert score["perplexity"] == pytest.approx(size, rel=1e-5)
+    assert score["loss"] == pytest.approx(math.log(size), rel=1e-6)
+    whole = task.collate(examples, range(len(examples)))
+    assert score["accuracy"] == pytest.approx(float((whole.labels == 0).double().mean()))
+
+
+def test_answers_are_computed_in_fp32_and_in_chunks(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 logits are read as fp32; a chunk of one row gives what one of all gives."""
+    task = build("bert", mlm_mask_prop=0.4, head_positions="all")
+    batch = task.collate(task.examples("train"), range(4))
+    out = SimpleNamespace(logits=torch.randn(1, len(batch.labels), len(task.tokenizer)).bfloat16())
+    found = task.answers(out, batch)
+    monkeypatch.setattr("ds_trainer.tasks.lm.lm_task._CHUNK_VALUES", 1)
+    assert task.answers(out, batch) == found
+    nll = F.cross_entropy(out.logits[0].float(), batch.labels, reduction="sum")
+    assert sum(answer.nll for answer in found.values()) == pytest.approx(float(nll), rel=1e-5)
+    assert task.loss(out, batch).dtype == torch.float32
+
+
+def test_score_and_agreement_by_hand(build: Any) -> None:
+    """Every token weighs the same, however many an example has; an absurd loss has the largest perplexity there is."""
+    task = build("bert")
+    answers = {0: Answer(2.0, 1, [5, 6, 7]), 1: Answer(1.0, 1, [8])}
+    assert task.score("train", answers) == {"perplexity": pytest.approx(math.exp(0.75)), "loss": 0.75, "accuracy": 0.5}
+    others = {0: Answer(0.0, 0, [5, 9, 7]), 1: Answer(0.0, 0, [9])}
+    assert task.agreement("train", answers, others) == 0.5
+    assert task.agreement("train", answers, answers) == 1.0
+    for loss in (709.8, 1e6, 1e300):
+        largest = task.score("train", {0: Answer(loss, 0, [1])})["perplexity"]
+        assert largest == pytest.approx(sys.float_info.max)
+        assert json.loads(json.dumps(largest, allow_nan=False)) == largest
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_have_no_score(value: float, build: Any) -> None:
+    """One such logit refuses the split, with the number of examples that have any."""
+    task = build("gpt2")
+    batch = task.collate(task.examples("train"), range(4))
+    out = uniform(batch, len(task.tokenizer))
+    out.logits[0, [0, 1, -1], 7] = value
+    with pytest.raises(ValueError, match=r"train: the model gives logits that are not finite .* for 2 of 4 examples"):
+        task.score("train", task.answers(out, batch))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_models_learn_the_text(kind: str, build: Any, folders: Any) -> None:
+    """Some steps on five lines, and the model tells most of the tokens; evaluation agrees that it is better."""
+    torch.manual_seed(0)
+    task = build(kind, mlm_mask_prop=0.3)
+    model, examples = task.build_model(folders[kind]), task.examples("train")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def score() -> dict[str, float]:
+        batch = task.collate(examples, range(len(examples)))
+        with torch.no_grad():
+            return task.score("train", task.answers(model.eval()(**batch.inputs), batch))
+
+    before = score()
+    for step in range(150):
+        batch = task.collate(examples, range(len(examples)), step + 1)
+        loss = task.loss(model.train()(**batch.inputs), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = score()
+    assert after["loss"] < before["loss"] / 2
+    assert after["accuracy"] > max(0.5, before["accuracy"])
+
+
+def test_a_trained_head_is_asked_for(build: Any, folders: Any) -> None:
+    """A masked language model passes; its encoder alone does not."""
+    task = build("bert")
+    task.check_trained(folders["bert"])
+    with pytest.raises(ValueError, match="is no trained masked language model"):
+        build("bert").check_trained(_resaved(folders["bert"], "BertModel"))
+
+
+def _resaved(folder: Path, architecture: str) -> Path:
+    other = folder.parent / f"{folder.name}-{architecture}"
+    other.mkdir(exist_ok=True)
+    config = BertConfig.from_pretrained(folder)
+    config.architectures = [architecture]
+    config.save_pretrained(other)
+    return other
+
+
+def test_what_cannot_work_is_refused(build: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """No mask token, no such head, no room, and an encoder whose tokens would see their labels."""
+    task, bytes_ = build("bert"), load_tokenizer(folders["gpt2"])
+    with pytest.raises(ValueError, match="has no mask token"):
+        LmTask(task.spec, bytes_, folders["bert"], tmp_path)
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="is a vit model: transformers has no masked language model for it"):
+        LmTask(task.spec, task.tokenizer, tmp_path / "vit", tmp_path)
+    with pytest.raises(ValueError, match="max_seq_length is 200, and the model has 128 positions"):
+        build("gpt2", max_seq_length=200).build_model(folders["gpt2"])
+    causal = LmTask(task.spec.model_copy(update={"name": "clm"}), task.tokenizer, folders["bert"], tmp_path)
+    with pytest.raises(ValueError, match='is a bert model whose tokens see those after them: use the task "mlm"'):
+        causal.build_model(folders["bert"])
+
+
+def test_inputs_for_another_model_keep_the_head_positions(build: Any, folders: Any) -> None:
+    """A teacher of this task takes them, too."""
+    task = build("bert")
+    batch = task.collate(task.examples("train"), [0])
+    assert set(task.inputs_for(task.build_model(folders["bert"]), batch)) == set(batch.inputs)
+
+
+@pytest.mark.real
+def test_wikitext_is_read_as_it_is(tmp_path: Path) -> None:
+    """The headings of wikitext-2 are dropped as short; the longest examples fill max_seq_length."""
+    files = {"train_file": "valid.txt", "validation_file": "test.txt"}
+    spec = LmSpec(name="mlm", data_dir=str(SHARED / "data" / "wikitext-2"), **files)
+    source = SHARED / "models" / "minilm-l6"
+    task = LmTask(spec, load_tokenizer(source), source, tmp_path)
+    examples = task.examples("train")
+    texts = task.tokenizer.batch_decode([examples.row(i)["input_ids"] for i in range(50)])
+    assert not any(text.startswith("[CLS] = homarus gammarus =") for text in texts)
+    assert examples.lengths.max() == 128
+    assert examples.lengths.min() == 12
+    assert examples.notes["split"] > 500

@@ -1,0 +1,423 @@
+"""SQuAD from files to a score: models of every family, windows merged, v2, artifacts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.launching import SHARED
+from support.squad_examples import (
+    SMALL,
+    TOKENIZERS,
+    deberta_tokenizer,
+    gpt2_tokenizer,
+    hard_questions,
+    modernbert_tokenizer,
+    roberta_tokenizer,
+    with_words_only,
+    word_pieces,
+)
+from support.squad_tasks import YEAR, answered, bert, nothing_ahead, perfect, save, squad, write
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    DebertaV2Config,
+    DebertaV2Model,
+    DistilBertConfig,
+    DistilBertModel,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2Model,
+    ModernBertConfig,
+    ModernBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from ds_trainer import run
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import Examples
+from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
+from ds_trainer.tasks.squad.squad_windows import tokenised
+from ds_trainer.tasks.task import PAD_LOGIT
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return TOKENIZERS[request.param]()
+
+
+def test_an_answer_that_no_token_covers_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A control character that the tokenizer drops cannot be learnt: it is no answer in the window, and is counted."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    question = Question("q", "T", "the a \x01 the", "what?", (Answer("\x01", 6),), False)
+    task = squad(tmp_path, [question, *hard_questions(0, 4)])
+    assert task.examples("train").fields["labels"][0, :2].tolist() == [0, 0]
+    assert "the answers of 1 questions are in no window" in caplog.text
+    assert "squad train: 5 questions in" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = word_pieces()
+    return save(bert(tokenizer), tokenizer, tmp_path_factory.mktemp("bert"))
+
+
+def test_a_perfect_model_scores_100(tokenizer: Any, encoder: Path, tmp_path: Path) -> None:
+    """Logits at the gold positions give every answer to the character, through windows, merging and files."""
+    questions = with_words_only(4, 40)
+    write(tmp_path, questions)
+    spec = SquadSpec(data_dir=str(tmp_path), max_seq_length=200, doc_stride=50, max_query_length=40)
+    task = SquadTask(spec, tokenizer, encoder, tmp_path / "cache")
+    answers = answered(task, perfect)
+    assert task.score("validation", answers) == {"exact_match": 100.0, "f1": 100.0}
+    predictions = task.artifacts("validation", answers)["predictions.json"]
+    assert list(predictions) == [question.id for question in questions]
+    assert list(predictions.values()) == [question.answers[0].text for question in questions]
+
+
+def test_a_perfect_model_of_v2_knows_what_has_no_answer(encoder: Path, tmp_path: Path) -> None:
+    """Unanswerable questions are answered with "", the others with their text; the odds tell them apart."""
+    questions = [
+        question._replace(answers=(), impossible=True) if number % 3 == 0 else question
+        for number, question in enumerate(with_words_only(5, 30))
+    ]
+    task = squad(tmp_path, questions, encoder, version_2_with_negative=True, max_seq_length=100, doc_stride=30)
+    answers = answered(task, perfect)
+    found = task.score("validation", answers)
+    assert {found[name] for name in ("exact_match", "f1", "HasAns_exact", "NoAns_f1", "best_exact", "best_f1")} == {100}
+    assert found["NoAns_total"] == sum(question.impossible for question in questions)
+    files = task.artifacts("validation", answers)
+    for question in questions:
+        assert (files["null_odds.json"][question.id] > 0) == question.impossible
+        best = files["nbest_predictions.json"][question.id][0]["text"]
+        assert best == files["predictions.json"][question.id]
+        assert (best == "") == question.impossible
+    assert json.loads(json.dumps(files, allow_nan=False)) == files
+
+
+def test_nothing_is_answered_above_the_threshold_only(encoder: Path, tmp_path: Path) -> None:
+    """The text stays where "no answer" is ahead by no more than null_score_diff_threshold."""
+    for threshold, text in ((0.0, ""), (1.49, ""), (1.5, "year"), (2.0, "year")):
+        fields = {"version_2_with_negative": True, "null_score_diff_threshold": threshold}
+        task = squad(tmp_path, [YEAR], encoder, **fields)
+        files = task.artifacts("validation", answered(task, nothing_ahead))
+        assert files["predictions.json"] == {"q": text}
+        assert files["null_odds.json"] == {"q": 1.5}
+    plain = squad(tmp_path, [YEAR], encoder)
+    files = plain.artifacts("validation", answered(plain, nothing_ahead))
+    assert files["predictions.json"] == {"q": "year"}
+    assert set(files) == {"predictions.json", "nbest_predictions.json"}
+
+
+def test_the_windows_of_a_question_are_merged(encoder: Path, tmp_path: Path) -> None:
+    """The best span of all windows wins, a text counts once, and "no answer" is as sure as in the least sure window."""
+    question = max(hard_questions(6, 40), key=lambda each: len(each.context))
+    task = squad(tmp_path, [question], encoder, version_2_with_negative=True, n_best_size=5, max_query_length=8)
+    examples = task.examples("validation")
+    assert len(examples) > 3
+    labels = examples.fields["labels"]
+    spans = [(int(row[3]), int(row[3])) for row in labels]
+    answers = {
+        id: WindowAnswer([start], [end], [float(id)], [0.0], (2.0 - id, 0.0)) for id, (start, end) in enumerate(spans)
+    }
+    files = task.artifacts("validation", answers)
+    best = len(examples) - 1
+    row = examples.row(best)
+    text = question.context[row["char_start"][spans[best][0]] : row["char_end"][spans[best][1]]]
+    nbest = files["nbest_predictions.json"][question.id]
+    assert files["predictions.json"][question.id] == nbest[0]["text"] == text
+    assert files["null_odds.json"][question.id] == pytest.approx(2.0 - best - best)
+    texts = [entry["text"] for entry in nbest]
+    assert len(set(texts)) == len(texts) <= 6
+    assert "" in texts
+    assert sum(entry["probability"] for entry in nbest) == pytest.approx(1)
+    assert all(question.context[entry["start"] : entry["end"]] == entry["text"] for entry in nbest)
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], set[str]]] = {
+    "bert": (word_pieces, bert, {"input_ids", "attention_mask", "token_type_ids"}),
+    "roberta": (
+        roberta_tokenizer,
+        lambda t: RobertaModel(
+            RobertaConfig(vocab_size=len(t), pad_token_id=0, max_position_embeddings=64, type_vocab_size=1, **SMALL)
+        ),
+        {"input_ids", "attention_mask"},
+    ),
+    "distilbert": (
+        word_pieces,
+        lambda t: DistilBertModel(DistilBertConfig(vocab_size=len(t), dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
+        {"input_ids", "attention_mask"},
+    ),
+    "electra": (
+        word_pieces,
+        lambda t: ElectraModel(ElectraConfig(vocab_size=len(t), embedding_size=16, **SMALL)),
+        {"input_ids", "attention_mask", "token_type_ids"},
+    ),
+    "modernbert": (
+        modernbert_tokenizer,
+        lambda t: ModernBertModel(ModernBertConfig(vocab_size=len(t), pad_token_id=0, **SMALL)),
+        {"input_ids", "attention_mask"},
+    ),
+    "deberta": (
+        deberta_tokenizer,
+        lambda t: DebertaV2Model(
+            DebertaV2Config(
+                vocab_size=len(t), type_vocab_size=0, relative_attention=True, pos_att_type=["p2c", "c2p"], **SMALL
+            )
+        ),
+        {"input_ids", "attention_mask"},
+    ),
+    "gpt2": (
+        gpt2_tokenizer,
+        lambda t: GPT2Model(GPT2Config(vocab_size=len(t), n_embd=16, n_layer=1, n_head=2, n_positions=64)),
+        {"input_ids", "attention_mask"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_models_answers_the_same_alone_and_in_a_batch(family: str, tmp_path: Path) -> None:
+    """From files to scores and artifacts; padding changes no answer, and every window has a valid one."""
+    make_tokenizer, make_model, inputs = FAMILIES[family]
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    source = save(make_model(tokenizer), tokenizer, tmp_path / "model")
+    task = squad(tmp_path, hard_questions(7, 12), source, n_best_size=3, max_seq_length=48)
+    model = task.build_model(source).eval()
+    with torch.no_grad():
+        head = model.classifier if family == "modernbert" else model.qa_outputs
+        head.weight.mul_(20)
+        batched, alone = (answered(task, lambda batch: model(**batch.inputs), size) for size in (7, 1))
+    assert set(task.collate(task.examples("validation"), [0, 1]).inputs) == inputs
+    assert task.agreement("validation", batched, alone) == 1
+    for id, answer in batched.items():
+        np.testing.assert_allclose(answer.null_logits, alone[id].null_logits, atol=1e-4)
+        np.testing.assert_allclose(answer.start_logits, alone[id].start_logits, atol=1e-4)
+        assert all(0 <= j - i < 30 for i, j in zip(answer.starts, answer.ends, strict=True))
+    found = task.score("validation", batched)
+    assert found == task.score("validation", alone)
+    assert 0 <= found["exact_match"] <= found["f1"] <= 100
+    files = task.artifacts("validation", batched)
+    assert all(files["predictions.json"].values())
+
+
+def test_a_batch_carries_what_the_model_takes_and_keeps_the_rest_apart(encoder: Path, tmp_path: Path) -> None:
+    """Offsets go nowhere; token types go to `others` where the model knows none, for a teacher of another family."""
+    task = squad(tmp_path, hard_questions(0, 6), encoder, pad_to_multiple_of=8)
+    examples = task.examples("train")
+    assert set(examples.tokens) == {"input_ids", "token_type_ids", "char_start", "char_end"}
+    batch = task.collate(examples, [3, 1])
+    assert batch.ids.tolist() == [3, 1]
+    assert batch.others == {}
+    assert batch.inputs["input_ids"].shape[1] % 8 == 0
+    assert batch.labels.shape == (2, 5)
+    assert batch.inputs["attention_mask"].sum(1).tolist() == examples.lengths[[3, 1]].tolist()
+    types = batch.inputs["token_type_ids"]
+    assert types[0, batch.labels[0, 3]] == 1
+    distilled = DistilBertModel(DistilBertConfig(vocab_size=300, dim=16, n_layers=1, n_heads=2, hidden_dim=16))
+    tokenizer = word_pieces()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    other = squad(tmp_path, hard_questions(0, 6), save(distilled, tokenizer, tmp_path / "distil"))
+    batch = other.collate(other.examples("train"), [0])
+    assert set(batch.inputs) == {"input_ids", "attention_mask"}
+    assert set(batch.others) == {"token_type_ids"}
+    assert other.inputs_for(task.build_model(encoder), batch).keys() == {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+    }
+    assert batch.others["token_type_ids"][0, batch.labels[0, 3]] == 1
+
+
+def test_the_loss_is_the_mean_over_start_and_end_without_padding(encoder: Path, tmp_path: Path) -> None:
+    """In fp32 from bf16 logits; what the model says of padding counts nothing, however high."""
+    task = squad(tmp_path, hard_questions(0, 6), encoder)
+    examples: Examples = task.examples("train")
+    positions = [int(examples.lengths.argmax()), int(examples.lengths.argmin())]
+    batch = task.collate(examples, positions)
+    out = perfect(batch)
+    out.start_logits, out.end_logits = (logits.bfloat16() for logits in (out.start_logits / 10, out.end_logits / 10))
+    short = int(examples.lengths.min())
+    out.start_logits[1, short:] = out.end_logits[1, short:] = 50
+    terms = []
+    for row, length in ((0, int(examples.lengths.max())), (1, short)):
+        for label, logits in ((0, out.start_logits), (1, out.end_logits)):
+            logs = logits[row, :length].float().log_softmax(0)
+            terms.append(-logs[batch.labels[row, label]])
+    torch.testing.assert_close(task.loss(out, batch), torch.stack(terms).mean())
+    start, end = task.logits(out, batch)
+    assert start.shape == end.shape == batch.inputs["input_ids"].shape
+    assert (start[1, short:] == torch.tensor(PAD_LOGIT).bfloat16()).all()
+
+
+def test_a_model_learns_from_it(encoder: Path, tmp_path: Path) -> None:
+    """Some steps on one batch lower the loss: labels, masks and inputs belong together."""
+    task = squad(tmp_path, with_words_only(8, 4), encoder)
+    torch.manual_seed(0)
+    model = task.build_model(encoder)
+    batch = task.collate(task.examples("train"), range(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = task.loss(model(**batch.inputs), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 3
+
+
+def test_limits_are_of_questions_spread_over_the_file(encoder: Path, tmp_path: Path) -> None:
+    """With every window of a chosen question; the score and the artifacts are of those alone."""
+    questions = with_words_only(9, 12)
+    task = squad(tmp_path, questions, encoder, max_train_samples=3, max_eval_samples=4, max_seq_length=100)
+    assert len(set(task.examples("train").fields["question"].tolist())) == 3
+    answers = answered(task, perfect)
+    chosen = [questions[index * len(questions) // 4].id for index in range(4)]
+    assert list(task.artifacts("validation", answers)["predictions.json"]) == chosen
+    assert task.score("validation", answers)["exact_match"] == 100
+
+
+def test_agreement_is_the_share_of_questions_with_the_same_text(encoder: Path, tmp_path: Path) -> None:
+    """Other logits of the same text agree; another text does not."""
+    questions = [Question(f"q{i}", "T", "the year state", "what?", (Answer("year", 4),), False) for i in range(4)]
+    task = squad(tmp_path, questions, encoder)
+    answers = answered(task, perfect)
+    others = {id: answer._replace(start_logits=[x / 2 for x in answer.start_logits]) for id, answer in answers.items()}
+    assert task.agreement("validation", answers, others) == 1
+    first = int(task.examples("validation").fields["labels"][0, 3])
+    others[0] = WindowAnswer([first], [first], [9.0], [9.0], (0.0, 0.0))
+    assert task.agreement("validation", answers, others) == 0.75
+
+
+def test_the_cache_follows_what_it_depends_on(encoder: Path, tmp_path: Path) -> None:
+    """Another stride, length or file is another cache; settings of the scoring are not."""
+    questions = hard_questions(0, 4)
+
+    def key(**fields: Any) -> str:
+        return squad(tmp_path, questions, encoder, **fields).key("train")
+
+    assert key() == key(n_best_size=3, max_answer_length=9, pad_to_multiple_of=8, max_eval_samples=1)
+    found = {key(), key(doc_stride=10), key(max_seq_length=41), key(max_query_length=15), key(max_train_samples=2)}
+    assert len(found) == 5
+    questions = hard_questions(1, 4)
+    assert key() not in found
+
+
+def test_scoring_reads_a_split_that_was_cached(encoder: Path, tmp_path: Path) -> None:
+    """A second run finds the tokens in the cache and the texts in the file."""
+    questions = with_words_only(4, 5)
+    squad(tmp_path, questions, encoder, max_seq_length=100).examples("validation")
+    task = squad(tmp_path, questions, encoder, max_seq_length=100)
+    assert task.score("validation", answered(task, perfect))["f1"] == 100
+
+
+def test_long_questions_are_cut(encoder: Path, tmp_path: Path) -> None:
+    """To max_query_length tokens, from the right."""
+    question = hard_questions(0, 2)[0]._replace(question="the year " * 20)
+    task = squad(tmp_path, [question], encoder, max_query_length=5)
+    row = task.examples("train").row(0)
+    asked = task.tokenizer("the year " * 20, add_special_tokens=False)["input_ids"][:5]
+    assert row["input_ids"][1:7].tolist() == [*asked, task.tokenizer.sep_token_id]
+
+
+def test_windows_that_leave_gaps_in_a_long_context_are_refused(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside questions that leave room, or a context of one window, the same settings lose no token of any context."""
+    questions = [
+        question._replace(id=f"q{length}", question=" ".join(["year"] * length))
+        for length, question in zip((3, 6, 4), hard_questions(0, 3), strict=True)
+    ]
+    warnings: list[str] = []
+    monkeypatch.setattr(distributed, "warn", warnings.append)
+    task = squad(tmp_path, questions, encoder, doc_stride=31)  # 40 - 3 special ones - 6
+    [warning] = warnings  # at once: nothing was tokenised yet
+    assert "tokens about a long context would be refused: doc_stride is 31" in warning
+    assert "leaves 21 tokens to the context beside 3 special ones and 16 of a question" in warning
+    examples = task.examples("train")
+    contexts = tokenised(task.tokenizer, [question.context for question in questions])
+    for number, context in enumerate(contexts):
+        rows = [examples.row(place) for place in np.flatnonzero(examples.fields["question"] == number)]
+        seen = {(start, end) for row in rows for start, end in zip(row["char_start"], row["char_end"], strict=True)}
+        assert seen >= set(zip(context.starts, context.ends, strict=True))
+    assert max(len(context.ids) for context in contexts) > 62  # three windows or more
+    with pytest.raises(ValueError, match=r"question 'q6': .* leaves 31 .*; lower doc_stride to 31 or less, "):
+        squad(tmp_path, questions, encoder, doc_stride=32).examples("train")
+    short = questions[1]._replace(context="in the year 1066", answers=(Answer("1066", 12),))
+    kept = squad(tmp_path, [questions[0], short, questions[2]], encoder, doc_stride=32).examples("train")
+    assert (kept.fields["question"] == 1).sum() == 1
+    cut = squad(tmp_path, questions, encoder, doc_stride=32, max_query_length=5)
+    assert len(cut.examples("train")) >= len(questions)
+    with pytest.raises(
+        ValueError, match=r"max_seq_length 40 leaves 36 tokens to the context beside 3 special ones and 1 "
+    ):
+        squad(tmp_path, questions, encoder, doc_stride=37)
+
+
+def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path, tmp_path: Path) -> None:
+    """Its questions need not be as short as those of the training split."""
+    write(tmp_path / "data", [question._replace(question="what?") for question in hard_questions(0, 3)])
+    asked = json.loads((tmp_path / "data" / "dev-v1.1.json").read_text())
+    asked["data"][0]["paragraphs"][1]["qas"][0]["question"] = "year " * 9
+    (tmp_path / "data" / "dev-v1.1.json").write_text(json.dumps(asked))
+    task = {"name": "squad", "max_seq_length": 40, "doc_stride": 30, "data_dir": str(tmp_path / "data")}
+    recipe = {
+        "task": task,
+        "phases": [{"max_steps": 2, "train_batch_size": 2}],
+        "model": {"name_or_path": str(encoder)},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
+    job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"question 'q1': doc_stride is 30, and .* 9 of a question"):
+        list(run._rehearsed(job))
+
+
+def test_a_slow_tokenizer_is_refused(encoder: Path, tmp_path: Path) -> None:
+    """It cannot tell which characters a token is."""
+    with pytest.raises(ValueError, match=r"SimpleNamespace\) is a slow one.*tokenizer\.json"):
+        SquadTask(SquadSpec(), SimpleNamespace(is_fast=False), encoder, tmp_path)
+
+
+def test_windows_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    """As in every task, before the first step."""
+    tokenizer = word_pieces()
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=39, **SMALL)
+    source = save(BertForQuestionAnswering(config), tokenizer, tmp_path / "short")
+    task = squad(tmp_path, hard_questions(0, 2), source)
+    with pytest.raises(ValueError, match="max_seq_length is 40, and the model has 39 positions"):
+        task.build_model(source)
+
+
+def test_only_a_trained_head_can_be_evaluated(encoder: Path, tmp_path: Path) -> None:
+    """An encoder alone is refused; the same with a question answering head is taken, weights and all."""
+    task = squad(tmp_path, hard_questions(0, 2), encoder)
+    with pytest.raises(ValueError, match="is no trained question answering head"):
+        task.check_trained(encoder)
+    model = task.build_model(encoder)
+    trained = save(model, task.tokenizer, tmp_path / "trained")
+    task.check_trained(trained)
+    torch.testing.assert_close(task.build_model(trained).state_dict(), model.state_dict())
+
+
+@pytest.mark.real
+def test_a_perfect_model_scores_near_100_on_the_real_squad(tmp_path: Path) -> None:
+    """What is missing are answers that are a part of a token."""
+    source = SHARED / "models" / "minilm-l6"
+    task = SquadTask(SquadSpec(data_dir=str(SHARED / "data")), load_tokenizer(source), source, tmp_path)
+    found = task.score("validation", answered(task, perfect, 32))
+    assert found["exact_match"] > 99.8
+    assert found["f1"] > 99.9

@@ -1,0 +1,207 @@
+"""Windows of contexts: answers exact to the character, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import SHARED
+from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
+
+from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, window_starts, windows
+
+SHORT = SquadSpec(max_seq_length=40, doc_stride=11, max_query_length=16)
+
+
+def rows_of(tokenizer: Any, spec: SquadSpec, questions: list[Question]) -> Iterator[tuple[Question, list[Any]]]:
+    """Every question with its windows."""
+    found: list[list[Any]] = [[] for _ in questions]
+    for part in windows(tokenizer, spec, questions):
+        for window in part:
+            found[window.question].append(window)
+    yield from zip(questions, found, strict=True)
+
+
+def check_span(question: Question, window: Any) -> str:
+    """Hold the answer's tokens to be the fewest that cover all of it that any token covers; give their text."""
+    columns, places = window.columns, window.places
+    text, start = question.answers[0]
+    start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+    spans = list(zip(columns["char_start"], columns["char_end"], strict=True))
+    touching = [
+        place for place in range(places.first, places.last + 1) if spans[place][0] < end and spans[place][1] > start
+    ]
+    assert (places.start, places.end) == (touching[0], touching[-1])
+    found = slice(spans[places.start][0], spans[places.end][1])
+    covered = {c for place in touching for c in range(*spans[place])}
+    assert not (covered & set(range(start, end))) - set(range(found.start, found.stop))
+    return question.context[found].strip()
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return TOKENIZERS[request.param]()
+
+
+def test_every_training_answer_is_the_fewest_tokens_that_cover_it(tokenizer: Any) -> None:
+    """Whole words decode to exactly themselves, in any script; other answers to the tokens around them."""
+    whole = 0
+    for seed in range(3):
+        spec = SquadSpec(max_seq_length=512, doc_stride=100, max_query_length=40)
+        for number, (question, found) in enumerate(rows_of(tokenizer, spec, hard_questions(seed))):
+            held = [window for window in found if window.places.start != window.places.null]
+            assert held, question
+            decoded = {check_span(question, window) for window in held}
+            if number % 2 == 0 and question.answers[0].text.strip("\u200b") == question.answers[0].text:
+                assert decoded == {question.answers[0].text.strip()}
+                whole += 1
+    assert whole > 60
+
+
+def test_windows_are_the_tokenizers_own_pairs(tokenizer: Any) -> None:
+    """Each window equals what the library cuts when its overlap is set to keep windows doc_stride apart.
+
+    But for an end of text where there is no class token.
+    """
+    several = 0
+    for question, found in rows_of(tokenizer, SHORT.model_copy(update={"max_query_length": 20}), hard_questions(1)):
+        asked = tokenizer(question.question, add_special_tokens=False)["input_ids"]
+        if len(asked) > 20:
+            continue
+        end = [] if tokenizer.cls_token_id is not None else [tokenizer.eos_token_id]
+        room = 40 - len(asked) - len(end) - tokenizer.num_special_tokens_to_add(pair=True)
+        expected = tokenizer(
+            question.question,
+            question.context,
+            truncation="only_second",
+            max_length=40 - len(end),
+            stride=room - SHORT.doc_stride if room > SHORT.doc_stride else 0,
+            return_overflowing_tokens=True,
+            return_token_type_ids=True,
+        )
+        if room > SHORT.doc_stride:
+            assert [window.columns["input_ids"] for window in found] == [[*ids, *end] for ids in expected["input_ids"]]
+            # where the model takes them: the library gives the later windows of the others other types than the first
+            if "token_type_ids" in tokenizer.model_input_names:
+                assert [window.columns["token_type_ids"] for window in found] == expected["token_type_ids"]
+            several += len(found) > 1
+    assert several > 5
+
+
+def test_windows_start_doc_stride_apart_and_cover_the_context(tokenizer: Any) -> None:
+    """Whatever the question's length; all but the last are full, and the last ends with the context."""
+    questions = hard_questions(2)
+    contexts = tokenised(tokenizer, [question.context for question in questions])
+    for (_, found), context in zip(rows_of(tokenizer, SHORT, questions), contexts, strict=True):
+        for number, window in enumerate(found):
+            places, begin = window.places, number * SHORT.doc_stride
+            held = slice(begin, begin + places.last - places.first + 1)
+            assert window.columns["input_ids"][places.first : places.last + 1] == context.ids[held]
+            assert window.columns["char_start"][places.first : places.last + 1] == context.starts[held]
+            outside = [-1] * places.first
+            assert window.columns["char_start"][: places.first] == window.columns["char_end"][: places.first] == outside
+            assert len(window.columns["input_ids"]) == 40 or window is found[-1]
+            assert len(window.columns["input_ids"]) <= 40
+        assert held.stop >= len(context.ids)
+        assert all(window.places.last < len(window.columns["input_ids"]) for window in found)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room", "stride", "starts"),
+    [
+        (0, 5, 2, [0]),
+        (5, 5, 2, [0]),
+        (6, 5, 2, [0, 2]),
+        (9, 5, 2, [0, 2, 4]),
+        (10, 5, 5, [0, 5]),
+        (11, 5, 5, [0, 5, 10]),
+    ],
+)
+def test_there_are_no_more_windows_than_needed(tokens: int, room: int, stride: int, starts: list[int]) -> None:
+    """The last window is the first to hold the last token."""
+    assert list(window_starts(tokens, room, stride)) == starts
+
+
+def test_an_answer_outside_the_window_is_at_the_class_token() -> None:
+    """Its start and end are where the class token is; the windows that hold it whole point at it."""
+    context = " ".join(f"w{i}" for i in range(40))
+    question = Question("q", "T", context, "which?", (Answer("w20 w21", context.index("w20")),), False)
+    tokenizer = train_tokenizer([context, "which?"], 200, True)
+    assert len(tokenizer.tokenize(context)) == 40
+    spec = SquadSpec(max_seq_length=15, doc_stride=4, max_query_length=4)
+    [(_, found)] = rows_of(tokenizer, spec, [question])
+    asked = len(tokenizer.tokenize("which?"))
+    room = 15 - 3 - min(asked, 4)
+    for number, window in enumerate(found):
+        whole = number * 4 <= 20 and number * 4 + room > 21
+        assert (window.places.start != 0) == whole
+        assert (window.places.end != 0) == whole
+        assert window.places.null == 0
+        if whole:
+            assert check_span(question, window) == "w20 w21"
+    assert 0 < sum(window.places.start > 0 for window in found) < len(found)
+
+
+def test_a_class_token_at_the_end_is_found() -> None:
+    """XLNet puts it last: "no answer" is there, wherever the row ends."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = word_pieces()
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+    pair = "$A:0 [SEP]:0 $B:1 [SEP]:1 [CLS]:2"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A:0 [SEP]:0 [CLS]:2", pair=pair, special_tokens=ids
+    )
+    for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
+        for window in found:
+            assert window.columns["input_ids"][window.places.null] == tokenizer.cls_token_id
+            assert window.places.null == len(window.columns["input_ids"]) - 1
+            assert window.columns["token_type_ids"][-1] == 2
+
+
+def test_without_a_class_token_an_end_of_text_says_that_there_is_no_answer() -> None:
+    """GPT-2's rows get one behind the context, where a causal model has seen it all, and which is no answer itself."""
+    tokenizer = gpt2_tokenizer()
+    for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
+        for window in found:
+            ids, places = window.columns["input_ids"], window.places
+            assert places.null == len(ids) - 1 == places.last + 1
+            assert ids[-1] == tokenizer.eos_token_id
+            assert window.columns["char_end"][-1] == -1
+            assert {len(column) for column in window.columns.values()} == {len(ids)}
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"neither a class token nor an end of text.*give it an eos_token"):
+        list(windows(tokenizer, SHORT, hard_questions(3, 1)))
+
+
+def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:
+    """A decomposed é at the end of an answer is kept whole; plain gaps are left alone."""
+    tokenizer = word_pieces()
+    [tokens] = tokenised(tokenizer, ["cafe\u0301 re\u0301sume\u0301\u0323 ok"])
+    assert tokens.starts[0] == 0
+    assert [end for end in tokens.ends if end in (4, 5, 13, 14, 15)] == [5, 15]
+    assert Tokens([1, 2], [0, 5], [5, 6]).covering(5, 5) is None
+
+
+@pytest.mark.real
+def test_every_answer_of_the_real_squad_is_found(tmp_path: Path) -> None:
+    """4,330 answers: each is in a window, by the fewest tokens that cover it, and 99% decode to exactly their text."""
+    from ds_trainer.tasks.squad.squad_file import questions
+
+    spec = SquadSpec(data_dir=str(SHARED / "data"))
+    tokenizer = load_tokenizer(SHARED / "models" / "minilm-l6")
+    count = same = 0
+    for question, found in rows_of(tokenizer, spec, questions(spec, "train")):
+        held = [window for window in found if window.places.start != window.places.null]
+        assert held, question.id
+        [decoded] = {check_span(question, window) for window in held}
+        assert question.answers[0].text.strip() in decoded
+        count, same = count + 1, same + (decoded == question.answers[0].text.strip())
+    assert count == 4330
+    assert same > 0.99 * count

@@ -1,0 +1,435 @@
+"""Text tasks from rows to a score: tokenisation, batches, labels in the model's order, models, metrics, docstrings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.csv_files import SENTENCES, write_csv
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from ds_trainer.config.recipe import TextSpec
+from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.tasks.data import evaluation_shard
+from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.text.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
+from ds_trainer.tasks.text.metrics import score
+
+SHARED = Path(__file__).parents[3] / "shared"
+MNLI = ("entailment", "neutral", "contradiction")
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(SENTENCES * 5, 60, True)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def bert_config(tokenizer: Any, **fields: Any) -> BertConfig:
+    return BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SMALL, **fields)
+
+
+@pytest.fixture
+def encoder(tokenizer: Any, tmp_path: Path) -> Path:
+    return save(BertModel(bert_config(tokenizer)), tokenizer, tmp_path / "encoder")
+
+
+def classifier(tokenizer: Any, folder: Path, labels: tuple[str, ...]) -> Path:
+    torch.manual_seed(len(labels))
+    label2id = {name: index for index, name in enumerate(labels)}
+    config = bert_config(tokenizer, id2label=dict(enumerate(labels)), label2id=label2id)
+    return save(BertForSequenceClassification(config), tokenizer, folder)
+
+
+@pytest.fixture
+def mnli(tmp_path: Path) -> TextSpec:
+    """Three rows a split, one of each class, in the task's order."""
+    folder = tmp_path / "MNLI"
+    folder.mkdir()
+    pairs = [(SENTENCES[i], SENTENCES[i + 1]) for i in range(3)]
+    rows = "".join(f"{a}\t{b}\t{label}\n" for (a, b), label in zip(pairs, MNLI, strict=True))
+    for file in ("train", "dev_matched", "dev_mismatched"):
+        (folder / f"{file}.tsv").write_text(f"sentence1\tsentence2\tgold_label\n{rows}", encoding="utf-8")
+    return TextSpec(name="mnli", data_dir=str(tmp_path))
+
+
+def test_an_unknown_task_is_told_with_the_nearest_names() -> None:
+    """A misspelt task name is a ValueError with what was probably meant; each known one has a class."""
+    with pytest.raises(ValueError, match="'mnil' is unknown: did you mean 'mnli'"):
+        build_task(TextSpec(name="mnil"), "nowhere")
+
+
+def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+    """A pair is told apart by token types; a batch is as long as its longest row; ids are positions."""
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    examples = task.examples("train")
+    batch = task.collate(examples, [2, 0])
+    assert batch.ids.tolist() == [2, 0]
+    assert batch.labels.tolist() == [2, 0]
+    assert batch.inputs["input_ids"].shape[1] == examples.lengths[[0, 2]].max()
+    texts = task.tokenizer.batch_decode(batch.inputs["input_ids"], skip_special_tokens=True)
+    assert texts == [f"{SENTENCES[2]} {SENTENCES[3]}", f"{SENTENCES[0]} {SENTENCES[1]}"]
+    pairs = [SENTENCES[2], SENTENCES[0]], [SENTENCES[3], SENTENCES[1]]
+    for name, values in task.tokenizer(*pairs, padding=True, return_tensors="pt").items():
+        assert torch.equal(batch.inputs[name], values), name
+
+
+def test_a_batch_is_padded_to_the_asked_multiple(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+    """With pad_to_multiple_of 8, the width is the next multiple, and the mask leaves it out."""
+    task = build_task(mnli.model_copy(update={"pad_to_multiple_of": 8}), encoder, tmp_path / "cache")
+    examples = task.examples("train")
+    batch = task.collate(examples, range(3))
+    assert batch.inputs["input_ids"].shape[1] % 8 == 0
+    assert batch.inputs["attention_mask"].sum(1).tolist() == examples.lengths.tolist()
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0), (0, 1, 2)])
+def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
+    order: tuple[int, ...], mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A downloaded MNLI model keeps its class ids; labels, loss and answers agree with its own names."""
+    names = tuple(MNLI[i].upper() for i in order)
+    folder = classifier(tokenizer, tmp_path / "trained", names)
+    task = build_task(mnli, folder, tmp_path / "cache")
+    assert task.label_names == tuple(MNLI[i] for i in order)
+    model = task.build_model(folder).eval()
+    batch = task.collate(task.examples("validation"), range(3))
+    out = model(**batch.inputs)
+    assert [task.label_names[label] for label in batch.labels] == list(MNLI)
+    said = [model.config.id2label[int(row.argmax())] for row in out.logits]
+    assert [MNLI[answer] for answer in task.answers(out, batch).values()] == said
+    original = BertForSequenceClassification.from_pretrained(folder).eval()
+    torch.testing.assert_close(out.logits, original(**batch.inputs).logits)
+
+
+def test_a_model_for_another_folders_task_gives_logits_in_the_tasks_order(
+    mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A teacher whose head is in another order than the student's is turned to it, so that their logits compare."""
+    teacher = classifier(tokenizer, tmp_path / "teacher", ("contradiction", "entailment", "neutral"))
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    model = task.build_model(teacher).eval()
+    batch = task.collate(task.examples("train"), range(3))
+    own = BertForSequenceClassification.from_pretrained(teacher).eval()(**batch.inputs).logits
+    torch.testing.assert_close(model(**batch.inputs).logits, own[:, [1, 2, 0]])
+    assert list(model.config.id2label.values()) == list(MNLI)
+
+
+def test_a_head_of_other_classes_is_replaced_and_told(
+    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two classes do not fit three: the head is new, the encoder is kept, and the log says so."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    folder = classifier(tokenizer, tmp_path / "two", ("negative", "positive"))
+    model: Any = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+    assert model.classifier.out_features == 3
+    assert "a new head of 3 outputs; the model has one of 2 classes (negative, positive)" in caplog.text
+    old = BertForSequenceClassification.from_pretrained(folder)
+    torch.testing.assert_close(model.bert.state_dict(), old.bert.state_dict())
+
+
+def test_unnamed_classes_are_taken_in_the_tasks_order_with_a_warning(
+    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LABEL_0 to LABEL_2 say nothing of their meaning: they are used, and the user is warned."""
+    folder = classifier(tokenizer, tmp_path / "unnamed", ("LABEL_0", "LABEL_1", "LABEL_2"))
+    model = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+    assert "are unnamed; they are taken for entailment, neutral, contradiction" in caplog.text
+    own = BertForSequenceClassification.from_pretrained(folder).classifier.weight
+    torch.testing.assert_close(model.classifier.weight, own)
+
+
+def test_models_are_loaded_in_fp32_whatever_the_checkpoint(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """A bf16 checkpoint gives an fp32 model."""
+    folder = save(BertModel(bert_config(tokenizer)).bfloat16(), tokenizer, tmp_path / "bf16")
+    parameters = build_task(mnli, folder, tmp_path / "cache").build_model(folder).parameters()
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+
+
+def test_a_language_model_without_pooler_can_be_fine_tuned(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """A BERT saved with its masked-LM head has no pooler: that is new, and no error."""
+    folder = save(BertForMaskedLM(bert_config(tokenizer)), tokenizer, tmp_path / "mlm")
+    assert build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+
+
+def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """A tokenizer and model without padding get one, and a padded row's logits equal the row's alone."""
+    bare = train_tokenizer(SENTENCES * 5, 60, True)
+    bare.pad_token, bare.eos_token = None, "[SEP]"
+    config = GPT2Config(vocab_size=len(bare), n_embd=16, n_layer=1, n_head=2, n_positions=128)
+    task = build_task(mnli, save(GPT2Model(config), bare, tmp_path / "gpt2"), tmp_path / "cache")
+    model: Any = task.build_model(tmp_path / "gpt2").eval()
+    assert model.config.pad_token_id == task.tokenizer.eos_token_id
+    examples = task.examples("train")
+    batch = task.collate(examples, range(3))
+    assert set(batch.inputs) == {"input_ids", "attention_mask"}
+    alone = [model(**task.collate(examples, [i]).inputs).logits for i in range(3)]
+    torch.testing.assert_close(model(**batch.inputs).logits, torch.cat(alone))
+
+
+@pytest.mark.parametrize(("positions", "allowed"), [(64, True), (63, False)])
+def test_sequences_longer_than_the_models_positions_are_refused(
+    positions: int, allowed: bool, mnli: TextSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    """RoBERTa's table holds two rows more than it has positions, and the limit is exact."""
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "max_position_embeddings": positions + 2}
+    folder = save(RobertaModel(RobertaConfig(**SMALL, **sizes)), tokenizer, tmp_path / "roberta")
+    task = build_task(mnli.model_copy(update={"max_seq_length": 64}), folder, tmp_path / "cache")
+    if allowed:
+        assert task.build_model(folder)
+    else:
+        with pytest.raises(ValueError, match="max_seq_length is 64, and the model has 63 positions"):
+            task.build_model(folder)
+
+
+def test_a_tokenizer_of_another_model_is_refused(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """Tokens without an embedding would index out of range in the first step."""
+    config = bert_config(tokenizer)
+    config.vocab_size = 10
+    folder = save(BertModel(config), tokenizer, tmp_path / "small")
+    with pytest.raises(ValueError, match=r"the tokenizer's largest token id is \d+ and the model embeds 10"):
+        build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _unknown_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "berd"}', encoding="utf-8")
+
+
+def _no_classifier(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+
+
+def _not_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _other_width(folder: Path) -> None:
+    path = folder / "config.json"
+    wider = path.read_text(encoding="utf-8").replace('"hidden_size": 16', '"hidden_size": 32')
+    path.write_text(wider, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_no_config, "has no config.json"),
+        (_unknown_architecture, "the config of .* cannot be read: .*berd"),
+        (_no_classifier, "is a vit model: transformers has no sequence classifier"),
+        (_not_safetensors, r"no \.safetensors weights .*\(found: pytorch_model\.bin, "),
+        (_truncated, "is broken or cut short"),
+        (_other_width, "do not fit its config.json"),
+    ],
+)
+def test_a_broken_model_folder_is_told_with_its_cause(
+    damage: Any, message: str, mnli: TextSpec, encoder: Path, tmp_path: Path
+) -> None:
+    """What is wrong with a folder is one ValueError that names it."""
+    damage(encoder)
+    with pytest.raises(ValueError, match=message):
+        build_task(mnli, encoder, tmp_path / "cache").build_model(encoder)
+
+
+def test_labels_of_users_files_are_those_of_training_sorted(encoder: Path, tmp_path: Path) -> None:
+    """Numbers go by value, so that class 10 is the last; each keeps its name in the model."""
+    spec = write_csv(tmp_path, [10, 9, 2, 10, 9, 2])
+    task = build_task(spec, encoder, tmp_path / "cache")
+    assert task.label_names == ("2", "9", "10")
+    assert task.examples("train").fields["labels"].tolist() == [2, 1, 0, 2, 1, 0]
+    assert task.build_model(encoder).config.id2label == {0: "2", 1: "9", 2: "10"}
+
+
+def test_a_label_that_training_lacks_is_told_with_its_line(encoder: Path, tmp_path: Path) -> None:
+    """An evaluation file may not bring new classes."""
+    spec = write_csv(tmp_path, ["a", "b"] * 3)
+    (tmp_path / "dev.csv").write_text("text,label\nno,a\nno,c\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dev\.csv, line 3: unknown label 'c': allowed are 'a', 'b'"):
+        build_task(spec, encoder, tmp_path / "cache").examples("validation")
+
+
+def test_evaluation_alone_takes_the_classes_of_the_model(tokenizer: Any, tmp_path: Path) -> None:
+    """Without a training file a class may be missing from the rows: the model's names and order hold."""
+    folder = classifier(tokenizer, tmp_path / "trained", ("wet", "dry", "warm"))
+    spec = write_csv(tmp_path, ["dry", "wet", "dry"]).model_copy(update={"train_file": None})
+    task = build_task(spec, folder, tmp_path / "cache")
+    assert task.label_names == ("wet", "dry", "warm")
+    assert task.examples("validation").fields["labels"].tolist() == [1, 0, 1]
+
+
+def test_one_class_alone_is_refused(encoder: Path, tmp_path: Path) -> None:
+    """There is nothing to learn from one label."""
+    with pytest.raises(ValueError, match=r"train\.csv has the one label 'a'"):
+        build_task(write_csv(tmp_path, ["a"] * 6), encoder, tmp_path / "cache")
+
+
+def test_regression_is_scored_by_its_correlations(encoder: Path, tmp_path: Path) -> None:
+    """A score is one output, a mean squared error, and an answer that is a float."""
+    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    model: Any = task.build_model(encoder)
+    assert model.config.num_labels == 1
+    batch = task.collate(task.examples("train"), range(6))
+    out = SimpleNamespace(logits=torch.tensor([[2.0], [3.0], [4.0], [1.0], [0.0], [5.0]], dtype=torch.bfloat16))
+    torch.testing.assert_close(task.loss(out, batch), torch.tensor((0.5**2 + 5) / 6))
+    assert task.answers(out, batch) == dict(enumerate([2.0, 3.0, 4.0, 1.0, 0.0, 5.0]))
+    assert task.score("train", task.answers(out, batch))["spearman"] == pytest.approx(1.0)
+    assert model(**batch.inputs).logits.shape == (6, 1)
+
+
+@pytest.mark.parametrize("regression", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_have_no_score(
+    value: float, regression: bool, encoder: Path, tmp_path: Path
+) -> None:
+    """NaN has a likeliest class, too: the split is refused, with the number of examples."""
+    spec = write_csv(tmp_path, [1, 2, 1, 2, 2, 1]).model_copy(update={"regression": regression})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    batch = task.collate(task.examples("validation"), range(6))
+    out = SimpleNamespace(logits=torch.rand(6, 1 if regression else 2))
+    out.logits[[1, 4], 0] = value
+    with pytest.raises(ValueError, match=r"validation: the model gives logits that are not finite .* for 2 of 6 exam"):
+        task.score("validation", task.answers(out, batch))
+
+
+def test_the_loss_is_computed_in_fp32(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+    """bf16 logits do not round the loss."""
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    batch = task.collate(task.examples("train"), range(3))
+    logits = torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    found = task.loss(SimpleNamespace(logits=logits.bfloat16()), batch)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, batch.labels))
+
+
+def test_each_example_counts_once_however_the_shards_are_padded(encoder: Path, tmp_path: Path) -> None:
+    """The score of answers gathered from four ranks is that of one pass over the split."""
+    task = build_task(write_csv(tmp_path, ["a", "b", "b", "a", "b"]), encoder, tmp_path / "cache")
+    examples = task.examples("validation")
+    answers: dict[int, Any] = {}
+    for rank in range(4):
+        for positions in evaluation_shard(examples.lengths, rank, 4, 1):
+            batch = task.collate(examples, positions)
+            answers |= task.answers(SimpleNamespace(logits=torch.eye(2)[1].repeat(len(positions), 1)), batch)
+    assert len(answers) == 5
+    assert task.score("validation", answers) == {"accuracy": pytest.approx(0.6)}
+
+
+def test_limits_are_spread_over_the_rows(encoder: Path, tmp_path: Path) -> None:
+    """The first examples of a file sorted by label would be of one class."""
+    spec = write_csv(tmp_path, ["a", "a", "a", "b", "b", "b"])
+    task = build_task(spec.model_copy(update={"max_train_samples": 2}), encoder, tmp_path / "cache")
+    assert task.examples("train").fields["labels"].tolist() == [0, 1]
+    assert len(task.examples("validation")) == 6
+
+
+def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """The same task reuses its folder; another length, file content or tokenizer gets another one."""
+    spec, cache = write_csv(tmp_path, ["a", "b"] * 3), tmp_path / "cache"
+
+    def folders(spec: TextSpec, source: Path = encoder) -> int:
+        build_task(spec, source, cache).examples("train")
+        return len(list(cache.iterdir()))
+
+    assert folders(spec) == 1
+    assert folders(spec) == 1
+    assert folders(spec.model_copy(update={"max_seq_length": 5})) == 2
+    assert folders(spec.model_copy(update={"pad_to_multiple_of": 8})) == 2
+    (tmp_path / "train.csv").write_text("text,label\nyes,a\nno,b\n", encoding="utf-8")
+    assert folders(spec) == 3
+    other = save(BertModel(bert_config(tokenizer)), train_tokenizer(SENTENCES, 40, True), tmp_path / "other")
+    assert folders(spec, other) == 4
+
+
+METRICS = [
+    ("accuracy", [0, 1, 2, 2], [0, 1, 1, 2], 3, 0.75),
+    ("f1", [1, 1, 0, 0], [1, 0, 1, 0], 2, 0.5),
+    ("f1", [1, 1, 1, 0], [1, 0, 1, 0], 2, 0.8),  # 2 * 2 / (2 * 2 + 1 + 0)
+    ("f1", [0, 1, 2, 2], [0, 1, 1, 2], 3, (1 + 2 / 3 + 2 / 3) / 3),
+    ("matthews", [1, 1, 0, 0, 1], [1, 0, 0, 0, 1], 2, (2 * 2 - 1 * 0) / math.sqrt(3 * 2 * 3 * 2)),
+    ("matthews", [1, 1, 1], [1, 0, 1], 2, 0.0),
+    ("matthews", [1, 1, 1], [1, 1, 1], 2, 0.0),
+    ("pearson", [1.0, 2.0, 4.0], [1.0, 2.0, 3.0], 0, 3 / math.sqrt(2 * 14 / 3)),
+    ("spearman", [1.0, 2.0, 9.0, 3.0], [1.0, 2.0, 3.0, 4.0], 0, 0.8),
+    ("pearson", [2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0, 0.0),
+    ("spearman", [2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("metric", "predictions", "labels", "classes", "expected"), METRICS)
+def test_metrics_equal_hand_computed_values(
+    metric: str, predictions: list[Any], labels: list[Any], classes: int, expected: float
+) -> None:
+    """Each metric by hand; a constant prediction is worth 0, not nan."""
+    found = score([metric], torch.tensor(predictions), torch.tensor(labels), classes)
+    assert found == {metric: pytest.approx(expected, abs=1e-6)}
+
+
+def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) -> None:
+    """Read from source that is never run; names that hold the answer are masked; short ones are left out."""
+    source = (
+        '"""Compute the `torch.Tensor` product\nof two numpy arrays here.\n\nMore."""\nraise SystemExit\n'
+        'class A:\n    """Too short."""\n'
+        '    def f(self):\n        """Return a view of the hidden attention states."""\n'
+    )
+    (tmp_path / "a.py").write_text(source, encoding="utf-8")
+    assert list(_first_paragraphs(tmp_path / "a.py")) == [
+        "Compute the `this.Tensor` product of two this arrays here.",
+        "Return a view of the hidden attention states.",
+    ]
+    assert _normalised("DeepSpeedEngine, PyTorch and np.ndarray") == "this, this and this.this"
+
+
+def test_docstrings_are_real_distinct_and_do_not_leak() -> None:
+    """Five classes of some thousand, capped; no text is twice, in a split, in both or in two classes."""
+    splits = {split: DocstringSource().rows(split).rows for split in ("train", "validation")}
+    texts = [row.texts[0] for rows in splits.values() for row in rows]
+    assert len(set(texts)) == len(texts)
+    assert 8_000 < len(splits["train"]) < 20_000
+    assert 0.08 < len(splits["validation"]) / len(texts) < 0.3
+    for rows in splits.values():
+        counts = {name: sum(row.label == name for row in rows) for name in {row.label for row in rows}}
+        assert len(counts) == 5
+        assert min(counts.values()) > 100
+        assert max(counts.values()) <= CLASS_CAP
+        assert len({row.label for row in rows[:50]}) >= 4, "shuffled"
+    assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no ../shared/data")
+def test_sst2_is_tokenised_as_published(tmp_path: Path) -> None:
+    """The real SST-2 with the real tokenizer has 67,349 examples of 13.3 tokens on average."""
+    task = build_task(TextSpec(name="sst2", data_dir=str(SHARED / "data")), SHARED / "models" / "minilm-l6", tmp_path)
+    examples = task.examples("train")
+    assert len(examples) == 67_349
+    assert float(np.mean(examples.lengths)) == pytest.approx(13.3, abs=0.05)
+    first = task.collate(examples, [0])
+    assert task.tokenizer.decode(first.inputs["input_ids"][0]) == "[CLS] when are bears bears and [SEP]"
+    assert first.labels.tolist() == [1]
