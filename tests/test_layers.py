@@ -13,18 +13,18 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 1000,
-    "files": 900,
-    "hosts": 800,
-    "config": 1300,
-    "models": 1900,
-    "tasks": 2200,
-    "techniques": 2800,
-    "engine": 2200,
-    "report": 1400,
-    "deploy": 1800,
-    "": 900,
-    "cli": 1000,
+    "ranks": 620,
+    "files": 560,
+    "hosts": 520,
+    "config": 1050,
+    "models": 1300,
+    "tasks": 1900,
+    "techniques": 2100,
+    "engine": 1550,
+    "report": 1050,
+    "deploy": 1100,
+    "": 760,
+    "cli": 620,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""
@@ -120,7 +120,9 @@ def test_commands_are_checked_without_torch():
 def test_no_test_module_imports_another():
     """What tests share is in `tests/support`."""
     for path in (ROOT / "tests").rglob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom | ast.Import)]
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom | ast.Import)
+        ]
         names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert not {name for name in names if name.split(".")[-1].startswith("test_")}, path
