@@ -22,7 +22,7 @@ from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, is_as
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.whole_file import read_value
-from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
+from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data_files import check_data_files
 
@@ -99,7 +99,7 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     if not os.path.isdir(folder):
         yield f"the model folder {folder} does not exist: what is exported is one on this machine"
     elif flags.unpack:
-        yield from config_mistakes(folder, asked_trust(flags))
+        yield from folder_mistakes(folder, asked_trust(flags))
         if not os.path.isfile(folder / COMPACT_FILE):
             yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
     elif flags.import_from:
