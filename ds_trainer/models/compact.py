@@ -251,7 +251,7 @@ def _unpacked(name: str, file: Any, form: str, shape: list[int]) -> Array:
     """The whole weight of an entry; an error where its parts are not of its shape."""
     parts: dict[str, Array] = {part: file.get_tensor(f"{name}{part}") for part in _PARTS[form]}
     if "#mask" in parts:
-        kept = np.unpackbits(parts["#mask"], count=math.prod(shape)).astype(bool)
+        kept = np.unpackbits(parts["#mask"])[: math.prod(shape)].astype(bool)
         if len(parts["#values"]) != kept.sum():  # numpy would repeat a single value
             raise UserError(f"the mask of {quoted(name)} keeps {kept.sum():,} weights of {len(parts['#values']):,}")
         numbers = np.zeros(len(kept), parts["#values"].dtype)

@@ -277,7 +277,7 @@ BROKEN = {
     "list of another kind": (lambda t, header, e: header.update(tensors="![]"), "Expecting value"),
     "form": (entry(form="other"), "'other'"),
     "no shape": (entry(shape=None), "TypeError"),
-    "other shape": (entry(shape=[8, 9]), "keeps"),
+    "other shape": (entry(shape=[8, 9]), "reshape"),
     "scale of other rows": (tensor("scale", torch.ones(7)), "reshape"),
     "all bits": (tensor("mask", torch.full((8,), 255, dtype=torch.uint8)), "keeps 64 weights"),
     "a single value": (tensor("values", torch.ones(1, dtype=torch.int8)), "weights of 1"),
