@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_trainer.config.recipe import Phase, Techniques
 from ds_trainer.config.schedules import interval, lr_multiplier
-from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty, export
+from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty, export_trained
 from ds_trainer.engine import engine, memory
 from ds_trainer.engine.checkpoint import Checkpoints, Position, precision_of
 from ds_trainer.engine.engine_file import scheduler_mistakes
@@ -149,7 +149,7 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     for technique in training.techniques:
         technique.stop()
     rebuild, folder = partial(plan.rebuild, states), plan.folder / "model"
-    results |= export(training.engine, rebuild, plan.task, step, folder, plan.change)
+    results |= export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
     engine.stop_engine(training.engine)
     return results
 

@@ -26,8 +26,8 @@ from ds_trainer.cli.export import export_command, read_export_job
 from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.deploy import export_folder
-from ds_trainer.deploy.export_files import is_aside
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
+from ds_trainer.files.writing import is_aside
 from ds_trainer.models.layers import save_folder
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models.pretrained import load_tokenizer
@@ -202,7 +202,7 @@ def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number,
     assert len(moved) > 3
     assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
     assert names(tmp_path) >= {"out"}
-    assert not [name for name in names(tmp_path) if is_aside(name)]
+    assert not [name for name in names(tmp_path) if is_aside(Path(name))]
     assert load_model(out)(**inputs(2, 8)).logits.shape == (2, 3)
 
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_one_line(model, tmp_path, monkeypatch, capsys):
     assert exported(model, "--compact", "fp16", "--output_dir", tmp_path / "out") == 1
     assert re.fullmatch("error: .*No space left on device.*\n", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
-    assert not [name for name in names(tmp_path) if is_aside(name)]
+    assert not [name for name in names(tmp_path) if is_aside(Path(name))]
 
 
 def test_the_weights_come_last(model, folders, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from support import hyperparameters
 from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.deploy.export import export
+from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine.checkpoint import Best, Checkpoints
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
@@ -156,7 +156,7 @@ def save_and_export(training: loop.Training) -> None:
     plan, step = training.plan, training.step
     if training.saved != before and plan.folder.name == "whole":
         rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
-        export(training.engine, rebuild, plan.task, step, folder, plan.change)
+        export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
 
 
 def make_run_folder(job: TrainJob, out: Path) -> None:
