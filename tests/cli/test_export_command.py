@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -185,8 +184,9 @@ def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number,
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 
     def signalled(path: Path, target: Path) -> Path:
-        moved.append(target.name)
-        signal.raise_signal(number)
+        if target.parent == out:
+            moved.append(target.name)
+            signal.raise_signal(number)
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", signalled)
@@ -251,21 +251,6 @@ def test_a_signal_leaves_nothing(model, tmp_path, monkeypatch):
     assert len(seen) == 1
     assert names(model) == before
     assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_what_a_killed_export_left_goes(model, tmp_path):
-    """It is in nobody's way; what another export has in use stays."""
-    left, used, out = ".export.dead.tmp", ".export.used.tmp", tmp_path / "out"
-    for name in (left, used):
-        (out / name / "made").mkdir(parents=True)
-    lock = os.open(out / used, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        assert exported(model, "--shrink", "--output_dir", out) == 0
-    finally:
-        os.close(lock)
-    assert left not in names(out)
-    assert {used, "model.safetensors"} <= names(out)
 
 
 def test_a_place_that_takes_no_files(model, monkeypatch, capsys):
@@ -426,7 +411,7 @@ def test_a_failure_leaves_nothing(model, tmp_path, monkeypatch, capsys):
 def test_a_hostile_compact_folder_is_one_line(model, tmp_path, capsys):
     """A broken file is exit code 2, one message, nothing written."""
     assert exported(model, "--compact", "fp16", "--output_dir", tmp_path / "compact") == 0
-    save_file({"x": torch.zeros(1)}, tmp_path / "compact" / COMPACT_FILE)
+    save_file({f"x{n}": torch.zeros(1) for n in range(9)}, tmp_path / "compact" / COMPACT_FILE)
     assert exported(tmp_path / "compact", "--unpack", "--output_dir", tmp_path / "back") == 2
-    assert "no compact file" in capsys.readouterr().err
+    assert "no sound compact file" in capsys.readouterr().err
     assert names(tmp_path) == {"model", "compact"}
