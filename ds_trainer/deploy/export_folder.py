@@ -21,20 +21,10 @@ import torch
 
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
+from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
-from ds_trainer.deploy.onnx_file import (
-    Inputs,
-    by_torch,
-    check_onnx,
-    compare,
-    compare_file,
-    predictor,
-    quantise,
-    session,
-    write_onnx,
-)
 from ds_trainer.files.whole_file import read_value
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
@@ -79,10 +69,8 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
     quiet_transformers()
     # on the disk of the output folder, so that files can be moved there
     place = next(path for path in (job.output.absolute(), *job.output.absolute().parents) if path.is_dir())
-    try:
+    with as_user_error(f"the output folder {job.output} cannot be written"):
         aside = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
-    except OSError as error:
-        raise UserError(f"the output folder {job.output} cannot be written: {place}: {error.strerror}") from error
     with leaving(), aside as folder:
         made = Path(folder, "made")
         made.mkdir()
@@ -142,7 +130,7 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         _write_shrunk(job.model, model, tokenizer, folder)
     if job.plain:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
-    _set_padding(model, tokenizer)
+    model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     scores = {}
     if task:
@@ -162,18 +150,19 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
             scores["compact"] = _score_of_folder(job, task, made)
     if job.onnx:
         report |= _onnx(job, model, batches, made)
-        for name in ("onnx", "int8") if task else ():
-            if name in report:
-                predict = predictor(session(made / report[name]["file"], torch.get_num_threads()))
-                scores[name] = evaluate(predict, task, job.batch_size).scores
+        for name in ("onnx", "int8"):
+            if task and name in report:
+                opened = onnx_file.session(made / report[name]["file"], torch.get_num_threads())
+                scores[name] = evaluate(onnx_file.predictor(opened), task, job.batch_size).scores
     return report | ({"scores": scores} if task else {})
 
 
-def _set_padding(model: Any, tokenizer: Any) -> None:
-    """Have the model run on batches: decoders that know no padding token classify one text at a time."""
+def _padding(model: Any, tokenizer: Any) -> Any:
+    """Have the model run on batches, and return it: decoders without a padding token classify one text at a time."""
     padding = pad_token_id(tokenizer)  # which gives a tokenizer without such a token one
     if model.config.pad_token_id is None:
         model.config.pad_token_id = padding
+    return model
 
 
 def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -191,11 +180,10 @@ def _dtype_of(folder: Path) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _reload_shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> tuple[Any, Any]:
+def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
     """Load the shrunk folder and report it, once its outputs are those of the whole model."""
-    shrunk, dtype = load_trained(folder).eval(), _dtype_of(folder)
-    _set_padding(shrunk, tokenizer)
-    report = compare(model, by_torch(shrunk), batches)
+    shrunk, dtype = _padding(load_trained(folder).eval(), tokenizer), _dtype_of(folder)
+    report = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
     # constants are added to biases, which are rounded to the precision they are saved in
     tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
     if report["max_difference"] > tolerance * max(1.0, report["largest"]):
@@ -204,15 +192,14 @@ def _reload_shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Pa
 
 
 def _compact(
-    folder: Path, model: Any, tokenizer: Any, batches: list[Inputs], made: Path, values: str
+    folder: Path, model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], made: Path, values: str
 ) -> dict[str, Any]:
     report = write_compact_folder(folder, model, made, values)
-    packed = load_trained(made).eval()
-    _set_padding(packed, tokenizer)
-    return {"file": COMPACT_FILE, **report, **compare(model, by_torch(packed), batches)}
+    packed = _padding(load_trained(made).eval(), tokenizer)
+    return {"file": COMPACT_FILE, **report, **onnx_file.compare(model, onnx_file.by_torch(packed), batches)}
 
 
-def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict[str, Any]:
+def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Path) -> dict[str, Any]:
     if has_exits(job.model):
         distributed.warn(f"{job.model} has exit heads: the .onnx file holds the plain model, which never exits early")
     if job.compact:
@@ -220,25 +207,25 @@ def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict
     target, small, threads = made / ONNX_FILE, made / INT8_FILE, torch.get_num_threads()
     started = time.perf_counter()
     with as_user_error(f"{job.model} cannot be written as ONNX"):
-        write_onnx(model, batches[0], target)
+        onnx_file.write_onnx(model, batches[0], target)
     seconds = round(time.perf_counter() - started, 1)
-    compared = check_onnx(model, target, batches, threads)
+    compared = onnx_file.check_onnx(model, target, batches, threads)
     report = {"onnx": {"file": ONNX_FILE, "bytes": target.stat().st_size, "seconds": seconds, **compared}}
     if job.quantize:
         with as_user_error(f"{job.model} cannot be quantised"):
-            quantise(target, small)
-        compared = compare_file(model, small, batches, threads)
+            onnx_file.quantise(target, small)
+        compared = onnx_file.compare_file(model, small, batches, threads)
         report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
     return report
 
 
-def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
+def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
     """Batches of the built-in sentences as the model takes them: two padded, one alone, all four, and a long one."""
     longest = min(_MOST_TOKENS, positions_of(model) or _MOST_TOKENS)
     taken = {"input_ids", "attention_mask"}
     if getattr(model.config, "type_vocab_size", 0) > 1:
         taken.add("token_type_ids")
-    batches: list[Inputs] = []
+    batches: list[onnx_file.Inputs] = []
     for texts in ([*_SENTENCES[:2]], [_SENTENCES[0]], [*_SENTENCES], [" ".join(_SENTENCES * 8)]):
         tokens = tokenizer(texts, truncation=True, max_length=longest, return_token_type_ids=True)
         padded = tokenizer.pad(tokens, return_attention_mask=True, return_tensors="pt")
@@ -246,7 +233,7 @@ def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
     return batches
 
 
-def _batches_of(task: Task) -> Iterator[Inputs]:
+def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
     """Batches of the task's texts: the shortest, the longest, both with one between, and eight of all lengths."""
     examples = task.examples(task.splits[0])
     order = np.argsort(examples.lengths, kind="stable").tolist()

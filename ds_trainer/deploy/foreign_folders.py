@@ -136,10 +136,8 @@ def _load_tokenizer(folder: Path, model: Any, staging: Path) -> Any:
     for path in folder.iterdir():
         if any(fnmatchcase(path.name, pattern) for pattern in TOKENIZER_FILES):
             shutil.copyfile(path, staging / path.name)
-    try:
+    with as_user_error(f"the tokenizer of {folder} cannot be loaded"):
         return load_tokenizer(staging)
-    except UserError as error:
-        raise UserError(str(error).replace(str(staging), str(folder))) from error
 
 
 @torch.no_grad()

@@ -225,8 +225,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _eager_attention(model: nn.Module) -> Iterator[None]:
     """Attention in plain operators: it gives a smaller graph than torch's fused one, taken apart again."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    configs = {key: config for key, config in configs.items() if hasattr(config, "_attn_implementation")}
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():

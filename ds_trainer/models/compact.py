@@ -216,7 +216,7 @@ def _file_sizes(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
         dense = Path(folder) / "model.safetensors"
         whole = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
         save_file(whole, dense, {"format": "pt"})
-        sizes = {}
+        sizes: dict[str, Any] = {}
         for name, file in (("compact", path), ("dense", dense)):
             archive = Path(folder) / "zip"
             with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as zipped:

@@ -24,7 +24,7 @@ from ds_trainer import load_model
 from ds_trainer.cli.export import export_command, read_export_job
 from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.deploy import export_folder
+from ds_trainer.deploy import export_folder, onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.layers import save_folder
@@ -401,7 +401,7 @@ def test_nothing_to_shrink(folders, tmp_path, capsys):
 def test_a_failure_leaves_nothing(model, tmp_path, monkeypatch, capsys):
     """An .onnx file that does not agree is not left behind, and the model folder is as it was."""
     before = names(model)
-    monkeypatch.setitem(export_folder.check_onnx.__globals__, "TOLERANCE", -1.0)
+    monkeypatch.setattr(onnx_file, "TOLERANCE", -1.0)
     assert exported(model, "--onnx") == 2
     assert "differ from the model's" in capsys.readouterr().err
     assert names(model) == before

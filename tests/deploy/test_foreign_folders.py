@@ -312,7 +312,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Path], Any], str]] = {
         lambda folder: (folder / "pytorch_model.bin").unlink(),
         "has no weights: it has no model.safetensors or pytorch_model.bin",
     ),
-    "no words": (MASKED, lambda folder: (folder / "vocab.txt").unlink(), "masked has no tokenizer"),
+    "no words": (MASKED, lambda folder: (folder / "vocab.txt").unlink(), "masked cannot be loaded"),
     "a masked BERT as a DeeBERT": (("deebert",), lambda folder: None, 'says model_type "masked_bert"'),
     "a plain BERT as a DeeBERT": (
         ("deebert",),
