@@ -245,7 +245,7 @@ class Training:
         rebuild = partial(plan.rebuild, self.states())
         for technique in self.objective.techniques:
             technique.stop()
-        results |= export(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
+        results |= export_trained(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
         engine.stop_engine(self.engine)
         return results
 

@@ -230,6 +230,7 @@ def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
 
 
 def pad_token_id(tokenizer: Any) -> int:
+    """The id of the padding token; a tokenizer without one pads with its end of text from then on."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has neither a padding token nor an end of text: give it a pad_token")
@@ -238,19 +239,19 @@ def pad_token_id(tokenizer: Any) -> int:
 
 
 def tokenizer_state(tokenizer: Any) -> Any:
-    """All that decides what a text becomes. Truncation and padding are left out: calls leave them in the object."""
+    """All that decides which tokens a text becomes, as JSON. Truncation and padding are not: calls leave them in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
     else:
         state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    # not all of them are in the backend: which token ends a text, say, which decides how documents are closed
+    # the backend does not hold all of them: the token that ends a text, for example, decides how documents are closed
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, special, state]
 
 
 def positions_of(model: Any) -> int | None:
-    """How long a sequence may be; None where the model only knows relative positions."""
+    """The number of tokens that a sequence may have; None where the model only knows relative positions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:
             # RoBERTa counts from behind its padding index
@@ -258,7 +259,7 @@ def positions_of(model: Any) -> int | None:
     if getattr(model.config, "relative_attention", False):
         return None
     limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if limit is None or limit > 0 else None  # XLNet says -1
+    return limit if limit is None or limit > 0 else None  # XLNet has -1
 
 
 def _load_any_config(source: str | Path) -> Any:

@@ -214,7 +214,7 @@ def _copied(teacher: Any, layers: Sequence[int]) -> dict[str, Tensor]:
 
 
 def _fill(source: str | Path, student: Any, state: Mapping[str, Tensor], layers: Sequence[int]) -> None:
-    """Load the weights, which must be all that the student has, and no more."""
+    """Load the weights into the student, which must need them all, and no others."""
     try:
         student.load_state_dict(state)
     except RuntimeError as error:
