@@ -112,6 +112,7 @@ def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
+    """Write the files of a job into `made`; returns its part of the report. `aside` is for temporary files."""
     if job.import_from:
         return import_folder(job, made, aside)
     if job.unpack:
@@ -121,7 +122,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
 
 
 def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
-    """Write all but the report into `made`; returns the report."""
+    """Write a model as the job asks into `made`, compare it with its source and score it; returns the report."""
     model, tokenizer = load_trained(job.model).eval(), load_tokenizer(job.model)
     check_fits(model, tokenizer, max_seq_length=1)
     folder = job.model
