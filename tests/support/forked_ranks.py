@@ -117,7 +117,7 @@ class ForkServer:
             texts = [file.read_text(errors="replace") for file in files]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
-        return subprocess.CompletedProcess(words, code, *texts)
+        return subprocess.CompletedProcess(["--master_port", str(self.ports[-1]), *words], code, *texts)
 
     def codes(self) -> list[int]:
         self._ask("codes")
@@ -160,6 +160,7 @@ def _serve() -> None:
 
     import deepspeed  # noqa: F401 - loaded once for all ranks
 
+    import ds_trainer.cli.train
     import ds_trainer.run
     import ds_trainer.scoring  # noqa: F401
 
@@ -211,14 +212,14 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _be_rank(request: dict, rank: int) -> NoReturn:
-    from ds_trainer.cli.train import run_command, train_command
-    from ds_trainer.ranks.distributed import leave
-
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(_place(request, rank))
+    from ds_trainer.cli.train import run_command, train_command
+    from ds_trainer.ranks.distributed import leave
+
     exec(request["sabotage"].get(str(rank), ""), {})
     leave(run_command(train_command, request["arguments"]))
 
