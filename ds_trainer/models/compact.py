@@ -39,7 +39,8 @@ from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8, VALUES
 from ds_trainer.ranks.failures import UserError
 
-_FORMAT, _VERSION = "ds_trainer.models.compact", "1"
+_FORMAT, _VERSION = "ds_trainer.compact", "1"
+"""The marks in the files' headers since version 0.1, whatever this module is called."""
 _ERRORS = {FP16: "that of rounding to fp16", INT8: "at most half of the scale of a weight's row; fp16 in vectors"}
 """What the file's header states about the error of each type of values."""
 _MOST_OF_FP16 = 65504.0
