@@ -314,14 +314,16 @@ class Training:
 
     def _resume(self, checkpoint: Path, position: Position) -> None:
         """Go on from a checkpoint, with the hyperparameters that the files have now."""
-        asked = engine.OptimizerSettings(self.engine)
+        settings = engine.OptimizerSettings(self.engine)
         self._load(checkpoint, position)
         self.step = self.saved = position.step
         self.evaluated, self.order = position.evaluated, position.order
         self.evaluation = Evaluation(dict(position.scores))
         name = self.plan.phase.name
         distributed.info(f"{name}: resumed from {checkpoint}, at step {self.step}")
-        changes = asked.put_back(self.engine)
+        loaded = engine.OptimizerSettings(self.engine)
+        settings.restore(self.engine)
+        changes = engine.OptimizerSettings(self.engine).changes_since(loaded)
         if changes:
             distributed.info(f"{name}: not as in the checkpoint, but as this run's files have it: {changes}")
 

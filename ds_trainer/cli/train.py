@@ -30,7 +30,13 @@ from ds_trainer.config.recipe import Recipe, TaskSpec, parse_recipe, parse_task,
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
-from ds_trainer.engine.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, said_by
+from ds_trainer.engine.engine_file import (
+    RecipeValues,
+    check_engine_file,
+    idle_warnings,
+    read_engine_file,
+    recipe_values,
+)
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shortened
 from ds_trainer.files.redaction import redacted
@@ -132,7 +138,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         mistakes.of(partial(_apply_setting, recipe_data, engine_config, setting))
     mistakes.of(lambda: _apply_flags(recipe_data, flags))
     recipe = mistakes.of(lambda: parse_recipe(recipe_data))
-    said_by_phases = [said_by(phase) for phase in recipe.phases] if recipe else [Said()]
+    said_by_phases = [recipe_values(phase) for phase in recipe.phases] if recipe else [RecipeValues()]
     for said in said_by_phases:
         mistakes += check_engine_file(engine_config, said, distributed.world_size(), name=flags.deepspeed_config)
     mistakes += _source_mistakes(recipe, asked_trust(flags)) if recipe else []

@@ -1,16 +1,16 @@
-"""Which of DeepSpeed's keys have an effect in ds_trainer: refused, honoured beside another key, or honoured.
+"""Which of DeepSpeed's keys have an effect in ds_trainer: refused, honoured with another key beside it, or honoured.
 
-A key of `REFUSED` can have no effect here, whatever else the file says, so it is an error with what to do instead. A
-key of `NEEDS` has none in this file; people share files among stages and machines, so it is named in a warning. Every
-other key of `engine_keys.json` is honoured. `docs/engine_files.md` is written from these tables.
+A key of `REFUSED` cannot have an effect in ds_trainer, or would break a run: it is an error that says what to do
+instead. A key of `NEEDS` has no effect in some files: since one file often serves several stages and machines, it is
+named in a warning. Every other key of `keys.json` is honoured. `tests/tools/write_engine_docs.py` writes the table of
+`docs/engine_files.md` from both.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ds_trainer.engine.blocks import offloads, zero_stage
 from ds_trainer.engine.compression_block import recipe_for
-from ds_trainer.engine.keys import flag_at, is_auto, key_table, value_at
+from ds_trainer.engine.keys import flag_at, is_auto, key_table, offloads, value_at, zero_stage
 
 _DELETED = "DeepSpeed has deleted it"
 _ONE_RANK = "every rank of ds_trainer holds the whole model, or its ZeRO share, and has its own data"
@@ -72,67 +72,71 @@ REFUSED: dict[str, str] = {
 
 
 class Need(NamedTuple):
-    """What must stand in the file beside some keys for these to have an effect."""
+    """A condition that a file must meet for some keys to have an effect."""
 
     words: str
-    holds: Callable[[dict[str, Any]], bool]
+    holds: Callable[[Mapping[str, Any]], bool]
     keys: tuple[str, ...]
 
 
-def _is_16bit(config: dict[str, Any]) -> bool:
-    return any(flag_at(config, f"{kind}.enabled") for kind in ("bf16", "bfloat16", "fp16"))
-
-
-def _is_on_nvme(config: dict[str, Any], what: str) -> bool:
-    return value_at(config, f"zero_optimization.offload_{what}.device") == "nvme"
+_ZERO = "zero_optimization"
+_OPTIMIZER, _PARAM = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
 
 
 def _under(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
-_ZERO = "zero_optimization"
-_OPTIMIZER, _PARAM = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
-# of one key, the first need that does not hold is told
+def _is_16bit(config: Mapping[str, Any]) -> bool:
+    return any(flag_at(config, f"{kind}.enabled") for kind in ("bf16", "bfloat16", "fp16"))
+
+
+def _is(path: str, *values: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Test that the text at a path is one of these, in any case."""
+    return lambda config: str(value_at(config, path)).lower() in values
+
+
+def _updates_at_once(config: Mapping[str, Any]) -> bool:
+    """Whether stage 1 keeps gradients in fp32 on the device, by DeepSpeed's BF16_Optimizer."""
+    in_fp32 = _is("data_types.grad_accum_dtype", "fp32", "float32", "float", "torch.float32")
+    return zero_stage(config) == 1 and not offloads(config, "optimizer") and in_fp32(config)
+
+
+def _is_fused_fp16_adam(config: Mapping[str, Any]) -> bool:
+    is_adam = _is("optimizer.type", "adam", "adamw")
+    return bool(flag_at(config, "fp16.enabled")) and zero_stage(config) == 0 and is_adam(config)
+
+
+_STAGES_1_TO_3 = (f"{_ZERO}.stage 1, 2 or 3", lambda config: zero_stage(config) > 0)
+_STAGES_1_AND_2_KEYS = """
+    allgather_bucket_size parameter_alignment round_robin_gradients use_multi_rank_bucket_allreduce
+"""
+_STAGE_3_KEYS = """
+    enable_sanity_checks leaf_module log_trace_cache_warnings memory_efficient_linear offload_optimizer.super_offload
+    pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory stage3_allgather_sequential
+    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold
+    stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
+    sub_group_size zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights
+    zero_quantized_weights
+"""
+# where two conditions for one key do not hold, the warning names the first
 NEEDS: tuple[Need, ...] = (
     Need(
-        f"{_ZERO}.stage 1, 2 or 3",
-        lambda config: zero_stage(config) > 0,
+        *_STAGES_1_TO_3,
         _under(_ZERO, "contiguous_gradients load_from_fp32_weights overlap_comm reduce_bucket_size reduce_scatter"),
     ),
     Need(
         f"{_ZERO}.stage 1 or 2",
         lambda config: zero_stage(config) in (1, 2),
-        (
-            *("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"),
-            *_under(_ZERO, "allgather_bucket_size parameter_alignment round_robin_gradients"),
-            *_under(_ZERO, "use_multi_rank_bucket_allreduce"),
-        ),
+        ("bf16.check_grad_overflow", *_under(_ZERO, _STAGES_1_AND_2_KEYS)),
     ),
     Need(f"{_ZERO}.stage 2", lambda config: zero_stage(config) == 2, _under(_ZERO, "ignore_unused_parameters")),
-    Need(
-        f"{_ZERO}.stage 3",
-        lambda config: zero_stage(config) == 3,
-        _under(
-            _ZERO,
-            "enable_sanity_checks leaf_module log_trace_cache_warnings memory_efficient_linear "
-            "offload_optimizer.super_offload pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory "
-            "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save "
-            "stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance "
-            "stage3_model_persistence_threshold stage3_module_granularity_threshold "
-            "stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params "
-            "sub_group_size zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights "
-            "zero_quantized_weights",
-        ),
-    ),
+    Need(f"{_ZERO}.stage 3", lambda config: zero_stage(config) == 3, _under(_ZERO, _STAGE_3_KEYS)),
     Need(
         f"{_ZERO}.stage 1 with bf16, data_types.grad_accum_dtype fp32 and no offload_optimizer",
-        lambda config: (
-            zero_stage(config) == 1
-            and not offloads(config, "optimizer")
-            and value_at(config, "data_types.grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
-        ),
-        ("bf16.immediate_grad_update", "bfloat16.immediate_grad_update"),
+        _updates_at_once,
+        ("bf16.immediate_grad_update",),
     ),
     Need(
         f"bf16 or fp16 in {_ZERO}.stage 2 (other stages need nothing)",
@@ -145,19 +149,15 @@ NEEDS: tuple[Need, ...] = (
         lambda config: not value_at(config, "fp16.loss_scale"),
         _under("fp16", "consecutive_hysteresis hysteresis initial_scale_power loss_scale_window min_loss_scale"),
     ),
-    Need(
-        f"{_ZERO}.stage 1, 2 or 3",
-        lambda config: zero_stage(config) > 0,
-        _under("fp16", "consecutive_hysteresis hysteresis"),
-    ),
+    Need(*_STAGES_1_TO_3, _under("fp16", "consecutive_hysteresis hysteresis")),
     Need(
         "no torch_autocast beside ZeRO, which sends gradients in the type of autocast",
         lambda config: not (zero_stage(config) and flag_at(config, "torch_autocast.enabled")),
         ("communication_data_type",),
     ),
     Need(
-        'gradient_allreduce_op "mean", and reduce_scatter false in zero_optimization.stage 1 and 2; not with 3',
-        lambda config: str(value_at(config, "gradient_allreduce_op")).lower() != "sum",
+        f'gradient_allreduce_op "mean", and reduce_scatter false in {_ZERO}.stage 1 and 2; not with 3',
+        lambda config: not _is("gradient_allreduce_op", "sum")(config),
         ("gradient_predivide_factor", "prescale_gradients"),
     ),
     Need(
@@ -172,32 +172,28 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need(
         f"{_OPTIMIZER}.device nvme",
-        lambda config: _is_on_nvme(config, "optimizer"),
+        _is(f"{_OPTIMIZER}.device", "nvme"),
         _under(_OPTIMIZER, "buffer_count fast_init nvme_path pipeline_read pipeline_write"),
     ),
     Need(f"{_PARAM}.device cpu or nvme", lambda config: offloads(config, "param"), (f"{_PARAM}.pin_memory",)),
     Need(
         f"{_PARAM}.device nvme",
-        lambda config: _is_on_nvme(config, "param"),
+        _is(f"{_PARAM}.device", "nvme"),
         _under(_PARAM, "buffer_count buffer_size max_in_cpu nvme_path"),
     ),
     Need(
         "an offload with device nvme",
-        lambda config: _is_on_nvme(config, "optimizer") or _is_on_nvme(config, "param"),
+        lambda config: any(_is(f"{part}.device", "nvme")(config) for part in (_OPTIMIZER, _PARAM)),
         ("aio",),
     ),
     Need(
         f"fp16, {_ZERO}.stage 0 and an optimizer block of type Adam or AdamW",
-        lambda config: (
-            bool(flag_at(config, "fp16.enabled"))
-            and zero_stage(config) == 0
-            and str(value_at(config, "optimizer.type")).lower() in ("adam", "adamw")
-        ),
+        _is_fused_fp16_adam,
         ("optimizer.legacy_fusion",),
     ),
     Need(
         '"log_level": "info"; DeepSpeed prints warnings only by default',
-        lambda config: str(value_at(config, "log_level")).lower() in ("info", "debug"),
+        _is("log_level", "info", "debug"),
         ("comms_logger.verbose", "dump_state", "steps_per_print", "timers.throughput.synchronized"),
     ),
     Need(f"{_ZERO} true", lambda config: config.get(_ZERO) is True, ("allgather_size",)),
@@ -205,57 +201,54 @@ NEEDS: tuple[Need, ...] = (
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
-    """A mistake for each key of the file, as it was read, that asks for what ds_trainer does not do."""
-    for path, name, value in _asked(config, key_table()["keys"]):
-        if name == "compression_training":
-            yield f"{path} is refused, remove it: {_DELETED}; {recipe_for(value)}"
-        elif name in REFUSED:
-            yield f"{path} is refused, remove it: {REFUSED[name]}"
+    """Report each refused key that requests something, in a file as it was read."""
+    for path, name, value in _requests(config, key_table()["keys"]):
+        if name in REFUSED:
+            instead = f"{_DELETED}; {recipe_for(value)}" if name == "compression_training" else REFUSED[name]
+            yield f"{path} is refused, remove it: {instead}"
 
 
 def idle_keys(config: dict[str, Any]) -> list[str]:
-    """The keys of a resolved config that have no effect in it, each with what it needs."""
+    """Return the keys of a resolved config that have no effect in it, each with what it needs."""
     known, idle = key_table()["keys"], {}
-    for path, name, value in _asked(config, known):
-        lacking = (need.words for need in NEEDS if name in need.keys and not need.holds(config))
-        if (words := next(lacking, None)) is not None:
+    for path, name, value in _requests(config, known):
+        missing = (need.words for need in NEEDS if name in need.keys and not need.holds(config))
+        if (words := next(missing, None)) is not None:
             idle[path] = words
-        elif isinstance(value, dict) and "enabled" not in value and name in _switched_on():
+        elif isinstance(value, dict) and "enabled" not in value and _is_off_by_default(known.get(name, {})):
             idle[path] = f"{path}.enabled true"
-    covered = tuple(f"{path}." for path in idle)
-    return [f"{path} (needs {words})" for path, words in idle.items() if not path.startswith(covered)]
+    sections = tuple(f"{path}." for path in idle)
+    return [f"{path} (needs {words})" for path, words in idle.items() if not path.startswith(sections)]
 
 
-def without_refused(block: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """The config without refused keys that ask for nothing; DeepSpeed refuses some of them all the same, or acts."""
+def without_refused(section: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the config without refused keys that request nothing: DeepSpeed refuses some of them, or acts on them."""
     return {
         key: without_refused(value, f"{path}{key}.") if isinstance(value, dict) else value
-        for key, value in block.items()
+        for key, value in section.items()
         if f"{path}{key}" not in REFUSED
     }
 
 
-def _switched_on() -> set[str]:
-    """The blocks that are off unless they say that they are on."""
-    keys = {name: entry.get("keys", {}) for name, entry in key_table()["keys"].items()}
-    return {name for name, inner in keys.items() if inner.get("enabled", {}).get("default") is False}
+def _is_off_by_default(entry: dict[str, Any]) -> bool:
+    return entry.get("keys", {}).get("enabled", {}).get("default") is False
 
 
-def _asked(
-    block: dict[str, Any], known: dict[str, Any], path: str = "", parent: str = ""
+def _requests(
+    section: dict[str, Any], known: dict[str, Any], path: str = "", parent: str = ""
 ) -> Iterator[tuple[str, str, Any]]:
-    """The path, the name without aliases, and the value of each key that asks for something, parents first."""
-    for key, value in block.items():
+    """Yield path, name without aliases, and value of each key that requests something, sections before their keys."""
+    for key, value in section.items():
         entry = known.get(key, {})
-        if _asks(value, entry):
+        if _requests_something(value, entry):
             here, name = f"{path}{key}", f"{parent}{entry.get('alias_of', key)}"
             yield here, name, value
             if isinstance(value, dict):
-                yield from _asked(value, entry.get("keys", {}), f"{here}.", f"{name}.")
+                yield from _requests(value, entry.get("keys", {}), f"{here}.", f"{name}.")
 
 
-def _asks(value: Any, entry: dict[str, Any]) -> bool:
-    """Whether a value is other than what holds without it: "auto", the default, and a block that says it is off."""
+def _requests_something(value: Any, entry: dict[str, Any]) -> bool:
+    """Whether a value differs from what holds without the key: not for "auto", the default, or a section turned off."""
     if is_auto(value) and not entry.get("own_auto"):
         return False
     if isinstance(value, dict):
@@ -263,6 +256,6 @@ def _asks(value: Any, entry: dict[str, Any]) -> bool:
             return bool(value["enabled"])
         if entry.get("on_by_presence"):
             return True
-        asking = (_asks(inner, entry.get("keys", {}).get(key, {})) for key, inner in value.items())
-        return value.get("device") != "none" and any(asking)
+        inner = (_requests_something(item, entry.get("keys", {}).get(key, {})) for key, item in value.items())
+        return value.get("device") != "none" and any(inner)
     return value is not None and value != entry.get("default", False) and value != []

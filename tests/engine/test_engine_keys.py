@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine.engine_file import Said, check_engine_file, resolve_engine_file
-from ds_trainer.engine.keys import _all_paths, key_table
+from ds_trainer.engine.engine_file import RecipeValues, check_engine_file, resolve_engine_file
+from ds_trainer.engine.keys import all_paths, key_table
 
 ROOT = Path(__file__).parents[2]
-NOTHING = Said()
+NOTHING = RecipeValues()
 
 # What users have: the ZeRO-3 file of Hugging Face's documentation with NVMe, and most of DeepSpeed's own.
 HUGGING_FACE = {
@@ -220,7 +220,7 @@ def test_items_of_lists_are_checked():
 def test_junk_is_told_and_never_raises():
     """Any JSON value at any known key is told or resolved, and never raises."""
     junk = [None, True, 0, 1, -1, 2.5, 1e9, "auto", "x", [], [1, "x"], {}, {"a": 1}, {"enabled": "auto"}]
-    for path in _all_paths(key_table()["keys"]):
+    for path in all_paths(key_table()["keys"]):
         for value in junk:
             *parents, last = path.split(".")
             config = inner = {}
