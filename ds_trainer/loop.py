@@ -15,7 +15,7 @@ from ds_trainer.config.recipe import Phase, Techniques
 from ds_trainer.config.schedules import interval, lr_multiplier
 from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty, export
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, Position, precision_of
+from ds_trainer.engine.checkpoint import Checkpoints, Progress, precision_of
 from ds_trainer.engine.engine_file import scheduler_mistakes
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
@@ -84,7 +84,7 @@ class PhasePlan(PhaseModel):
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
-    resumed: tuple[Path, Position] | None = None
+    resumed: tuple[Path, Progress] | None = None
     """The checkpoint to go on from, and what it says of itself."""
 
     def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Training:
         self.check_finite()  # before anything of such a step is kept
         if self.saved == self.step or self.step != self.engine.global_steps:
             return
-        position = Position(
+        position = Progress(
             step=self.step,
             examples=self.engine.global_samples,
             batch_size=self.engine.train_batch_size(),
@@ -312,7 +312,7 @@ class Training:
         """The techniques' states by name; collective."""
         return {technique.name: technique.state() for technique in self.techniques}
 
-    def _resume(self, checkpoint: Path, position: Position) -> None:
+    def _resume(self, checkpoint: Path, position: Progress) -> None:
         """Go on from a checkpoint, with the hyperparameters that the files have now."""
         settings = engine.OptimizerSettings(self.engine)
         self._load(checkpoint, position)
@@ -327,7 +327,7 @@ class Training:
         if changes:
             distributed.info(f"{name}: not as in the checkpoint, but as this run's files have it: {changes}")
 
-    def _load(self, checkpoint: Path, position: Position) -> None:
+    def _load(self, checkpoint: Path, position: Progress) -> None:
         """Make the engine and the techniques what they were at a checkpoint."""
         self.checkpoints.load(self.engine, checkpoint, position)
         for technique in self.techniques:

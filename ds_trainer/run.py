@@ -19,7 +19,7 @@ from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.deploy.latency import Subject, compare
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import Best, Checkpoints, Position, check_fits, step_of
+from ds_trainer.engine.checkpoint import Best, Checkpoints, Progress, check_fits, step_of
 from ds_trainer.engine.engine_file import recipe_values, resolve_engine_file, settled_numbers
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.files.checkpoint_files import sync_folder
@@ -92,7 +92,7 @@ def plan_phase(
     phase: Phase,
     source: str,
     teacher: str | None = None,
-    resumed: tuple[Path, Position] | None = None,
+    resumed: tuple[Path, Progress] | None = None,
 ) -> PhasePlan:
     """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file.
 
@@ -169,7 +169,7 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
 
 
 def _plan_and_claim(
-    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, wanted: tuple[Path, Position] | None
+    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, wanted: tuple[Path, Progress] | None
 ) -> PhasePlan:
     """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
 
@@ -199,7 +199,7 @@ def _number_of(checkpoint: Path, job: TrainJob) -> int:
     return folders.index(checkpoint.resolve().parent)
 
 
-def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
+def _checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Progress] | None:
     """The checkpoint that the command names, if it names one, still whole; what was cut short before is ended first."""
     if job.checkpoint is None:
         if job.resume:

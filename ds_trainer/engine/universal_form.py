@@ -1,14 +1,19 @@
-"""The universal form of an engine checkpoint: what DeepSpeed saved, by parameter, whatever the ranks and ZeRO stage.
+"""The universal form of an engine checkpoint: the state of every parameter as one tensor, whatever ranks wrote it.
 
-It is that of DeepSpeed's universal checkpoint, bit by bit: `zero/NAME/` for every trained parameter, with the whole of
-`fp32.pt`, of the optimizer's tensors (`exp_avg.pt`, `exp_avg_sq.pt`) and of its `step.pt`. DeepSpeed's converter is not
-used: it knows no checkpoints without ZeRO, and what it keeps of the groups' settings differs by stage. Not done:
-tensor, pipeline and expert parallelism, MiCS, states on NVMe, elastic ZeRO 1.
+It is that of DeepSpeed's universal checkpoint, bit by bit: `zero/NAME/` for every trained parameter, with the whole
+`fp32.pt`, the optimizer's tensors (`exp_avg.pt`, `exp_avg_sq.pt`) and its `step.pt`. DeepSpeed's converter is not used:
+it cannot read checkpoints without ZeRO, and which settings of the groups it keeps differs by stage. Not done: tensor,
+pipeline and expert parallelism, MiCS, states on NVMe, elastic ZeRO 1.
+
+How DeepSpeed stores the fp32 weights and the optimizer's tensors on N ranks, for one group of parameters A, B, C:
+
+    without ZeRO   every rank has all of A, B, C, each under its index (fused 16 bit: one flat tensor A|B|C)
+    ZeRO 1 and 2   one flat tensor A|B|C with padding, cut into N equal parts wherever the cut falls
+    ZeRO 3         each parameter is padded and cut into N equal parts; rank r has A_r|B_r|C_r
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,30 +26,22 @@ import torch
 from ds_trainer.ranks.failures import UserError
 
 State = dict[str, Any]
-"""Of one parameter: `fp32`, the optimizer's tensors of the same shape, and its scalars (`step`)."""
+"""The state of one parameter: `fp32`, the optimizer's tensors of the same shape, and its scalars (`step`)."""
 
 NAMES = "parameter_names"
-"""Where `client_state` has the groups' parameters."""
-ENGINE_KEYS = frozenset(
-    (
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
-        *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-        "ds_version",
-    )
-)
-"""What DeepSpeed saves; the rest is `client_state`."""
+"""The key in `client_state` of the names of every group's parameters."""
 MODEL = "mp_rank_00_model_states.pt"
 GROUPS = Path("zero", "optimizer_state.pt")
 _SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""The states of a dynamic loss scale; DeepSpeed's other fields of it are settings."""
 
 
 def as_universal(checkpoint: Path, target: Path) -> None:
-    """Write the engine checkpoint `checkpoint`, of any number of ranks, in the universal form to the folder `target`.
+    """Write an engine checkpoint, of any number of ranks, in the universal form to the folder `target`.
 
-    No collectives: for one rank, while the others wait. `target` is made aside and is there only when whole; one that
-    was there is replaced. A ValueError where `checkpoint` is none, lacks files, or is of a kind that is not known.
+    No collectives: one rank calls it, while the others wait. An older `target` is replaced, and a new one exists only
+    when it is whole. Raises UserError for a checkpoint that lacks files or keys, or of a kind that is not known.
     """
     aside = target.with_name(f"{target.name}.making")
     shutil.rmtree(aside, ignore_errors=True)
@@ -53,17 +50,17 @@ def as_universal(checkpoint: Path, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
     except (KeyError, IndexError) as error:
-        raise UserError(f"{checkpoint} is not as DeepSpeed writes it: it lacks {error}") from error
+        raise UserError(f"{checkpoint} is not a checkpoint as DeepSpeed writes it: it lacks {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The model's whole state dict from an engine checkpoint, bit by bit; tied weights are under each of their names.
+    """Return the model's whole state dict from an engine checkpoint, bit by bit; tied weights under all their names.
 
-    Parameters come before buffers, which DeepSpeed leaves in fp32: the precision of a model is that of the first.
-    `dtype` is what the engine had the model in: ZeRO 3 saves the trained weights as fp32 masters only, of which its
-    model holds rounded copies. All other stages save the model itself.
+    Parameters come before buffers, which DeepSpeed leaves in fp32: transformers takes the dtype of a model from the
+    first tensor. `dtype` is what the engine had the model in: ZeRO 3 saves trained weights only as fp32 masters, which
+    its model holds rounded. All other stages save the model itself.
     """
     if (checkpoint / MODEL).is_file():
         model = read(checkpoint / MODEL)
@@ -71,7 +68,7 @@ def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return dict(sorted(model["module"].items(), key=lambda item: item[0] in buffers))
     source = _Source.of(checkpoint)
     for shard in source.shards:
-        shard["optimizer_state_dict"]["state"].clear()  # or the moments, twice as much again, would be joined too
+        shard["optimizer_state_dict"]["state"].clear()  # or the moments, twice as large again, would be joined too
     weights = {name: state["fp32"].to(dtype) for _, name, state in source.parameters()}
     weights |= source.untrained(set(weights))
     return weights | {name: weights[first] for name, first in source.model["shared_params"].items()}
@@ -79,7 +76,7 @@ def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Source:
-    """An engine checkpoint: what rank 0 saved of the model, and what every rank saved of its optimizer, if it did."""
+    """An engine checkpoint: the file of rank 0 with the model, and with ZeRO the optimizer shard of every rank."""
 
     folder: Path
     model: dict[str, Any]
@@ -87,53 +84,50 @@ class _Source:
 
     @classmethod
     def of(cls, folder: Path) -> _Source:
-        first = next((p for p in (folder / MODEL, _rank_model(folder, 0)) if p.is_file()), None)
-        if first is None:
-            raise UserError(
-                f"{folder} is no engine checkpoint: it has neither {MODEL} nor {_rank_model(folder, 0).name}"
-            )
-        model = read(first)
-        missing = sorted({"module", "optimizer", "dp_world_size", "global_steps"} - set(model))
-        if missing:
-            raise UserError(f"{first} is no engine checkpoint: it lacks {', '.join(missing)}")
-        if model["mp_world_size"] > 1 or (folder / "mp_rank_01_model_states.pt").exists():
-            raise UserError(f"{folder} was written with model parallelism: resume with the same number of ranks")
+        whole = folder / MODEL
+        model = read(whole if whole.is_file() else _rank_model(folder, 0))
         refuse_nvme(model["ds_config"], str(folder))
         if model["optimizer"] is not None:
             return cls(folder, model, [])
-        files = {int(found[1]): path for path in folder.iterdir() if (found := _SHARD.fullmatch(path.name))}
-        absent = [str(rank) for rank in range(model["dp_world_size"]) if rank not in files]
-        if absent:
-            raise UserError(f"{folder} lacks the optimizer states (*_optim_states.pt) of rank {', '.join(absent)}")
-        shards = [read(files[rank])["optimizer_state_dict"] for rank in range(model["dp_world_size"])]
-        return cls(folder, model, shards)
+        files = {int(match[1]): path for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
+        missing = [str(rank) for rank in range(model["dp_world_size"]) if rank not in files]
+        if missing:
+            raise UserError(f"{folder} lacks the optimizer states (*_optim_states.pt) of rank {', '.join(missing)}")
+        return cls(folder, model, [read(files[r])["optimizer_state_dict"] for r in range(model["dp_world_size"])])
 
     @property
     def partitioned(self) -> bool:
-        """Whether the weights too are (ZeRO 3)."""
+        """Whether each weight is cut among the ranks (ZeRO 3)."""
         return bool(self.shards) and "fp32_flat_groups" in self.shards[0]
 
     def optimizer(self) -> dict[str, Any]:
-        """torch's state dict of rank 0."""
+        """Return torch's state dict of the optimizer on rank 0."""
         if self.shards:
             return self.shards[0]["optimizer_state_dict" if self.partitioned else "base_optimizer_state"]
         return self.model["optimizer"].get("optimizer_state_dict", self.model["optimizer"])
 
     def scaler(self) -> dict[str, Any] | None:
-        """The state of a dynamic loss scale."""
-        kept = vars(self.shards[0].get("loss_scaler") or _Nothing()) if self.shards else self.model["optimizer"]
+        """Return the state of a dynamic loss scale; None without one."""
+        kept = self.model["optimizer"]
+        if self.shards:
+            scaler = self.shards[0].get("loss_scaler")
+            kept = vars(scaler) if scaler else {}
         if not kept.get("dynamic", kept.get("dynamic_loss_scale")):
             return None
         return {name: kept[name] for name in SCALER if name in kept}
 
     def parameters(self) -> Iterator[tuple[int, str, State]]:
-        """Group, name and whole state of every trained parameter, one at a time."""
+        """Yield group, name and whole state of every trained parameter, one at a time."""
         if self.partitioned:
             return self._of_partitions()
         return self._of_fragments() if self.shards else self._of_whole()
 
     def _of_partitions(self) -> Iterator[tuple[int, str, State]]:
-        """ZeRO 3: every parameter is cut into as many equal parts as there are ranks, the last one padded."""
+        """ZeRO 3: every parameter is cut into as many equal parts as there are ranks, the last one padded.
+
+        DeepSpeed splits the optimizer's groups into sub-groups (`sub_group_size`): `param_shapes` and the flat tensors
+        have one entry per sub-group, and a group's "params" are the numbers of its sub-groups.
+        """
         group_of = {index: g for g, group in enumerate(self.optimizer()["param_groups"]) for index in group["params"]}
         for index, shapes in enumerate(self.model["param_shapes"]):
             flats = [
@@ -149,11 +143,9 @@ class _Source:
     def _of_fragments(self) -> Iterator[tuple[int, str, State]]:
         """ZeRO 1 and 2: a group's parameters in a row, some with padding after them, are cut among the ranks.
 
-        `param_slice_mappings`, by which DeepSpeed's converter goes, has them in another order than the values where
-        `round_robin_gradients` is set; `param_shapes` has theirs.
+        With `round_robin_gradients`, `param_slice_mappings`, by which DeepSpeed's converter goes, has the parameters in
+        another order than the values; `param_shapes` always has the order of the values.
         """
-        if not isinstance(self.optimizer(), dict):
-            raise UserError(f"{self.folder} is an elastic checkpoint: resume with the number of ranks that wrote it")
         for group, shapes in enumerate(self.model["param_shapes"]):
             flats = [
                 {
@@ -163,15 +155,14 @@ class _Source:
                 for shard in self.shards
             ]
             paddings = self.shards[0].get("param_alignment_paddings")
-            size = flats[0]["fp32"].numel() if len(flats) > 1 else 0
             start = 0
             for i, (name, shape) in enumerate(shapes.items()):
                 end = start + shape.numel()
-                yield group, name, self._join(name, shape, _shares(flats, size, start, end))
+                yield group, name, self._join(name, shape, _parts(flats, start, end))
                 start = end + (paddings[group][i] if paddings else 0)
 
     def _of_whole(self) -> Iterator[tuple[int, str, State]]:
-        """Without ZeRO every rank has all, under an index, or in fused 16 bit under its group's."""
+        """Without ZeRO rank 0 has all, each parameter under its index; a fused 16-bit optimizer, one tensor a group."""
         if NAMES not in self.model:
             raise UserError(f"{self.folder} does not name its parameters: resume it without ZeRO")
         saved, module = self.model["optimizer"], self.model["module"]
@@ -180,19 +171,19 @@ class _Source:
             for i, name in enumerate(names):
                 shape = module[name].shape
                 if "fp32_groups_flat" in saved:
-                    master, index, share = saved["fp32_groups_flat"][g], group["params"][0], (start, shape.numel())
+                    master, index, offset = saved["fp32_groups_flat"][g], group["params"][0], start
                     start += shape.numel()
                 else:
                     master = saved["fp32_groups"][g][i] if "fp32_groups" in saved else module[name]
-                    index, share = group["params"][i], (0, shape.numel())
-                state = self.optimizer()["state"].get(index, {})
-                yield g, name, self._join(name, shape, [({"fp32": master, **state}, *share)])
+                    index, offset = group["params"][i], 0
+                state = {"fp32": master, **self.optimizer()["state"].get(index, {})}
+                yield g, name, self._join(name, shape, [(state, offset, shape.numel())])
 
     def _join(self, name: str, shape: torch.Size, parts: Sequence[tuple[State, int, int]]) -> State:
-        """One parameter's state, out of (flat state, start, length) by rank; what is beyond its size is padding."""
+        """Join one parameter's state out of (flat state, start, length) by rank; values beyond its size are padding."""
         whole: State = {}
         for key, first in parts[0][0].items():
-            if not torch.is_tensor(first) or key == "step":
+            if not torch.is_tensor(first) or key == "step":  # one for the whole flat tensor
                 whole[key] = first.clone() if torch.is_tensor(first) else first
                 continue
             joined = torch.cat([flat[key].reshape(-1)[start : start + length] for flat, start, length in parts])
@@ -202,27 +193,25 @@ class _Source:
         return whole
 
     def untrained(self, trained: set[str]) -> dict[str, torch.Tensor]:
-        """Frozen parameters and buffers; not the second names of tied parameters."""
+        """Return frozen parameters and buffers, without the second names of tied parameters."""
         module = self.model["module"]
         if not self.partitioned:
-            places = {module[name].data_ptr() for name in trained}
+            # a tied parameter is in the state dict under each of its names, and the trained ones under one
+            trained_data = {module[name].data_ptr() for name in trained}
             others = {name: value for name, value in module.items() if name not in trained and torch.is_tensor(value)}
-            return {name: value.clone() for name, value in others.items() if value.data_ptr() not in places}
-        found = {name: module[name].clone() for name in self.model["buffer_names"]}
+            return {name: value.clone() for name, value in others.items() if value.data_ptr() not in trained_data}
+        values = {name: module[name].clone() for name in self.model["buffer_names"]}
         shapes = self.model["frozen_param_shapes"] or {}
         models = [read(_rank_model(self.folder, rank)) for rank in range(len(self.shards))] if shapes else []
         for name, shape in shapes.items():
             joined = torch.cat([model["frozen_param_fragments"][name].reshape(-1) for model in models])
-            found[name] = joined[: shape.numel()].reshape(shape).clone()
-        return found
+            values[name] = joined[: shape.numel()].reshape(shape).clone()
+        return values
 
 
-class _Nothing:
-    """Has no fields: stands for a loss scale that an optimizer does not have."""
-
-
-def _shares(flats: Sequence[State], size: int, start: int, end: int) -> list[tuple[State, int, int]]:
-    """Where values `start : end` lie in the ranks' flat states, `size` of them on each; all on the only one."""
+def _parts(flats: Sequence[State], start: int, end: int) -> list[tuple[State, int, int]]:
+    """Return (flat state, start, length) by rank for the values `start : end` of the flat tensors put end to end."""
+    size = flats[0]["fp32"].numel()
     if len(flats) == 1:
         return [(flats[0], start, end - start)]
     ranks = range(start // size, -(-end // size))
@@ -235,7 +224,7 @@ def _rank_model(folder: Path, rank: int) -> Path:
 
 
 def _write(source: _Source, folder: Path) -> None:
-    """The universal form, one parameter at a time."""
+    """Write the universal form, one parameter at a time."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in source.optimizer()["param_groups"]]
     names: list[list[str]] = [[] for _ in groups]
     for group, name, state in source.parameters():
@@ -252,9 +241,9 @@ def _write(source: _Source, folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote, mapped and not read: weights, plain values, and the few objects of DeepSpeed's own.
+    """Map what `torch.save` wrote: weights, plain values, and the few objects of DeepSpeed's own.
 
-    Nothing else is unpickled: a checkpoint that comes from elsewhere runs no code.
+    Nothing else is unpickled, so that a checkpoint of unknown origin runs no code.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -263,21 +252,16 @@ def read(path: Path) -> dict[str, Any]:
     known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     try:
         with torch.serialization.safe_globals(known):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:  # of which torch tells how to run such a file's code all the same
+            return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    except Exception as error:  # a damaged pickle can raise anything; torch's words advise to run unknown code
         raise UserError(
-            f"{path} cannot be read: it is damaged, or holds objects that are neither weights, plain values nor "
-            f"DeepSpeed's: use an older checkpoint"
+            f"{path} cannot be read: it is missing or damaged, or holds objects that are neither weights, plain values "
+            f"nor DeepSpeed's: use an older checkpoint"
         ) from error
-    except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path} cannot be read ({error}): use an older checkpoint") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no engine checkpoint: it holds a {type(found).__name__}")
-    return found
 
 
 def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
-    """A ValueError where states are offloaded to NVMe: they are in files that know ranks only."""
+    """Raise UserError where states are offloaded to NVMe, whose files belong to a rank and name no parameters."""
     zero = config.get("zero_optimization") or {}
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":

@@ -83,11 +83,9 @@ class TestOtherRanksAndStages:
         for load in loads_of(runs, launch, kind):
             assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[kind]), load["source"]
 
-    def test_the_client_state_is_carried_and_nothing_printed(self, kind, launch, runs):
-        """`load` gives what was saved with the checkpoint, without DeepSpeed's own entries and ours."""
-        for load in loads_of(runs, launch, kind):
-            assert load["client"] == {"step": 3, "note": {"any": ["value"]}}
-            assert load["printed"] == ""
+    def test_nothing_is_printed(self, kind, launch, runs):
+        """The conversion writes nothing to the console."""
+        assert {load["printed"] for load in loads_of(runs, launch, kind)} == {""}
 
 
 @pytest.mark.parametrize("precision", MATRIX)
@@ -141,7 +139,7 @@ def test_the_weights_are_read_without_an_engine(kind, ranks, runs):
 def test_a_checkpoint_runs_no_code(tmp_path):
     """A file that calls a function where it is unpickled as DeepSpeed does it is refused, and calls none."""
     torch.save({"module": Calls(tmp_path / "called")}, tmp_path / MODEL)
-    with pytest.raises(ValueError, match="holds objects that are neither weights"):
+    with pytest.raises(ValueError, match="or holds objects that are neither weights"):
         weights_of(tmp_path, torch.float32)
     assert not (tmp_path / "called").exists()
     torch.load(tmp_path / MODEL, weights_only=False)
@@ -226,11 +224,9 @@ class TestConversion:
     @pytest.mark.parametrize(
         ("damage", "said"),
         [
-            (lambda folder: shutil.rmtree(folder), "is no engine checkpoint: it has neither mp_rank_00"),
-            (lambda folder: (folder / MODEL).unlink(), "is no engine checkpoint: it has neither mp_rank_00"),
+            (lambda folder: (folder / MODEL).unlink(), "cannot be read: it is missing or damaged"),
             (lambda folder: (folder / MODEL).write_bytes(b"what is this"), f"{MODEL} cannot be read"),
-            (lambda folder: torch.save([1], folder / MODEL), "it holds a list"),
-            (lambda folder: torch.save({"module": {}}, folder / MODEL), "it lacks dp_world_size, global_steps"),
+            (lambda folder: torch.save({"module": {}}, folder / MODEL), "it lacks 'ds_config'"),
             (lambda folder: shard_of(folder).unlink(), "lacks the optimizer states (*_optim_states.pt) of rank 1"),
             (lambda folder: os.truncate(shard_of(folder), 999), "cannot be read"),
             (lambda folder: torch.save({"a": 1}, shard_of(folder)), "it lacks 'optimizer_state_dict'"),

@@ -213,7 +213,7 @@ def load_source(folder: Path, source: str, stage: int, keep: str | None = None) 
             universal.as_universal(folder / source, target)
     distributed.barrier()
     running = started(source.split("-")[0], stage, Tied(seed=1))
-    client = universal.load(running, target)
+    universal.load(running, target)
     expected = torch.load(folder / f"{source.split('+')[0]}.pt", weights_only=False)
     different = differences(expected["state"], state_of(running))
     if keep:
@@ -221,7 +221,7 @@ def load_source(folder: Path, source: str, stage: int, keep: str | None = None) 
     losses = train(running, range(SAVED_AT, STEPS))
     found = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
     engine.stop_engine(running)
-    return found | {"expected": expected["losses"], "client": client}
+    return found | {"expected": expected["losses"]}
 
 
 def refusals(folder: Path, source: str) -> list[str]:
