@@ -15,10 +15,11 @@ from ds_trainer.engine.engine_file import (
     resolve_engine_file,
 )
 from ds_trainer.engine.keys import all_paths, key_table
-from ds_trainer.engine.verdicts import NEEDS, REFUSED, idle_keys
+from ds_trainer.engine.verdicts import CONDITIONS, idle_keys, verdict_table
 
 ROOT = Path(__file__).parents[2]
 KNOWN = key_table()["keys"]
+REFUSED, NEEDS = verdict_table()["refused"], verdict_table()["needs"]
 sys.path.insert(0, str(ROOT / "tests" / "tools"))
 
 
@@ -63,10 +64,11 @@ def test_no_key_is_forgotten():
     """What DeepSpeed has deleted is refused, and both tables name only keys that DeepSpeed has, or had, once each."""
     removed = set(key_table()["removed"])
     assert removed <= set(REFUSED)
-    needed = [key for need in NEEDS for key in need.keys]
+    needed = [key for need in NEEDS for key in need["keys"]]
     named = {*REFUSED, *needed} - removed
     assert named <= {*all_paths(KNOWN)}
     assert not set(REFUSED) & set(needed)
+    assert {need["condition"] for need in NEEDS} == set(CONDITIONS)
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -230,7 +232,7 @@ TOLD = (
 TOLD_OF = {f"{section}{name}": files for files, section, names in TOLD for name in names.split()}
 
 
-@pytest.mark.parametrize("path", sorted({*TOLD_OF, *(key for need in NEEDS for key in need.keys)}))
+@pytest.mark.parametrize("path", sorted({*TOLD_OF, *(key for need in NEEDS for key in need["keys"])}))
 def test_each_key_is_told_in_the_files_without_what_it_needs(path):
     """Added to each of FILES with another value than the default, it is named in these and in no other."""
     *parents, last = path.split(".")
@@ -258,7 +260,7 @@ def test_the_docs_say_what_the_code_does():
     text = (ROOT / "docs/engine_files.md").read_text(encoding="utf-8")
     assert text.endswith(f"\n\n{table()}"), "run tests/tools/write_engine_docs.py"
     rows = set(paths())
-    assert rows >= {*KNOWN, *REFUSED} | {key for need in NEEDS for key in need.keys}
+    assert rows >= {*KNOWN, *REFUSED} | {key for need in NEEDS for key in need["keys"]}
     assert f"DeepSpeed {key_table()['deepspeed']}." in text
 
 
