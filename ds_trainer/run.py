@@ -20,7 +20,7 @@ from ds_trainer.config.schedules import steps_of
 from ds_trainer.deploy.latency import Subject, compare
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import Best, Checkpoints, Progress, check_fits, step_of
-from ds_trainer.engine.engine_file import recipe_values, resolve_engine_file, settled_numbers
+from ds_trainer.engine.engine_file import resolve_engine_file, settled_numbers
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.redaction import redacted
@@ -100,7 +100,7 @@ def plan_phase(
     """
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
-    numbers = settled_numbers(job.engine_config, recipe_values(phase), world)
+    numbers = settled_numbers(job.engine_config, phase, world)
     examples = len(task.examples("train"))
     done = resumed[1] if resumed else None
     step, seen = (done.step, done.examples) if done else (0, 0)
@@ -114,7 +114,7 @@ def plan_phase(
     clock = Clock(total, steps_of(phase.warmup_steps, total), recipe.seed)
     config = resolve_engine_file(
         job.engine_config,
-        recipe_values(phase),
+        phase,
         world,
         hidden_size=task.hidden_size(source),
         total_steps=total,

@@ -8,7 +8,7 @@ or trains wrongly. What DeepSpeed refuses itself with a clear message is left to
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +35,6 @@ DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's own, for a file without the key; 
 DEFAULT_LEARNING_RATE = 5e-5
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-
-@dataclass(frozen=True)
-class RecipeValues:
-    """The values of a phase whose home is the engine file; None where the recipe has none."""
-
-    train_batch_size: int | None = None
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    max_grad_norm: float | None = None
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    adam_beta1: float | None = None
-    adam_beta2: float | None = None
-    adam_epsilon: float | None = None
-    bf16: bool | None = None
-    fp16: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -112,21 +95,19 @@ def read_engine_file(path: str | Path) -> dict[str, Any]:
     return read_json(path, "the engine file")
 
 
-def recipe_values(phase: Phase) -> RecipeValues:
-    """Take the values of a phase whose home is the engine file."""
-    return RecipeValues(**{field.name: getattr(phase, field.name) for field in fields(RecipeValues)})
-
-
 def check_engine_file(
-    config: dict[str, Any], recipe: RecipeValues, world_size: int, *, name: str = "the engine file"
+    config: dict[str, Any], phase: Phase | None, world_size: int, *, name: str = "the engine file"
 ) -> list[str]:
-    """Return every mistake in the file, and between it and the recipe. `name` is the file's, for the messages."""
+    """Return every mistake in the file, and between it and a phase of the recipe, which is None if it cannot be read.
+
+    `name` is the file's, for the messages.
+    """
     mistakes = [*refusals(config), *key_mistakes(config, key_table()["keys"])]
     mistakes += [*_typed_block_mistakes(config, "optimizer"), *_typed_block_mistakes(config, "scheduler")]
-    mistakes += _combination_mistakes(config, recipe)
-    disagreements = [*_disagreements(config, recipe, name)]
+    mistakes += _combination_mistakes(config, phase)
+    disagreements = [*_disagreements(config, phase, name)]
     # the product of batch sizes would only report again that the files disagree on one of them
-    return mistakes + disagreements + ([] if disagreements else [*_batch_mistakes(config, recipe, world_size)])
+    return mistakes + disagreements + ([] if disagreements else [*_batch_mistakes(config, phase, world_size)])
 
 
 def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> list[str]:
@@ -149,34 +130,35 @@ def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> 
     return mistakes
 
 
-def idle_warnings(config: dict[str, Any], phases: Sequence[RecipeValues], world_size: int, *, name: str) -> list[str]:
+def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_size: int, *, name: str) -> list[str]:
     """Return one line that names the keys without effect in every phase, or nothing. The file has no mistakes."""
     unknown: dict[str, None] = dict.fromkeys(("hidden_size", "total_steps", "warmup_steps"))
-    idle = [idle_keys(resolve_engine_file(config, recipe, world_size, **unknown)) for recipe in phases]
+    idle = [idle_keys(resolve_engine_file(config, phase, world_size, **unknown)) for phase in phases]
     everywhere = [key for key in idle[0] if all(key in keys for keys in idle)]
     return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
 
-def settled_numbers(config: dict[str, Any], recipe: RecipeValues, world_size: int) -> EngineNumbers:
+def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int) -> EngineNumbers:
     """Settle every number between a file without mistakes and the recipe."""
-    train, micro, steps = _batch_triangle(config, recipe, world_size)
-    beta1, beta2 = value_at(config, "optimizer.params.betas") or (recipe.adam_beta1, recipe.adam_beta2)
+    train, micro, steps = _batch_triangle(config, phase, world_size)
+    betas = value_at(config, "optimizer.params.betas")
+    beta1, beta2 = betas or (_in_recipe(phase, "adam_beta1"), _in_recipe(phase, "adam_beta2"))
     return EngineNumbers(
         train_batch_size=train,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=steps,
-        max_grad_norm=_settled(config, recipe, "gradient_clipping", DEFAULT_GRADIENT_CLIPPING),
-        learning_rate=_settled(config, recipe, "optimizer.params.lr", DEFAULT_LEARNING_RATE),
-        weight_decay=_settled(config, recipe, "optimizer.params.weight_decay", 0.0),
+        max_grad_norm=_settled(config, phase, "gradient_clipping", DEFAULT_GRADIENT_CLIPPING),
+        learning_rate=_settled(config, phase, "optimizer.params.lr", DEFAULT_LEARNING_RATE),
+        weight_decay=_settled(config, phase, "optimizer.params.weight_decay", 0.0),
         adam_beta1=_first(beta1, 0.9),
         adam_beta2=_first(beta2, 0.999),
-        adam_epsilon=_settled(config, recipe, "optimizer.params.eps", 1e-8),
+        adam_epsilon=_settled(config, phase, "optimizer.params.eps", 1e-8),
     )
 
 
 def resolve_engine_file(
     config: dict[str, Any],
-    recipe: RecipeValues,
+    phase: Phase | None,
     world_size: int,
     *,
     hidden_size: int | None,
@@ -187,17 +169,17 @@ def resolve_engine_file(
 
     Resolving the result again, with more arguments known, fills the rest. Raises UserError with every mistake.
     """
-    mistakes = check_engine_file(config, recipe, world_size)
+    mistakes = check_engine_file(config, phase, world_size)
     if mistakes:
         raise UserError("\n".join(mistakes))
-    numbers = settled_numbers(config, recipe, world_size)
+    numbers = settled_numbers(config, phase, world_size)
     resolved = copy.deepcopy(without_refused(config))
     for key in (TRAIN, MICRO, STEPS, "gradient_clipping"):
         resolved[key] = getattr(numbers, NAMES_IN_RECIPE[key])
-    for section, is_on in _precision_modes(config, recipe).items():
+    for section, is_on in _precision_modes(config, phase).items():
         if is_on or section in resolved:
             resolved.setdefault(section, {})["enabled"] = is_on
-    _fill_optimizer(resolved, recipe, numbers)
+    _fill_optimizer(resolved, phase, numbers)
     _fill_scheduler(resolved, numbers, total_steps, warmup_steps)
     zero = resolved.get("zero_optimization")
     for key, fill in BY_HIDDEN_SIZE.items():
@@ -246,9 +228,9 @@ def _type_name(block: str, kind: str) -> str:
     return kind.lower() if block == "optimizer" and kind.lower() in key_table()["optimizers"] else kind
 
 
-def _combination_mistakes(config: dict[str, Any], recipe: RecipeValues) -> Iterator[str]:
+def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterator[str]:
     """Report combinations that DeepSpeed accepts and then trains wrongly, or refuses with an unclear error."""
-    stage, modes = zero_stage(config), _precision_modes(config, recipe)
+    stage, modes = zero_stage(config), _precision_modes(config, phase)
     precisions = [kind for kind in LOW_PRECISION if modes[_section(config, kind)]]
     if len(precisions) == 2:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
@@ -276,7 +258,7 @@ def _combination_mistakes(config: dict[str, Any], recipe: RecipeValues) -> Itera
             yield f"{path} needs zero_optimization.reduce_scatter false with stage {stage}: write that, or remove it"
 
 
-def _disagreements(config: dict[str, Any], recipe: RecipeValues, name: str) -> Iterator[str]:
+def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
     """Report every value that the engine file and the recipe both have, where the two differ."""
     pairs = [(path, value_at(config, path), field) for path, field in NAMES_IN_RECIPE.items()]
     betas = value_at(config, "optimizer.params.betas")
@@ -284,7 +266,7 @@ def _disagreements(config: dict[str, Any], recipe: RecipeValues, name: str) -> I
         fields_of_betas = zip(betas, ("adam_beta1", "adam_beta2"), strict=False)
         pairs += [(f"optimizer.params.betas[{i}]", *pair) for i, pair in enumerate(fields_of_betas)]
     for path, value, field in pairs:
-        other = getattr(recipe, field)
+        other = _in_recipe(phase, field)
         if isinstance(value, bool | int | float) and other is not None and value != other:
             yield (
                 f"{path} is {shown(value)} in {name}, but {field} is {shown(other)} in the recipe: "
@@ -292,12 +274,12 @@ def _disagreements(config: dict[str, Any], recipe: RecipeValues, name: str) -> I
             )
 
 
-def _batch_mistakes(config: dict[str, Any], recipe: RecipeValues, world_size: int) -> Iterator[str]:
+def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int) -> Iterator[str]:
     """Check that train_batch_size = micro-batch x accumulation steps x ranks, where all three are good numbers."""
-    numbers = _batch_numbers(config, recipe)
+    numbers = _batch_numbers(config, phase)
     if not all(n is None or (is_number(n) and n == int(n) and n > 0) for n in numbers.values()):
         return
-    train, micro, steps = _batch_triangle(config, recipe, world_size)
+    train, micro, steps = _batch_triangle(config, phase, world_size)
     product = micro * steps * world_size
     if train == product:
         return
@@ -314,17 +296,22 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _settled(config: dict[str, Any], recipe: RecipeValues, path: str, default: float | None = None) -> Any:
-    return _first(value_at(config, path), getattr(recipe, NAMES_IN_RECIPE[path]), default)
+def _in_recipe(phase: Phase | None, field: str) -> Any:
+    """Return a field of the phase; None where the recipe does not set it, or could not be read."""
+    return getattr(phase, field, None)
 
 
-def _batch_numbers(config: dict[str, Any], recipe: RecipeValues) -> dict[str, Any]:
-    return {key: _settled(config, recipe, key) for key in (TRAIN, MICRO, STEPS)}
+def _settled(config: dict[str, Any], phase: Phase | None, path: str, default: float | None = None) -> Any:
+    return _first(value_at(config, path), _in_recipe(phase, NAMES_IN_RECIPE[path]), default)
 
 
-def _batch_triangle(config: dict[str, Any], recipe: RecipeValues, ranks: int) -> tuple[int, int, int]:
+def _batch_numbers(config: dict[str, Any], phase: Phase | None) -> dict[str, Any]:
+    return {key: _settled(config, phase, key) for key in (TRAIN, MICRO, STEPS)}
+
+
+def _batch_triangle(config: dict[str, Any], phase: Phase | None, ranks: int) -> tuple[int, int, int]:
     """Return train, micro and accumulation, two of which give the third, rounded down where they do not divide."""
-    train, micro, steps = _batch_numbers(config, recipe).values()
+    train, micro, steps = _batch_numbers(config, phase).values()
     if train is None:
         micro, steps = _first(micro, DEFAULT_MICRO_BATCH), _first(steps, 1)
         train = micro * steps * ranks
@@ -336,18 +323,18 @@ def _batch_triangle(config: dict[str, Any], recipe: RecipeValues, ranks: int) ->
     return int(train), int(micro), int(steps)
 
 
-def _precision_modes(config: dict[str, Any], recipe: RecipeValues) -> dict[str, bool]:
+def _precision_modes(config: dict[str, Any], phase: Phase | None) -> dict[str, bool]:
     """Return which of the sections for bf16, fp16 and torch_autocast are on: by the file, else by the recipe."""
     dtype = value_at(config, "torch_autocast.dtype") or "bf16"
     autocast_kind = next((kind for kind, names in LOW_PRECISION.items() if dtype in names), "")
     section = config.get("torch_autocast")
     autocast = bool(flag_at(config, "torch_autocast.enabled"))
     if isinstance(section, dict) and is_auto(section.get("enabled")):
-        autocast = bool(getattr(recipe, autocast_kind, False))
+        autocast = bool(_in_recipe(phase, autocast_kind))
     modes = {"torch_autocast": autocast}
     for kind in LOW_PRECISION:
         # a torch_autocast of this type is what the recipe asks for already
-        by_recipe = bool(getattr(recipe, kind)) and not (autocast and autocast_kind == kind)
+        by_recipe = bool(_in_recipe(phase, kind)) and not (autocast and autocast_kind == kind)
         modes[_section(config, kind)] = bool(_first(flag_at(config, f"{_section(config, kind)}.enabled"), by_recipe))
     return modes
 
@@ -359,7 +346,7 @@ def _section(config: dict[str, Any], kind: str) -> str:
 # Filling
 
 
-def _fill_optimizer(resolved: dict[str, Any], recipe: RecipeValues, numbers: EngineNumbers) -> None:
+def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: EngineNumbers) -> None:
     """Fill every "auto", the values that only the recipe has, and the learning rate in any case.
 
     Under offload DeepSpeed builds its own CPU Adam from the block, and refuses an optimizer that it is handed unless
@@ -377,15 +364,11 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: RecipeValues, numbers: Eng
         return
     block = resolved["optimizer"]
     params = block.setdefault("params", {})
-    in_recipe = {
-        "lr": True,
-        "betas": recipe.adam_beta1 is not None or recipe.adam_beta2 is not None,
-        "eps": recipe.adam_epsilon is not None,
-        "weight_decay": recipe.weight_decay is not None,
-    }
+    fields = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",), "weight_decay": ("weight_decay",)}
     allowed = _known_types("optimizer")[_type_name("optimizer", block["type"])] or ("lr",)
     for key, value in ours.items():
-        if is_auto(params.get(key)) or (key not in params and in_recipe[key] and key in allowed):
+        in_recipe = key == "lr" or any(_in_recipe(phase, field) is not None for field in fields[key])
+        if is_auto(params.get(key)) or (key not in params and in_recipe and key in allowed):
             params[key] = value
 
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.engine.engine_file import RecipeValues, check_engine_file
+from ds_trainer.engine.engine_file import check_engine_file
 from ds_trainer.techniques.prune.decisions import sites_of
 
 
@@ -69,7 +69,7 @@ ACTIVATIONS = {
 
 def refusal(**block):
     """The one mistake of a file with this block."""
-    (mistake,) = check_engine_file({"compression_training": block}, RecipeValues(), 1)
+    (mistake,) = check_engine_file({"compression_training": block}, None, 1)
     assert mistake.startswith("compression_training is refused, remove it: DeepSpeed has deleted it; ")
     return mistake
 
@@ -233,13 +233,13 @@ def test_a_whole_block_of_the_documentation(bert):
 @pytest.mark.parametrize("block", [None, False, {}, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}])
 def test_a_block_that_is_off_is_none(block):
     """Nothing is asked for, so nothing is refused."""
-    assert check_engine_file({"compression_training": block}, RecipeValues(), 1) == []
+    assert check_engine_file({"compression_training": block}, None, 1) == []
 
 
 @pytest.mark.parametrize("part", ["layer_reduction", "sparse_pruning", "row_pruning", "weight_quantization"])
 @pytest.mark.parametrize("junk", [1, "x", ["("], {"enabled": True}, {"shared_parameters": {"enabled": True}}])
 def test_a_block_that_is_itself_wrong_is_refused_all_the_same(part, junk):
     """The refusal then names the ways to prune, distil and quantize, and never raises."""
-    mistakes = check_engine_file({"compression_training": {part: junk}}, RecipeValues(), 1)
+    mistakes = check_engine_file({"compression_training": {part: junk}}, None, 1)
     assert len(mistakes) == 1
     assert mistakes[0].startswith("compression_training is refused")

@@ -5,7 +5,7 @@ import json
 import pytest
 from support.launching import free_port, run_python
 
-from ds_trainer.engine.engine_file import RecipeValues, check_engine_file, resolve_engine_file, scheduler_mistakes
+from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file, scheduler_mistakes
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ from ds_trainer.engine.engine_file import RecipeValues, check_engine_file, resol
 )
 def test_each_mistake_is_reported_once(config, words):
     """A value outside the table, and a combination that DeepSpeed does not refuse clearly, is exactly one mistake."""
-    (mistake,) = check_engine_file(config, RecipeValues(), 1)
+    (mistake,) = check_engine_file(config, None, 1)
     assert words in mistake
 
 
@@ -100,7 +100,7 @@ print(json.dumps(errors))
 def test_the_rest_is_refused_by_deepspeed_in_one_sentence():
     """Combinations that the check does not know are refused at the engine's start, by DeepSpeed's own words."""
     configs = [
-        resolve_engine_file(config, RecipeValues(), 1, hidden_size=2, total_steps=None, warmup_steps=None)
+        resolve_engine_file(config, None, 1, hidden_size=2, total_steps=None, warmup_steps=None)
         for config, words in LEFT_TO_DEEPSPEED
     ]
     done = run_python("-c", START, str(free_port()), json.dumps(configs))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
     DEFAULT_LEARNING_RATE,
-    RecipeValues,
     check_engine_file,
     read_engine_file,
     resolve_engine_file,
@@ -20,7 +20,7 @@ from ds_trainer.engine.engine_file import (
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-NOTHING = RecipeValues()
+NOTHING = None
 
 # The ZeRO-3 file of Hugging Face's documentation, short of its sizes.
 HUGGING_FACE = {
@@ -143,16 +143,16 @@ def test_every_mistake_comes_at_once():
         ((None, None, None), NOTHING, 2, (64, 32, 1)),
         (
             ("auto", "auto", "auto"),
-            RecipeValues(per_device_train_batch_size=8, gradient_accumulation_steps=2),
+            Phase(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2),
             2,
             (32, 8, 2),
         ),
         ((64, None, None), NOTHING, 2, (64, 32, 1)),
         ((64, 8, None), NOTHING, 2, (64, 8, 4)),
         ((64, None, 4), NOTHING, 2, (64, 8, 4)),
-        ((None, 8, None), RecipeValues(train_batch_size=64), 1, (64, 8, 8)),
+        ((None, 8, None), Phase(max_steps=1, train_batch_size=64), 1, (64, 8, 8)),
         ((None, None, 4), NOTHING, 1, (128, 32, 4)),
-        ((32, 8, 2), RecipeValues(train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
+        ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
     ],
 )
 def test_two_batch_numbers_give_the_third(given, said, world, triangle):
@@ -180,23 +180,23 @@ def test_batch_contradictions_show_the_arithmetic():
 @pytest.mark.parametrize(
     ("config", "said", "places"),
     [
-        ({"train_micro_batch_size_per_gpu": 8}, RecipeValues(per_device_train_batch_size=16), ("8", "16")),
+        ({"train_micro_batch_size_per_gpu": 8}, Phase(max_steps=1, per_device_train_batch_size=16), ("8", "16")),
         (
             {"gradient_clipping": 0.5},
-            RecipeValues(max_grad_norm=1.0),
+            Phase(max_steps=1, max_grad_norm=1.0),
             ("gradient_clipping is 0.5", "max_grad_norm is 1.0"),
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            RecipeValues(learning_rate=5e-5),
+            Phase(max_steps=1, learning_rate=5e-5),
             ("0.0001", "5e-05"),
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.98]}}},
-            RecipeValues(adam_beta2=0.999),
+            Phase(max_steps=1, adam_beta2=0.999),
             ("betas[1] is 0.98", "adam_beta2 is 0.999"),
         ),
-        ({"bf16": {"enabled": False}}, RecipeValues(bf16=True), ("bf16.enabled is false", "bf16 is true")),
+        ({"bf16": {"enabled": False}}, Phase(max_steps=1, bf16=True), ("bf16.enabled is false", "bf16 is true")),
     ],
 )
 def test_two_different_numbers_name_both_places(config, said, places):
@@ -210,13 +210,15 @@ def test_two_different_numbers_name_both_places(config, said, places):
 def test_absent_clipping_is_deepspeeds_default_in_writing():
     """An absent gradient_clipping resolves to 1.0; the recipe's value, also 0.0, is used where it has one."""
     assert resolve({})["gradient_clipping"] == 1.0
-    assert resolve({}, RecipeValues(max_grad_norm=0.0))["gradient_clipping"] == 0.0
+    assert resolve({}, Phase(max_steps=1, max_grad_norm=0.0))["gradient_clipping"] == 0.0
     assert resolve({"gradient_clipping": 0})["gradient_clipping"] == 0
 
 
 def test_hugging_face_autos_are_filled():
     """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    said = RecipeValues(per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True)
+    said = Phase(
+        max_steps=1, per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
+    )
     resolved = resolve(HUGGING_FACE, said, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
     assert resolved["optimizer"]["params"] == {
         "lr": 3e-5,
@@ -267,19 +269,19 @@ def test_autos_that_deepspeed_drops_become_its_default():
 
 def test_the_recipes_precision_reaches_the_file():
     """bf16 of the recipe turns the engine's bf16 on, unless an autocast of that type is there already."""
-    assert resolve({}, RecipeValues(bf16=True))["bf16"] == {"enabled": True}
-    assert "bf16" not in resolve({}, RecipeValues(bf16=False))
-    assert resolve({"bfloat16": {}}, RecipeValues(bf16=True))["bfloat16"] == {"enabled": True}
-    autocast = resolve({"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}, RecipeValues(bf16=True))
+    assert resolve({}, Phase(max_steps=1, bf16=True))["bf16"] == {"enabled": True}
+    assert "bf16" not in resolve({}, Phase(max_steps=1, bf16=False))
+    assert resolve({"bfloat16": {}}, Phase(max_steps=1, bf16=True))["bfloat16"] == {"enabled": True}
+    autocast = resolve({"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}, Phase(max_steps=1, bf16=True))
     assert autocast["torch_autocast"]["enabled"] is True
     assert "bf16" not in autocast
-    assert "both on" in the_mistake({"fp16": {"enabled": True}}, RecipeValues(bf16=True))
+    assert "both on" in the_mistake({"fp16": {"enabled": True}}, Phase(max_steps=1, bf16=True))
 
 
 def test_offload_gets_an_optimizer_block():
     """CPU offload without an optimizer block gets AdamW with the recipe's numbers; else there is none."""
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert resolve(offload, RecipeValues(weight_decay=0.1))["optimizer"] == {
+    assert resolve(offload, Phase(max_steps=1, weight_decay=0.1))["optimizer"] == {
         "type": "AdamW",
         "params": {"lr": DEFAULT_LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
     }
@@ -290,7 +292,7 @@ def test_offload_gets_an_optimizer_block():
 def test_the_files_numbers_win_where_the_recipe_is_silent():
     """settled_numbers gives the file's learning rate and betas, and a value for every field."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}}
-    numbers = settled_numbers(config, RecipeValues(adam_epsilon=1e-6), 1)
+    numbers = settled_numbers(config, Phase(max_steps=1, adam_epsilon=1e-6), 1)
     assert (numbers.learning_rate, numbers.adam_beta1, numbers.adam_epsilon) == (1e-4, 0.8, 1e-6)
     assert None not in vars(numbers).values()
 
@@ -310,8 +312,8 @@ def test_mistakes_are_told_without_torch_and_fast():
     """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from ds_trainer.engine.engine_file import RecipeValues, check_engine_file\n"
-        "check_engine_file({'train_bath_size': 8}, RecipeValues(), 1)\n"
+        "from ds_trainer.engine.engine_file import check_engine_file\n"
+        "check_engine_file({'train_bath_size': 8}, None, 1)\n"
         "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"
     )

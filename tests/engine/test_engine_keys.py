@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine.engine_file import RecipeValues, check_engine_file, resolve_engine_file
+from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file
 from ds_trainer.engine.keys import all_paths, key_table
 
 ROOT = Path(__file__).parents[2]
-NOTHING = RecipeValues()
+NOTHING = None
 
 # What users have: the ZeRO-3 file of Hugging Face's documentation with NVMe, and most of DeepSpeed's own.
 HUGGING_FACE = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.launching import run_python
 
+from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
-    RecipeValues,
     check_engine_file,
     idle_warnings,
     read_engine_file,
@@ -54,7 +54,7 @@ def other_than_default(entry):
 def test_a_refused_key_is_one_mistake_with_the_way_out(path):
     """Whatever it asks for is told by its path, with more than "remove it"; DeepSpeed's deleted keys are all here."""
     value = {"x": 1} if path in key_table()["removed"] else other_than_default(entry_of(path))
-    mistakes = [m for m in check_engine_file(nested(path, value), RecipeValues(), 1) if f"{path} is refused" in m]
+    mistakes = [m for m in check_engine_file(nested(path, value), None, 1) if f"{path} is refused" in m]
     assert len(mistakes) == 1
     assert mistakes[0].startswith(f"{path} is refused, remove it: ")
     assert len(mistakes[0]) > len(path) + 40
@@ -78,10 +78,10 @@ def test_what_asks_for_nothing_is_dropped(path):
     default = None if path in key_table()["removed"] else entry_of(path).get("default")
     for value in [*values, *([] if default is None else [default])]:
         config = nested(path, value)
-        mistakes = check_engine_file(config, RecipeValues(), 1)
+        mistakes = check_engine_file(config, None, 1)
         assert not [mistake for mistake in mistakes if "refused" in mistake]
         if not mistakes:
-            resolved = resolve_engine_file(config, RecipeValues(), 1, hidden_size=8, total_steps=1, warmup_steps=0)
+            resolved = resolve_engine_file(config, None, 1, hidden_size=8, total_steps=1, warmup_steps=0)
             for key in path.split("."):
                 resolved = resolved.get(key) if isinstance(resolved, dict) else None
             assert resolved is None
@@ -90,7 +90,7 @@ def test_what_asks_for_nothing_is_dropped(path):
 @pytest.mark.parametrize("path", ["zero_optimization.zenflow", "checkpoint.writer", "datastates_ckpt"])
 def test_a_section_that_is_on_wherever_it_stands_asks(path):
     """DeepSpeed turns these on for an empty object, so that it is refused, too."""
-    (mistake,) = check_engine_file(nested(path, {}), RecipeValues(), 1)
+    (mistake,) = check_engine_file(nested(path, {}), None, 1)
     assert mistake.startswith(f"{path} is refused")
 
 
@@ -104,7 +104,7 @@ def test_a_file_for_another_stage_is_named_in_one_line():
         "tensorboard": {"enabled": False, "output_path": "x"},
         "fp16": {"loss_scale_window": 5},
     }
-    (line,) = idle_warnings(config, [RecipeValues(), RecipeValues(fp16=True)], 1, name="my.json")
+    (line,) = idle_warnings(config, [None, Phase(max_steps=1, fp16=True)], 1, name="my.json")
     assert line == (
         "without effect in my.json: "
         "zero_optimization.stage3_max_live_parameters (needs zero_optimization.stage 3), "
@@ -113,7 +113,7 @@ def test_a_file_for_another_stage_is_named_in_one_line():
         'steps_per_print (needs "log_level": "info"; DeepSpeed prints warnings only by default), '
         "flops_profiler (needs flops_profiler.enabled true)"
     )
-    assert idle_warnings({"zero_optimization": {"stage": 3, "sub_group_size": 5}}, [RecipeValues()], 1, name="") == []
+    assert idle_warnings({"zero_optimization": {"stage": 3, "sub_group_size": 5}}, [None], 1, name="") == []
 
 
 FILES = {
@@ -267,7 +267,7 @@ def test_the_docs_say_what_the_code_does():
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_files_have_nothing_without_effect(path):
     """No file of ds_configs/ is warned of."""
-    assert idle_warnings(read_engine_file(path), [RecipeValues()], 2, name="") == []
+    assert idle_warnings(read_engine_file(path), [None], 2, name="") == []
 
 
 def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_path):
