@@ -15,9 +15,10 @@ from ds_trainer.config.recipe import Phase, Techniques
 from ds_trainer.config.schedules import interval, lr_multiplier
 from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty, export
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, Progress, precision_of
+from ds_trainer.engine.checkpoint import Checkpoints, Progress
 from ds_trainer.engine.engine_file import scheduler_mistakes
 from ds_trainer.engine.histograms import Histograms
+from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.files.redaction import redacted

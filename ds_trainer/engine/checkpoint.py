@@ -2,8 +2,7 @@
 
 A checkpoint is written aside, read back, listed in its `complete.json` with the size and checksum of every file and
 with the progress of the phase, and only then renamed to its name. The thresholds and the random state are functions of
-the step. Where the ranks or the ZeRO stage have changed, it is loaded by way of DeepSpeed's universal form
-(`universal.py`).
+the step. Where the ranks or the ZeRO stage have changed, `reshard.py` loads it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.saved_checkpoint import checkpoints_in
-from ds_trainer.engine import universal
+from ds_trainer.engine import reshard
 from ds_trainer.files.checkpoint_files import (
     MARKER,
     checked_sums,
@@ -117,7 +116,7 @@ class Checkpoints:
         """
         distributed.on_main(partial(_make_anew, aside))
         with watched(engine) as writes:
-            names = universal.parameter_names(engine)
+            names = reshard.parameter_names(engine)
             engine.save_checkpoint(str(self.folder), tag=aside.name, client_state=names, save_latest=False)
         errors = [error for errors in distributed.broadcast(distributed.gather(writes.errors)) for error in errors]
         if errors:
@@ -216,15 +215,10 @@ class Checkpoints:
             f"{checkpoint} has world size {progress.world_size} and ZeRO stage {progress.zero_stage}, and this run "
             f"has {now[0]} and {now[1]}: it is converted"
         )
-        converted = checkpoint.with_name(f".{checkpoint.name}.universal")
-        distributed.on_main(lambda: universal.as_universal(checkpoint, converted))
-        universal.load(engine, converted)
-        # Only behind the barrier, since another rank may still be reading; after an error, `clear_asides` removes it.
-        distributed.barrier()
-        distributed.on_main(lambda: shutil.rmtree(converted, ignore_errors=True))
+        reshard.load(engine, checkpoint)
 
     def clear_asides(self) -> None:
-        """Remove the folders that a killed run was writing, converting or deleting."""
+        """Remove the folders that a killed run was writing or deleting."""
         for begun in self.folder.glob(".checkpoint-*"):
             shutil.rmtree(begun, ignore_errors=True)
 
@@ -238,12 +232,6 @@ class Checkpoints:
 def step_of(checkpoint: Path) -> int:
     """Return the N of `checkpoint-N`."""
     return int(checkpoint.name.rpartition("-")[2])
-
-
-def precision_of(config: Mapping[str, Any]) -> str:
-    """Return the precision of the weights, "fp16", "bf16" or "fp32": a checkpoint of one cannot be read as another."""
-    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-    return next((kind for name, kind in sections.items() if config.get(name, {}).get("enabled")), "fp32")
 
 
 def check_fits(checkpoint: Path, progress: Progress, identity: Mapping[str, Any]) -> None:

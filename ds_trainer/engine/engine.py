@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_trainer.engine import universal
-from ds_trainer.engine.keys import zero_stage
+from ds_trainer.engine import reshard
+from ds_trainer.engine.keys import precision_of, zero_stage
 from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_optimizer
-from ds_trainer.engine.universal_form import SCALER
+from ds_trainer.engine.saved_states import SCALER
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -104,7 +104,7 @@ class OptimizerSettings:
             state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
             setattr(optimizer, name, value)
             if state.get("dynamic", state.get("dynamic_loss_scale")):  # it goes on where the checkpoint had it
-                universal.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
+                reshard.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
 
     def changes_since(self, older: OptimizerSettings) -> str:
         """Describe how these settings differ from older ones of the same engine, for the log; "" where they do not."""
@@ -242,7 +242,7 @@ def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: 
     of 2 bytes has a master copy of 4, which counts as a state of the optimizer.
     """
     stage = zero_stage(config)
-    mixed = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "bfloat16", "fp16"))
+    mixed = precision_of(config) != "fp32"
     width = 2 if mixed else 4
     shares = [world if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
     sizes = {

@@ -31,9 +31,12 @@ from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError
 
 DEFAULT_MICRO_BATCH = 32
-DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's own, for a file without the key; 0.0 turns clipping off
-DEFAULT_LEARNING_RATE = 5e-5
-
+DEFAULTS = {
+    "gradient_clipping": 1.0,  # DeepSpeed's own, for a file without the key; 0.0 turns clipping off
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.weight_decay": 0.0,
+    "optimizer.params.eps": 1e-8,
+}
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -143,17 +146,8 @@ def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int
     train, micro, steps = _batch_triangle(config, phase, world_size)
     betas = value_at(config, "optimizer.params.betas")
     beta1, beta2 = betas or (_in_recipe(phase, "adam_beta1"), _in_recipe(phase, "adam_beta2"))
-    return EngineNumbers(
-        train_batch_size=train,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=steps,
-        max_grad_norm=_settled(config, phase, "gradient_clipping", DEFAULT_GRADIENT_CLIPPING),
-        learning_rate=_settled(config, phase, "optimizer.params.lr", DEFAULT_LEARNING_RATE),
-        weight_decay=_settled(config, phase, "optimizer.params.weight_decay", 0.0),
-        adam_beta1=_first(beta1, 0.9),
-        adam_beta2=_first(beta2, 0.999),
-        adam_epsilon=_settled(config, phase, "optimizer.params.eps", 1e-8),
-    )
+    numbers = {NAMES_IN_RECIPE[path]: _settled(config, phase, path, value) for path, value in DEFAULTS.items()}
+    return EngineNumbers(train, micro, steps, adam_beta1=_first(beta1, 0.9), adam_beta2=_first(beta2, 0.999), **numbers)
 
 
 def resolve_engine_file(

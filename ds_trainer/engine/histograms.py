@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_trainer.engine import universal
+from ds_trainer.engine import reshard
 from ds_trainer.engine.engine import Engine
 from ds_trainer.ranks import distributed
 
@@ -38,14 +38,14 @@ class Histograms:
 
     def __init__(self, engine: Engine, due: Callable[[int], bool]) -> None:
         self._engine, self._due = engine, due
-        self._slices = [part for part in universal.slices(engine) if part.length]
+        self._slices = [part for part in reshard.slices(engine) if part.length]
         self._sizes: dict[str, int] = {}
         for parameter, name in engine.param_names.items():
             if parameter.requires_grad:
                 size = getattr(parameter, "ds_numel", parameter.numel())
                 self._sizes |= {_tag(name): size, f"gradients/{name}": size}
         self._histograms: dict[str, Histogram] = {}
-        for optimizer in universal.stepping(engine):
+        for optimizer in reshard.stepping(engine):
             optimizer.register_step_pre_hook(self._before_step)
 
     def take(self) -> dict[str, Histogram]:

@@ -104,6 +104,12 @@ def offloads(config: Mapping[str, Any], part: str) -> bool:
     return device in ("cpu", "nvme") or bool(flag_at(config, f"zero_optimization.{deprecated}"))
 
 
+def precision_of(config: Mapping[str, Any]) -> str:
+    """Return the precision of the model's weights: "fp16", "bf16" or "fp32"."""
+    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    return next((kind for name, kind in sections.items() if flag_at(config, f"{name}.enabled")), "fp32")
+
+
 def is_auto(value: Any) -> bool:
     """Whether a value is the word "auto"."""
     return isinstance(value, str) and value == AUTO

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.engine.compression_block import recipe_for
-from ds_trainer.engine.keys import flag_at, is_auto, key_table, offloads, value_at, zero_stage
+from ds_trainer.engine.keys import flag_at, is_auto, key_table, offloads, precision_of, value_at, zero_stage
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
@@ -21,10 +21,6 @@ _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.o
 def _is(path: str, *values: str) -> Callable[[dict[str, Any]], bool]:
     """Make the condition that the text at a path is one of these, in any case."""
     return lambda config: str(value_at(config, path)).lower() in values
-
-
-def _is_16bit(config: dict[str, Any]) -> bool:
-    return any(flag_at(config, f"{kind}.enabled") for kind in ("bf16", "bfloat16", "fp16"))
 
 
 _ACCUMULATES_IN_FP32 = _is("data_types.grad_accum_dtype", "fp32", "float32", "float", "torch.float32")
@@ -38,8 +34,8 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "immediate_update": lambda config: (
         zero_stage(config) == 1 and not offloads(config, "optimizer") and _ACCUMULATES_IN_FP32(config)
     ),
-    "grad_accum_type": lambda config: zero_stage(config) != 2 or _is_16bit(config),
-    "16_bit": _is_16bit,
+    "grad_accum_type": lambda config: zero_stage(config) != 2 or precision_of(config) != "fp32",
+    "16_bit": lambda config: precision_of(config) != "fp32",
     "dynamic_loss_scale": lambda config: not value_at(config, "fp16.loss_scale"),
     "no_zero_autocast": lambda config: not (zero_stage(config) and flag_at(config, "torch_autocast.enabled")),
     "mean_reduction": lambda config: not _is("gradient_allreduce_op", "sum")(config),

@@ -11,7 +11,6 @@ import pytest
 
 from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
-    DEFAULT_LEARNING_RATE,
     check_engine_file,
     read_engine_file,
     resolve_engine_file,
@@ -283,7 +282,7 @@ def test_offload_gets_an_optimizer_block():
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert resolve(offload, Phase(max_steps=1, weight_decay=0.1))["optimizer"] == {
         "type": "AdamW",
-        "params": {"lr": DEFAULT_LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
+        "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
     }
     assert "optimizer" not in resolve({"zero_optimization": {"stage": 2}})
     assert "optimizer" not in resolve({**offload, "zero_force_ds_cpu_optimizer": False})

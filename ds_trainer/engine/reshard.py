@@ -1,8 +1,9 @@
 """Load an engine checkpoint under another number of ranks, or another ZeRO stage, than it was written under.
 
-`as_universal` writes the form in between, that of DeepSpeed's universal checkpoint (`universal_form.py`); `load` fills
-an engine from it. DeepSpeed's own loader is not used: it cannot go from ZeRO 1 and 2 to 3, back, or to none, gives
-every group the first one's rate under ZeRO 3, and leaves frozen parameters and buffers as the model was built.
+Every rank reads the parameters of which it steps a part, whole, and copies its part (`saved_states.py`). DeepSpeed's
+own way, by its universal checkpoint, is not used: it needs the disk space of a second checkpoint, cannot go from ZeRO 1
+and 2 to 3, back, or to none, gives every group the first one's rate under ZeRO 3, and leaves frozen parameters and
+buffers as the model was built.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Any
 
 import torch
 
-from ds_trainer.engine.universal_form import GROUPS, MODEL, NAMES, State, as_universal, read, refuse_nvme
+from ds_trainer.engine.saved_states import NAMES, SavedEngine, State, refuse_nvme
 from ds_trainer.ranks.failures import UserError
 
-__all__ = ["as_universal", "load", "parameter_names", "set_scaler", "slices", "stepping"]
 Engine = Any
 _WRAPPERS = {
     "FP16_Optimizer": "fused",
@@ -47,34 +47,43 @@ class Slice:
 
 def parameter_names(engine: Engine) -> dict[str, list[list[str]]]:
     """Return the `client_state` to save: every group's parameter names. With ZeRO the checkpoint has them itself."""
-    return {} if engine.zero_optimization() else {NAMES: [list(group) for group in _trained(engine)]}
+    if engine.zero_optimization():
+        return {}
+    return {NAMES: [[engine.param_names[parameter] for parameter in group] for group in _whole_groups(engine)]}
 
 
-def load(engine: Engine, target: Path) -> None:
-    """Fill a freshly started engine from the universal form; collective.
+def load(engine: Engine, checkpoint: Path) -> None:
+    """Fill a freshly started engine from a checkpoint, whatever ranks and stage wrote it; collective.
 
     Weights, their fp32 masters, the optimizer's states, rates and steps, the schedule, the loss scale, the engine's
-    counts, frozen parameters and buffers are those of the source, bit by bit. Raises UserError where the engine has
-    other parameters or groups.
+    counts, frozen parameters and buffers are those of the checkpoint, bit by bit. The groups must be the same
+    (`checkpoint.check_fits`). Raises UserError where the engine has other parameters.
     """
-    common, groups = read(target / MODEL), read(target / GROUPS)
+    saved = SavedEngine.of(checkpoint)
     refuse_nvme(engine.config, "this run's engine file")
-    trained = _trained(engine)
-    _check_same(groups[NAMES], [list(group) for group in trained], target)
+    trained = {parameter.name for parameter in saved.parameters()}
+    untrained = saved.untrained(trained)
+    missing = [n for p, n in engine.param_names.items() if n not in (trained if p.requires_grad else untrained)]
+    if missing:
+        raise UserError(
+            f"{checkpoint} has no {', '.join(sorted(missing)[:4])}, or trains what this run freezes, or the other way "
+            f"round: resume with the recipe that wrote it"
+        )
     partitioned = _kind(engine) == "partitioned_weights"
     if partitioned:  # weights that are now whole on every rank are put back into their partitions
         engine.optimizer.checkpoint_event_prologue()
-    _fill_untrained(engine, common["module"], {name for group in trained for name in group})
-    _fill_trained(engine, trained, target / "zero")
+    _fill_untrained(engine, untrained)
+    _fill_trained(engine, saved)
+    _update_model(engine)
     if partitioned:
         engine.optimizer.checkpoint_event_epilogue()
-    for group, saved in zip(_base(engine).param_groups, groups["param_groups"], strict=True):
-        group.update(saved)
-    set_scaler(engine.optimizer, groups["scaler"])
-    if engine.lr_scheduler is not None and common["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    for group, saved_group in zip(_base(engine).param_groups, saved.optimizer()["param_groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
+    set_scaler(engine.optimizer, saved.scaler())
+    if engine.lr_scheduler is not None and saved.model["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved.model["lr_scheduler"])
     for count in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, count, common[count])
+        setattr(engine, count, saved.model[count])
 
 
 def slices(engine: Engine) -> Iterator[Slice]:
@@ -86,10 +95,10 @@ def slices(engine: Engine) -> Iterator[Slice]:
     if kind in ("bf16", "partitioned_states"):
         yield from _slices_of_shares(engine)
         return
-    for g, group in enumerate(_trained(engine)):
+    for g, group in enumerate(_whole_groups(engine)):
         start = 0
-        for i, (name, parameter) in enumerate(group.items()):
-            size = parameter.numel()
+        for i, parameter in enumerate(group):
+            name, size = engine.param_names[parameter], parameter.numel()
             if kind == "plain":
                 yield Slice(g, name, parameter, 0, size, 0)
             elif kind == "unfused":
@@ -130,31 +139,11 @@ def _base(engine: Engine) -> Any:
     return engine.optimizer if _kind(engine) == "plain" else engine.optimizer.optimizer
 
 
-def _trained(engine: Engine) -> list[dict[str, torch.nn.Parameter]]:
-    """Return the parameters of every group by name, in the optimizer's order."""
-    optimizer, kind = engine.optimizer, _kind(engine)
-    if kind == "plain":
-        groups = [group["params"] for group in optimizer.param_groups]
-    elif kind == "partitioned_weights":  # which splits the groups into sub-groups, `sub_group_size`
-        groups = [[] for _ in optimizer.optimizer.param_groups]
-        for sub, members in enumerate(optimizer.fp16_groups):
-            groups[optimizer.sub_group_to_group_id[sub]].extend(members)
-    else:
-        names = {"bf16": "bf16_groups", "partitioned_states": "bit16_groups"}
-        groups = getattr(optimizer, names.get(kind, "fp16_groups"))
-    return [{engine.param_names[parameter]: parameter for parameter in group} for group in groups]
-
-
-def _check_same(saved: list[list[str]], now: list[list[str]], target: Path) -> None:
-    """Raise UserError where the groups do not hold the same parameters."""
-    before, after = ({(g, name) for g, group in enumerate(groups) for name in group} for groups in (saved, now))
-    if len(saved) == len(now) and before == after:
-        return
-    different = ", ".join(sorted(name for _, name in before ^ after)[:4]) or "none"
-    raise UserError(
-        f"{target} trains {len(before)} parameters in {len(saved)} groups and this run {len(after)} in {len(now)}; "
-        f"differences: {different}: resume with the recipe that wrote it"
-    )
+def _whole_groups(engine: Engine) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters of every group of an optimizer without ZeRO."""
+    if _kind(engine) == "plain":
+        return [group["params"] for group in engine.optimizer.param_groups]
+    return list(engine.optimizer.fp16_groups)
 
 
 def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
@@ -188,33 +177,34 @@ def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
             start += part
 
 
-def _fill_trained(engine: Engine, trained: list[dict[str, torch.nn.Parameter]], folder: Path) -> None:
-    """Load weights, masters and the optimizer's states."""
+def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
+    """Load the fp32 masters and the optimizer's states; without masters, the weights."""
     states = _base(engine).state
-    shapes = {name: getattr(p, "ds_shape", p.shape) for group in trained for name, p in group.items()}
+    states.clear()  # some wrappers make a step of zero gradients when they are built, and count it
+    shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in engine.param_names.items()}
+    parts = {part.name: part for part in slices(engine)}  # a rank has one part of a parameter, or none
     # Each master has its own step count with torch's optimizers without ZeRO. Else a group has one: it is in flat
     # tensors, or DeepSpeed's FusedAdam counts on the group's last parameter only. The largest count is the group's,
     # for those of parameters that had no gradient at first are behind.
     own_count = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
     counts: dict[Any, State] = {}
-    states.clear()  # some wrappers make a step of zero gradients when they are built, and count it
-    for part in slices(engine):
-        for path in sorted((folder / part.name).glob("*.pt")):
-            key, value = path.stem, torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            if not isinstance(value, dict):
-                count = counts.setdefault(part.master if own_count else part.group, {})
-                count[key] = max(count.get(key, value), value)
-                continue
-            if value["param"].shape != shapes[part.name]:
-                saved, now = (list(shape) for shape in (value["param"].shape, shapes[part.name]))
-                raise UserError(f"{part.name} is {saved} in the checkpoint and {now} in this run's model")
+    for parameter in saved.parameters():
+        part = parts.get(parameter.name)
+        if part is None:
+            continue
+        if parameter.shape != shapes[part.name]:
+            before, now = list(parameter.shape), list(shapes[part.name])
+            raise UserError(f"{part.name} is {before} in the checkpoint and {now} in this run's model")
+        for key in parameter.tensors():
             if key != "fp32" and key not in states[part.master]:
                 states[part.master][key] = torch.zeros_like(part.master)
-            _put(part, part.master.data if key == "fp32" else states[part.master][key], value["param"])
-    for part in slices(engine):
-        for key, value in counts.get(part.master if own_count else part.group, {}).items():
+            _put(part, part.master.data if key == "fp32" else states[part.master][key], parameter.tensor(key))
+        count = counts.setdefault(part.master if own_count else part.group, {})
+        for key, value in parameter.scalars().items():
+            count[key] = max(count.get(key, value), value)
+    for part in parts.values():
+        for key, value in counts[part.master if own_count else part.group].items():
             states[part.master][key] = _count(value, _base(engine), part.master.device)
-    _update_model(engine, trained)
 
 
 def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
@@ -238,34 +228,28 @@ def _is_deepspeeds(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith("deepspeed.")
 
 
-def _update_model(engine: Engine, trained: list[dict[str, torch.nn.Parameter]]) -> None:
+def _update_model(engine: Engine) -> None:
     """Compute the model's weights from the optimizer's fp32 masters, on every rank."""
     kind, optimizer = _kind(engine), engine.optimizer
     if kind == "partitioned_weights":
         for sub in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub)
-        return
-    if kind in ("bf16", "partitioned_states"):
+    elif kind in ("bf16", "partitioned_states"):
         optimizer._hp_optimizer_states_linked = False
         if any(optimizer.optimizer.state.values()):  # while every step so far was skipped, the first one links them
             optimizer._lazy_init_hp_params_optimizer_state()
         optimizer.update_lp_params()
-        return
-    parameters = {name: parameter for group in trained for name, parameter in group.items()}
-    for part in slices(engine):
-        parameter = parameters[part.name]
-        if part.master is not parameter:
+    elif kind != "plain":
+        parameters = {name: parameter for parameter, name in engine.param_names.items()}
+        for part in slices(engine):
             values = part.master.data.reshape(-1)[part.start : part.start + part.length]
-            parameter.data.copy_(values.view(parameter.shape))
+            parameters[part.name].data.copy_(values.view(parameters[part.name].shape))
 
 
-def _fill_untrained(engine: Engine, saved: Mapping[str, torch.Tensor], trained: set[str]) -> None:
+def _fill_untrained(engine: Engine, saved: Mapping[str, torch.Tensor]) -> None:
     """Load frozen parameters, and the buffers that a state dict has."""
-    frozen = {name: parameter for parameter, name in engine.param_names.items() if name not in trained}
-    absent = sorted(frozen.keys() - saved.keys())
-    if absent:
-        raise UserError(f"the checkpoint has no value of {', '.join(absent[:4])}, which this run's model has")
-    for name, parameter in frozen.items():
+    frozen = [(name, parameter) for parameter, name in engine.param_names.items() if not parameter.requires_grad]
+    for name, parameter in frozen:
         if hasattr(parameter, "ds_tensor"):  # ZeRO 3 partitions frozen parameters, too
             part, rank = parameter.ds_tensor, torch.distributed.get_rank(parameter.ds_process_group)
             values = saved[name].reshape(-1)[rank * part.ds_numel : (rank + 1) * part.ds_numel]

@@ -1,9 +1,8 @@
-"""The universal form of an engine checkpoint: the state of every parameter as one tensor, whatever ranks wrote it.
+"""Read an engine checkpoint by parameter: the whole state of each as one tensor, whatever number of ranks wrote it.
 
-It is that of DeepSpeed's universal checkpoint, bit by bit: `zero/NAME/` for every trained parameter, with the whole
-`fp32.pt`, the optimizer's tensors (`exp_avg.pt`, `exp_avg_sq.pt`) and its `step.pt`. DeepSpeed's converter is not used:
-it cannot read checkpoints without ZeRO, and which settings of the groups it keeps differs by stage. Not done: tensor,
-pipeline and expert parallelism, MiCS, states on NVMe, elastic ZeRO 1.
+DeepSpeed's universal checkpoint is not used: its converter cannot read checkpoints without ZeRO, and which settings of
+the groups it keeps differs by stage. Not done: tensor, pipeline and expert parallelism, MiCS, states on NVMe, elastic
+ZeRO 1.
 
 How DeepSpeed stores the fp32 weights and the optimizer's tensors on N ranks, for one group of parameters A, B, C:
 
@@ -15,7 +14,6 @@ How DeepSpeed stores the fp32 weights and the optimizer's tensors on N ranks, fo
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,28 +29,9 @@ State = dict[str, Any]
 NAMES = "parameter_names"
 """The key in `client_state` of the names of every group's parameters."""
 MODEL = "mp_rank_00_model_states.pt"
-GROUPS = Path("zero", "optimizer_state.pt")
 _SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The states of a dynamic loss scale; DeepSpeed's other fields of it are settings."""
-
-
-def as_universal(checkpoint: Path, target: Path) -> None:
-    """Write an engine checkpoint, of any number of ranks, in the universal form to the folder `target`.
-
-    No collectives: one rank calls it, while the others wait. An older `target` is replaced, and a new one exists only
-    when it is whole. Raises UserError for a checkpoint that lacks files or keys, or of a kind that is not known.
-    """
-    aside = target.with_name(f"{target.name}.making")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _write(_Source.of(checkpoint), aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-    except (KeyError, IndexError) as error:
-        raise UserError(f"{checkpoint} is not a checkpoint as DeepSpeed writes it: it lacks {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -63,19 +42,41 @@ def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     its model holds rounded. All other stages save the model itself.
     """
     if (checkpoint / MODEL).is_file():
-        model = read(checkpoint / MODEL)
+        model = _read(checkpoint / MODEL)
         buffers = set(model["buffer_names"])
         return dict(sorted(model["module"].items(), key=lambda item: item[0] in buffers))
-    source = _Source.of(checkpoint)
-    for shard in source.shards:
-        shard["optimizer_state_dict"]["state"].clear()  # or the moments, twice as large again, would be joined too
-    weights = {name: state["fp32"].to(dtype) for _, name, state in source.parameters()}
-    weights |= source.untrained(set(weights))
-    return weights | {name: weights[first] for name, first in source.model["shared_params"].items()}
+    saved = SavedEngine.of(checkpoint)
+    weights = {parameter.name: parameter.tensor("fp32").to(dtype) for parameter in saved.parameters()}
+    weights |= saved.untrained(set(weights))
+    return weights | {name: weights[first] for name, first in saved.model["shared_params"].items()}
 
 
 @dataclass(frozen=True)
-class _Source:
+class SavedParameter:
+    """A trained parameter in a checkpoint; its tensors are only read where they are asked for."""
+
+    group: int
+    name: str
+    shape: torch.Size
+    parts: Sequence[tuple[State, int, int]]
+    """(flat state, start, length) by rank: where its values lie; those beyond its size are padding."""
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Join the values of all ranks, as a new tensor of the parameter's shape."""
+        joined = torch.cat([flat[key].reshape(-1)[start : start + length] for flat, start, length in self.parts])
+        return joined[: self.shape.numel()].reshape(self.shape).detach()
+
+    def tensors(self) -> list[str]:
+        """Return the keys of the state that are of the parameter's shape."""
+        return [key for key, value in self.parts[0][0].items() if torch.is_tensor(value) and key != "step"]
+
+    def scalars(self) -> State:
+        """Return the rest of the state, of which a flat tensor of several parameters has one."""
+        return {key: value for key, value in self.parts[0][0].items() if key not in self.tensors()}
+
+
+@dataclass(frozen=True)
+class SavedEngine:
     """An engine checkpoint: the file of rank 0 with the model, and with ZeRO the optimizer shard of every rank."""
 
     folder: Path
@@ -83,17 +84,19 @@ class _Source:
     shards: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, folder: Path) -> _Source:
+    def of(cls, folder: Path) -> SavedEngine:
+        """Map the files of a checkpoint. Raises UserError where files or keys are missing, or cannot be read."""
         whole = folder / MODEL
-        model = read(whole if whole.is_file() else _rank_model(folder, 0))
-        refuse_nvme(model["ds_config"], str(folder))
-        if model["optimizer"] is not None:
-            return cls(folder, model, [])
-        files = {int(match[1]): path for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
-        missing = [str(rank) for rank in range(model["dp_world_size"]) if rank not in files]
-        if missing:
-            raise UserError(f"{folder} lacks the optimizer states (*_optim_states.pt) of rank {', '.join(missing)}")
-        return cls(folder, model, [read(files[r])["optimizer_state_dict"] for r in range(model["dp_world_size"])])
+        model = _read(whole if whole.is_file() else _rank_model(folder, 0))
+        try:
+            refuse_nvme(model["ds_config"], str(folder))
+            if model["optimizer"] is not None:
+                return cls(folder, model, [])
+            files = {int(match[1]): path for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
+            ranks = range(model["dp_world_size"])
+            return cls(folder, model, [_read(files[rank])["optimizer_state_dict"] for rank in ranks])
+        except KeyError as error:
+            raise UserError(f"{folder} is not a checkpoint as DeepSpeed writes it: it lacks {error}") from error
 
     @property
     def partitioned(self) -> bool:
@@ -108,21 +111,21 @@ class _Source:
 
     def scaler(self) -> dict[str, Any] | None:
         """Return the state of a dynamic loss scale; None without one."""
-        kept = self.model["optimizer"]
+        state = self.model["optimizer"]
         if self.shards:
             scaler = self.shards[0].get("loss_scaler")
-            kept = vars(scaler) if scaler else {}
-        if not kept.get("dynamic", kept.get("dynamic_loss_scale")):
+            state = vars(scaler) if scaler else {}
+        if not state.get("dynamic", state.get("dynamic_loss_scale")):
             return None
-        return {name: kept[name] for name in SCALER if name in kept}
+        return {name: state[name] for name in SCALER if name in state}
 
-    def parameters(self) -> Iterator[tuple[int, str, State]]:
-        """Yield group, name and whole state of every trained parameter, one at a time."""
+    def parameters(self) -> Iterator[SavedParameter]:
+        """Yield every trained parameter, group by group, in the optimizer's order."""
         if self.partitioned:
             return self._of_partitions()
         return self._of_fragments() if self.shards else self._of_whole()
 
-    def _of_partitions(self) -> Iterator[tuple[int, str, State]]:
+    def _of_partitions(self) -> Iterator[SavedParameter]:
         """ZeRO 3: every parameter is cut into as many equal parts as there are ranks, the last one padded.
 
         DeepSpeed splits the optimizer's groups into sub-groups (`sub_group_size`): `param_shapes` and the flat tensors
@@ -137,15 +140,16 @@ class _Source:
             start = 0
             for name, shape in shapes.items():
                 part = -(-shape.numel() // len(flats))
-                yield group_of[index], name, self._join(name, shape, [(flat, start, part) for flat in flats])
+                yield SavedParameter(group_of[index], name, shape, [(flat, start, part) for flat in flats])
                 start += part
 
-    def _of_fragments(self) -> Iterator[tuple[int, str, State]]:
+    def _of_fragments(self) -> Iterator[SavedParameter]:
         """ZeRO 1 and 2: a group's parameters in a row, some with padding after them, are cut among the ranks.
 
-        With `round_robin_gradients`, `param_slice_mappings`, by which DeepSpeed's converter goes, has the parameters in
-        another order than the values; `param_shapes` always has the order of the values.
+        With `round_robin_gradients`, DeepSpeed's `param_slice_mappings` has the parameters in another order than the
+        values; `param_shapes` always has the order of the values.
         """
+        paddings = self.shards[0].get("param_alignment_paddings")
         for group, shapes in enumerate(self.model["param_shapes"]):
             flats = [
                 {
@@ -154,14 +158,13 @@ class _Source:
                 }
                 for shard in self.shards
             ]
-            paddings = self.shards[0].get("param_alignment_paddings")
             start = 0
             for i, (name, shape) in enumerate(shapes.items()):
                 end = start + shape.numel()
-                yield group, name, self._join(name, shape, _parts(flats, start, end))
+                yield SavedParameter(group, name, shape, _parts(flats, start, end))
                 start = end + (paddings[group][i] if paddings else 0)
 
-    def _of_whole(self) -> Iterator[tuple[int, str, State]]:
+    def _of_whole(self) -> Iterator[SavedParameter]:
         """Without ZeRO rank 0 has all, each parameter under its index; a fused 16-bit optimizer, one tensor a group."""
         if NAMES not in self.model:
             raise UserError(f"{self.folder} does not name its parameters: resume it without ZeRO")
@@ -177,36 +180,34 @@ class _Source:
                     master = saved["fp32_groups"][g][i] if "fp32_groups" in saved else module[name]
                     index, offset = group["params"][i], 0
                 state = {"fp32": master, **self.optimizer()["state"].get(index, {})}
-                yield g, name, self._join(name, shape, [(state, offset, shape.numel())])
-
-    def _join(self, name: str, shape: torch.Size, parts: Sequence[tuple[State, int, int]]) -> State:
-        """Join one parameter's state out of (flat state, start, length) by rank; values beyond its size are padding."""
-        whole: State = {}
-        for key, first in parts[0][0].items():
-            if not torch.is_tensor(first) or key == "step":  # one for the whole flat tensor
-                whole[key] = first.clone() if torch.is_tensor(first) else first
-                continue
-            joined = torch.cat([flat[key].reshape(-1)[start : start + length] for flat, start, length in parts])
-            if joined.numel() < shape.numel():
-                raise UserError(f"{self.folder} holds {joined.numel()} of the {shape.numel()} values of {name}'s {key}")
-            whole[key] = joined[: shape.numel()].reshape(shape).detach().clone()
-        return whole
+                yield SavedParameter(g, name, shape, [(state, offset, shape.numel())])
 
     def untrained(self, trained: set[str]) -> dict[str, torch.Tensor]:
         """Return frozen parameters and buffers, without the second names of tied parameters."""
         module = self.model["module"]
         if not self.partitioned:
-            # a tied parameter is in the state dict under each of its names, and the trained ones under one
+            # a tied parameter is in the state dict under each of its names, and among the trained ones under one
             trained_data = {module[name].data_ptr() for name in trained}
             others = {name: value for name, value in module.items() if name not in trained and torch.is_tensor(value)}
             return {name: value.clone() for name, value in others.items() if value.data_ptr() not in trained_data}
         values = {name: module[name].clone() for name in self.model["buffer_names"]}
         shapes = self.model["frozen_param_shapes"] or {}
-        models = [read(_rank_model(self.folder, rank)) for rank in range(len(self.shards))] if shapes else []
+        models = [_read(_rank_model(self.folder, rank)) for rank in range(len(self.shards))] if shapes else []
         for name, shape in shapes.items():
             joined = torch.cat([model["frozen_param_fragments"][name].reshape(-1) for model in models])
             values[name] = joined[: shape.numel()].reshape(shape).clone()
         return values
+
+
+def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError where states are offloaded to NVMe, whose files belong to a rank and name no parameters."""
+    zero = config.get("zero_optimization") or {}
+    for part in ("offload_optimizer", "offload_param"):
+        if (zero.get(part) or {}).get("device") == "nvme":
+            raise UserError(
+                f"{where} has {part} on nvme, whose states can only be read under the same ranks and ZeRO stage, by "
+                f"--resume: offload to cpu"
+            )
 
 
 def _parts(flats: Sequence[State], start: int, end: int) -> list[tuple[State, int, int]]:
@@ -223,24 +224,7 @@ def _rank_model(folder: Path, rank: int) -> Path:
     return folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
-def _write(source: _Source, folder: Path) -> None:
-    """Write the universal form, one parameter at a time."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in source.optimizer()["param_groups"]]
-    names: list[list[str]] = [[] for _ in groups]
-    for group, name, state in source.parameters():
-        names[group].append(name)
-        place = folder / "zero" / name
-        place.mkdir(parents=True)
-        for key, value in state.items():
-            torch.save({"param": value} if torch.is_tensor(value) and key != "step" else value, place / f"{key}.pt")
-    trained = {name for group in names for name in group}
-    model = {k: v for k, v in source.model.items() if k not in ("frozen_param_fragments", "param_shapes")}
-    torch.save(model | {"module": source.untrained(trained), "optimizer": None}, folder / MODEL)
-    common = {"param_groups": groups, NAMES: names, "scaler": source.scaler(), "ds_version": model["ds_version"]}
-    torch.save(common, folder / GROUPS)
-
-
-def read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """Map what `torch.save` wrote: weights, plain values, and the few objects of DeepSpeed's own.
 
     Nothing else is unpickled, so that a checkpoint of unknown origin runs no code.
@@ -258,14 +242,3 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: it is missing or damaged, or holds objects that are neither weights, plain values "
             f"nor DeepSpeed's: use an older checkpoint"
         ) from error
-
-
-def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError where states are offloaded to NVMe, whose files belong to a rank and name no parameters."""
-    zero = config.get("zero_optimization") or {}
-    for part in ("offload_optimizer", "offload_param"):
-        if (zero.get(part) or {}).get("device") == "nvme":
-            raise UserError(
-                f"{where} has {part} on nvme, whose states can only be read under the same ranks and ZeRO stage, by "
-                f"--resume: offload to cpu"
-            )
