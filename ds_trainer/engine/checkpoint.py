@@ -1,7 +1,7 @@
 """Engine checkpoints of a phase: `checkpoint-N/`, N the optimizer step. Each is whole, or does not exist.
 
 A checkpoint is written aside, read back, listed in its `complete.json` with the size and checksum of every file and
-with the progress of the phase, and only then renamed to its name. The thresholds and the random state are functions of
+with the state of the phase, and only then renamed to its name. The thresholds and the random state are functions of
 the step. Where the ranks or the ZeRO stage have changed, `reshard.py` loads it.
 """
 
@@ -32,7 +32,7 @@ from ds_trainer.ranks.failures import UserError
 
 
 @dataclass(frozen=True)
-class Progress:
+class CheckpointState:
     """How far a phase has come, as `complete.json` keeps it under "position" beside the list of files.
 
     The fields are the keys on disk. Those with a default are missing from checkpoints of older versions.
@@ -69,9 +69,9 @@ class Best:
     metric: str
     greater: bool
 
-    def key(self, progress: Progress) -> float:
+    def key(self, state: CheckpointState) -> float:
         """Return a number that is higher for a better checkpoint; -inf where its own step has no finite score."""
-        score = progress.scores.get(self.metric, math.nan) if progress.evaluated == progress.step else math.nan
+        score = state.scores.get(self.metric, math.nan) if state.evaluated == state.step else math.nan
         return (score if self.greater else -score) if math.isfinite(score) else -math.inf
 
 
@@ -87,16 +87,16 @@ class Checkpoints:
     keep: int | None = None
     best: Best | None = None
 
-    def save(self, engine: Any, progress: Progress) -> Path | None:
+    def save(self, engine: Any, state: CheckpointState) -> Path | None:
         """Write `checkpoint-N`; collective. None, and a warning, where it cannot be written.
 
         The oldest beyond `keep` are dropped before, not after: the score of the new one is only known later, so that
         until the next save there is one more than `keep`.
         """
         self.drop_oldest()
-        target = self.folder / f"checkpoint-{progress.step}"
+        target = self.folder / f"checkpoint-{state.step}"
         aside = self.folder / f".{target.name}.saving"
-        error = _disk_error_of(lambda: self._write(engine, progress, aside, target))
+        error = _disk_error_of(lambda: self._write(engine, state, aside, target))
         if error is None:
             self.drop_unasked(but=target)
             return target
@@ -108,7 +108,7 @@ class Checkpoints:
         )
         return None
 
-    def _write(self, engine: Any, progress: Progress, aside: Path, target: Path) -> None:
+    def _write(self, engine: Any, state: CheckpointState, aside: Path, target: Path) -> None:
         """Write aside, read back, list, and rename to the target. OSError on every rank where one of these fails.
 
         All ranks write into the folder, so that no rank may rename it before all have written and all sums agree:
@@ -122,10 +122,10 @@ class Checkpoints:
         if errors:
             raise OSError(errors[0])
         sums = checked_sums(aside, writes)
-        progress = replace(progress, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
+        state = replace(state, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
 
         def rename() -> None:
-            write_marker(aside, sums, asdict(progress))
+            write_marker(aside, sums, asdict(state))
             if target.exists():
                 shutil.rmtree(target)  # of a future that a resumed run has left
             aside.rename(target)
@@ -163,56 +163,56 @@ class Checkpoints:
             for passing in set(self.all()) - {*self._asked(), but}:
                 _drop(passing)
 
-    def _asked(self) -> dict[Path, Progress | None]:
+    def _asked(self) -> dict[Path, CheckpointState | None]:
         """Return the checkpoints that the recipe requests, oldest first; None for a damaged marker."""
         read = {path: _read(path)[0] for path in self.all()}
-        return {path: progress for path, progress in read.items() if progress is None or progress.asked}
+        return {path: state for path, state in read.items() if state is None or state.asked}
 
     def best_one(self) -> Path | None:
         """Return the checkpoint of the best score, the earliest of equals; None where none has a score."""
         if self.best is None:
             return None
-        keys = {path: self.best.key(progress) for path, progress in self._asked().items() if progress}
+        keys = {path: self.best.key(state) for path, state in self._asked().items() if state}
         best = max(keys, key=lambda path: keys[path], default=None)
         return best if best and keys[best] > -math.inf else None
 
-    def best_saved(self) -> tuple[Path, Progress] | None:
+    def best_saved(self) -> tuple[Path, CheckpointState] | None:
         """Return the checkpoint of the best score that is still whole; collective."""
         return self._first_whole(self.best_one)
 
-    def newest(self) -> tuple[Path, Progress] | None:
+    def newest(self) -> tuple[Path, CheckpointState] | None:
         """Return the newest checkpoint that is still whole; collective."""
         return self._first_whole(lambda: next(reversed(self.all()), None))
 
-    def _first_whole(self, choose: Callable[[], Path | None]) -> tuple[Path, Progress] | None:
+    def _first_whole(self, choose: Callable[[], Path | None]) -> tuple[Path, CheckpointState] | None:
         """Verify the checkpoint that rank 0 chooses; rename a damaged one to `damaged-N` and choose again."""
         while checkpoint := distributed.on_main(choose):
-            progress, damage = _verified(checkpoint)
-            if progress:
-                return checkpoint, progress
+            state, damage = _verified(checkpoint)
+            if state:
+                return checkpoint, state
             distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
             distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
         return None
 
-    def named(self, checkpoint: Path) -> tuple[Path, Progress]:
+    def named(self, checkpoint: Path) -> tuple[Path, CheckpointState]:
         """Return the checkpoint that the user has named; collective. Raises UserError where it is damaged."""
-        progress, damage = _verified(checkpoint)
-        if progress is None:
+        state, damage = _verified(checkpoint)
+        if state is None:
             raise UserError(
                 f"--resume {checkpoint}: the checkpoint is damaged ({damage}), and the run is left as it was: name "
                 f"another, or none for the newest"
             )
-        return self.folder / checkpoint.name, progress
+        return self.folder / checkpoint.name, state
 
-    def load(self, engine: Any, checkpoint: Path, progress: Progress) -> None:
+    def load(self, engine: Any, checkpoint: Path, state: CheckpointState) -> None:
         """Make the engine go on from a checkpoint, whatever ranks and ZeRO stage wrote it; collective."""
         now = (distributed.world_size(), engine.zero_optimization_stage())
-        if (progress.world_size, progress.zero_stage) == now:
+        if (state.world_size, state.zero_stage) == now:
             path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
             assert path is not None, f"{checkpoint} is whole, but DeepSpeed finds nothing in it"
             return
         distributed.info(
-            f"{checkpoint} has world size {progress.world_size} and ZeRO stage {progress.zero_stage}, and this run "
+            f"{checkpoint} has world size {state.world_size} and ZeRO stage {state.zero_stage}, and this run "
             f"has {now[0]} and {now[1]}: it is converted"
         )
         reshard.load(engine, checkpoint)
@@ -234,33 +234,33 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def check_fits(checkpoint: Path, progress: Progress, identity: Mapping[str, Any]) -> None:
+def check_fits(checkpoint: Path, state: CheckpointState, identity: Mapping[str, Any]) -> None:
     """Raise UserError where the phase that is to go on from the checkpoint differs from the one that wrote it."""
     mistakes = [
-        f"{checkpoint} was written with {name} {progress.identity.get(name)}, and this run has {now}"
+        f"{checkpoint} was written with {name} {state.identity.get(name)}, and this run has {now}"
         for name, now in identity.items()
-        if progress.identity.get(name, now) != now
+        if state.identity.get(name, now) != now
     ]
     if mistakes:
         raise UserError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
 
 
-def _read(checkpoint: Path) -> tuple[Progress | None, dict[str, tuple[int, int]], str | None]:
-    """Return progress and files of a checkpoint, or the error in its marker."""
+def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int, int]], str | None]:
+    """Return state and files of a checkpoint, or the error in its marker."""
     try:
-        sums, progress = read_marker(checkpoint)
-        return Progress(**progress), sums, None
+        sums, state = read_marker(checkpoint)
+        return CheckpointState(**state), sums, None
     except ValueError as error:
         return None, {}, str(error)
     except TypeError:
         return None, {}, f"{MARKER} is of another version of this library"
 
 
-def _verified(checkpoint: Path) -> tuple[Progress | None, str | None]:
-    """Return the progress of a checkpoint whose files are all as they were written, or else the damage; collective."""
-    progress, sums, damage = distributed.on_main(partial(_read, checkpoint))
+def _verified(checkpoint: Path) -> tuple[CheckpointState | None, str | None]:
+    """Return the state of a checkpoint whose files are all as they were written, or else the damage; collective."""
+    state, sums, damage = distributed.on_main(partial(_read, checkpoint))
     damage = damage or damage_of(checkpoint, sums)
-    return (None if damage else progress), damage
+    return (None if damage else state), damage
 
 
 def _disk_error_of(call: Callable[[], object]) -> str | None:
