@@ -75,7 +75,7 @@ def refusal(**block):
 
 
 def printed_phase(text, model=None):
-    """The phase that a refusal prints, and the same as the strict recipe, and a model, understand it."""
+    """The phase that a refusal prints, as written and as the strict recipe parses it; a model takes its patterns."""
     (line,) = [line for line in text.splitlines() if line.startswith("{")]
     written = json.loads(line)
     phase = parse_recipe({"phases": [{"max_steps": 100} | written]}).phases[0]
@@ -139,7 +139,7 @@ LAYER_0 = pruning(hp=of("layer.0.attention.output.dense"))
     ],
 )
 def test_a_printed_phase_starts_and_names_what_it_is_not(bert, block, granularity, missing):
-    """No key of it is one that a run refuses at its start, and each difference is told; nothing else is."""
+    """A run accepts every key of it at its start, and exactly the differences are named."""
     text = refusal(**block)
     assert printed_phase(text, bert)[1].techniques.prune.granularity == granularity
     assert all(words in text for words in missing)
@@ -170,7 +170,7 @@ def test_rows_and_heads_become_neurons_and_heads_that_are_cut_out():
 
 
 def test_rows_without_related_modules_stay_rows():
-    """Nothing is said of the next layer's columns, so only the rows go; regular expressions become patterns."""
+    """The columns of the next layer are not named, so only rows go; regular expressions become patterns."""
     row = {"shared_parameters": shared(), "different_groups": group("rp1", 0.3, ["layer.\\d+.output.dense"])}
     written, phase = printed_phase(refusal(row_pruning=row))
     assert phase.techniques.prune.granularity == {"*layer.*.output.dense*": "row"}
@@ -230,7 +230,7 @@ def test_a_whole_block_of_the_documentation(bert):
 
 @pytest.mark.parametrize("block", [None, False, {}, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}])
 def test_a_block_that_is_off_is_none(block):
-    """Nothing is asked for, so nothing is refused."""
+    """A block that requests nothing is not refused."""
     assert check_engine_file({"compression_training": block}, None, 1) == []
 
 

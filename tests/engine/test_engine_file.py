@@ -1,4 +1,4 @@
-"""The engine file: read as DeepSpeed reads it, every mistake told at once, every "auto" filled."""
+"""The engine file: read as DeepSpeed reads it, every mistake reported at once, every "auto" filled."""
 
 import copy
 import json
@@ -92,7 +92,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path):
         ('{"a":' * 2000, ["nested too deeply"]),
     ],
 )
-def test_bad_files_are_told_with_their_place(tmp_path, text, words):
+def test_bad_files_are_reported_with_their_place(tmp_path, text, words):
     """Each kind of bad file is one ValueError that names the file and the place, never another exception."""
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match="engine file") as caught:
@@ -101,8 +101,8 @@ def test_bad_files_are_told_with_their_place(tmp_path, text, words):
         assert word in str(caught.value)
 
 
-def test_missing_file_and_folder_are_told(tmp_path):
-    """A path that is not there and a path of a folder are told apart."""
+def test_missing_file_and_folder_are_reported(tmp_path):
+    """A path that does not exist and a path of a folder have different messages."""
     with pytest.raises(ValueError, match="does not exist"):
         read_engine_file(tmp_path / "none.json")
     with pytest.raises(ValueError, match="is a folder"):
@@ -155,7 +155,7 @@ def test_every_mistake_comes_at_once():
     ],
 )
 def test_two_batch_numbers_give_the_third(given, said, world, triangle):
-    """train = micro x accumulation x ranks holds in the resolved file, from any part of it that is said."""
+    """train = micro x accumulation x ranks holds in the resolved file, whichever of the numbers are given."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
     resolved = resolve(config, said, world)
@@ -267,7 +267,7 @@ def test_autos_that_deepspeed_drops_become_its_default():
 
 
 def test_the_recipes_precision_reaches_the_file():
-    """bf16 of the recipe turns the engine's bf16 on, unless an autocast of that type is there already."""
+    """bf16 of the recipe turns the engine's bf16 on, unless the file has an autocast of that type."""
     assert resolve({}, Phase(max_steps=1, bf16=True))["bf16"] == {"enabled": True}
     assert "bf16" not in resolve({}, Phase(max_steps=1, bf16=False))
     assert resolve({"bfloat16": {}}, Phase(max_steps=1, bf16=True))["bfloat16"] == {"enabled": True}
@@ -307,7 +307,7 @@ def test_deepspeed_parses_the_resolved_files(path):
     assert parsed.zero_optimization_stage == resolved.get("zero_optimization", {}).get("stage", 0)
 
 
-def test_mistakes_are_told_without_torch_and_fast():
+def test_mistakes_are_found_without_torch_and_fast():
     """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
     code = (
         "import sys, time; start = time.perf_counter()\n"

@@ -52,7 +52,7 @@ def other_than_default(entry):
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_refused_key_is_one_mistake_with_the_way_out(path):
-    """Whatever it asks for is told by its path, with more than "remove it"; DeepSpeed's deleted keys are all here."""
+    """A value other than the default is one mistake, with the path of the key and more than "remove it"."""
     value = {"x": 1} if path in key_table()["removed"] else other_than_default(entry_of(path))
     mistakes = [m for m in check_engine_file(nested(path, value), None, 1) if f"{path} is refused" in m]
     assert len(mistakes) == 1
@@ -61,7 +61,7 @@ def test_a_refused_key_is_one_mistake_with_the_way_out(path):
 
 
 def test_no_key_is_forgotten():
-    """What DeepSpeed has deleted is refused, and both tables name only keys that DeepSpeed has, or had, once each."""
+    """Keys that DeepSpeed has deleted are refused; both tables name only keys that DeepSpeed has, or had, once each."""
     removed = set(key_table()["removed"])
     assert removed <= set(REFUSED)
     needed = [key for need in NEEDS for key in need["keys"]]
@@ -72,7 +72,7 @@ def test_no_key_is_forgotten():
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_asks_for_nothing_is_dropped(path):
+def test_a_key_that_requests_nothing_is_dropped(path):
     """A refused key with null, false or a block that is off is no mistake, and DeepSpeed never gets it."""
     values = [None, {"enabled": False, "x": 1}]
     default = None if path in key_table()["removed"] else entry_of(path).get("default")
@@ -89,13 +89,13 @@ def test_what_asks_for_nothing_is_dropped(path):
 
 @pytest.mark.parametrize("path", ["zero_optimization.zenflow", "checkpoint.writer", "datastates_ckpt"])
 def test_a_section_that_is_on_wherever_it_stands_asks(path):
-    """DeepSpeed turns these on for an empty object, so that it is refused, too."""
+    """DeepSpeed turns these sections on for an empty object, so that an empty object is refused, too."""
     (mistake,) = check_engine_file(nested(path, {}), None, 1)
     assert mistake.startswith(f"{path} is refused")
 
 
 def test_a_file_for_another_stage_is_named_in_one_line():
-    """Stage 3's keys in a file of stage 2, aliases too, an offload's without it, and a block that nobody turned on."""
+    """Keys of stage 3 in a file of stage 2, also by an alias; keys of an absent offload; a block that is off."""
     zero = {"stage": 2, "stage3_max_live_parameters": 5, "max_reuse_distance": 3, "sub_group_size": 10**9}
     config = {
         "zero_optimization": zero | {"offload_optimizer": {"device": "cpu", "nvme_path": "/disk"}},
@@ -141,7 +141,7 @@ FILES = {
     },
 }
 # the files of FILES in which each key, added to them, has no effect: by section
-TOLD = (
+IDLE_KEYS = (
     (
         "empty, fp16, flag, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu",
         "",
@@ -229,12 +229,12 @@ TOLD = (
         "offload_optimizer.pin_memory",
     ),
 )
-TOLD_OF = {f"{section}{name}": files for files, section, names in TOLD for name in names.split()}
+IDLE_IN_FILES = {f"{section}{name}": files for files, section, names in IDLE_KEYS for name in names.split()}
 
 
-@pytest.mark.parametrize("path", sorted({*TOLD_OF, *(key for need in NEEDS for key in need["keys"])}))
-def test_each_key_is_told_in_the_files_without_what_it_needs(path):
-    """Added to each of FILES with another value than the default, it is named in these and in no other."""
+@pytest.mark.parametrize("path", sorted({*IDLE_IN_FILES, *(key for need in NEEDS for key in need["keys"])}))
+def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
+    """Added to FILES with another value than the default, a key is named in those of IDLE_KEYS and in no other."""
     *parents, last = path.split(".")
     told = []
     for name, config in copy.deepcopy(FILES).items():
@@ -245,10 +245,10 @@ def test_each_key_is_told_in_the_files_without_what_it_needs(path):
             switched = bool(parents) and "enabled" in KNOWN[parents[0]].get("keys", {})
             block |= {last: other_than_default(entry_of(path))} | ({"enabled": True} if switched else {})
             told += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
-    assert ", ".join(told) == TOLD_OF[path]
+    assert ", ".join(told) == IDLE_IN_FILES[path]
 
 
-def test_the_default_of_the_offloaded_moments_is_nothing_to_tell():
+def test_the_default_of_the_offloaded_moments_is_not_idle():
     """DeepSpeed keeps Adam's moments in fp32 unless it is asked not to."""
     assert idle_keys({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": True}}}) == []
 
@@ -266,12 +266,12 @@ def test_the_docs_say_what_the_code_does():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_files_have_nothing_without_effect(path):
-    """No file of ds_configs/ is warned of."""
+    """No file of ds_configs/ causes a warning."""
     assert idle_warnings(read_engine_file(path), [None], 2, name="") == []
 
 
 def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_path):
-    """autotuning ended in a FileNotFoundError in the midst of training; now it is one line, exit code 2, no output."""
+    """An autotuning block, with which DeepSpeed ends a training midway, is one line and exit code 2, without output."""
     code = (
         "import sys; from ds_trainer.cli.train import run_command, train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"

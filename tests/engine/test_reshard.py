@@ -1,4 +1,4 @@
-"""A checkpoint under another number of ranks or ZeRO stage: the same bits, and a run that goes on as if nothing was."""
+"""A checkpoint under another number of ranks or ZeRO stage: the same bits, and a run that goes on as before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_trainer.engine.saved_states import MODEL, SavedEngine, weights_of
 
 STAGES = range(4)
 TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}
-"""Of the losses after it, relative: other ranks add up in another order, and bf16 and fp16 round what they add."""
+"""Relative tolerance of the losses after loading: other ranks add in another order, and bf16 and fp16 round."""
 MATRIX = ("fp32", "bf16", "fp16")
 WAYS = {"robin": "22 23 10 01", "skipped": "20 32", "offload": "32 23", "fused": "02 20 00"}
 SPECIAL = [(kind, int(source), int(target)) for kind, ways in WAYS.items() for source, target in ways.split()]
@@ -39,7 +39,7 @@ def pairs_from(ranks: int) -> list[list]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Sources of 2 ranks; they loaded by 1 rank, and its own sources; those loaded by 2 ranks."""
+    """Write sources with 2 ranks; load them with 1 rank, and write its sources; load those with 2 ranks."""
     folder = tmp_path_factory.mktemp("universal")
     sources = [*product(MATRIX, STAGES), *dict.fromkeys((p, stage) for p, stage, _ in SPECIAL)]
     start = {p: name_of(p, 2, 2) for p in MATRIX}
@@ -118,7 +118,8 @@ def test_the_sources_are_no_trivial_ones(runs):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_the_weights_are_read_without_an_engine(kind, ranks, runs):
-    """Those that the engine computed with, in its precision: whole, frozen, tied, under every stage, before buffers."""
+    """The weights have the bits and the precision that the engine computed with; frozen and tied ones too, under every
+    stage, and before buffers."""
     dtypes = {torch.float16: ("fp16", "skipped"), torch.float32: ("fp32", "robin")}
     dtype = next((dtype for dtype, kinds in dtypes.items() if kind in kinds), torch.bfloat16)
     sources = sorted(path for path in runs[0].glob(f"{kind}-zero?-ranks{ranks}") if path.is_dir())
@@ -135,7 +136,7 @@ def test_the_weights_are_read_without_an_engine(kind, ranks, runs):
 
 
 def test_a_checkpoint_runs_no_code(tmp_path):
-    """A file that calls a function where it is unpickled as DeepSpeed does it is refused, and calls none."""
+    """A file that would call a function when DeepSpeed unpickles it is refused, and calls nothing."""
     torch.save({"module": Calls(tmp_path / "called")}, tmp_path / MODEL)
     with pytest.raises(ValueError, match="or holds objects that are neither weights"):
         weights_of(tmp_path, torch.float32)
@@ -146,12 +147,12 @@ def test_a_checkpoint_runs_no_code(tmp_path):
 
 @pytest.mark.parametrize("section", ["bf16", "bfloat16"])
 def test_a_precision_has_one_name(section):
-    """An engine file may say bfloat16, as DeepSpeed's does: its checkpoints are in bf16."""
+    """Checkpoints are in bf16 also where the engine file uses the older name bfloat16."""
     assert precision_of({section: {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
 
 
 class Calls:
-    """What makes a file where it is unpickled."""
+    """Makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
