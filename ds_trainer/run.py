@@ -55,7 +55,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(write_results, folder, results))
-                checkpoints_of(phase, job).drop_unasked()
+                checkpoints_of(phase, job).drop_passing()
             models.left[phase.name] = str(folder_of(phase, job) / "model")
         if job.recipe.report:
             _add_costs(job, results)

@@ -79,8 +79,8 @@ class Best:
 class Checkpoints:
     """The checkpoints in a phase's folder, of which the newest `keep` (None: all) and the best are kept.
 
-    A checkpoint that only a stop has made does not count. It stays until the next one is written or the phase has
-    ended, so that a run that was stopped and resumed keeps the same checkpoints as one that was not.
+    A passing checkpoint, which only a stop has made, does not count. It stays until the next one is written or the
+    phase has ended, so that a run that was stopped and resumed keeps the same checkpoints as one that was not.
     """
 
     folder: Path
@@ -98,7 +98,7 @@ class Checkpoints:
         aside = self.folder / f".{target.name}.saving"
         error = _disk_error_of(lambda: self._write(engine, state, aside, target))
         if error is None:
-            self.drop_unasked(but=target)
+            self.drop_passing(but=target)
             return target
         distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
         newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
@@ -153,17 +153,17 @@ class Checkpoints:
         """Delete all but the newest `keep` checkpoints and the best."""
         if distributed.is_main() and self.keep is not None:
             best = self.best_one()
-            for old in [*self._asked()][: -self.keep]:
+            for old in [*self._requested()][: -self.keep]:
                 if old != best:
                     _drop(old)
 
-    def drop_unasked(self, but: Path | None = None) -> None:
-        """Delete the checkpoints that only a stop has made, once the run has gone on from them."""
+    def drop_passing(self, but: Path | None = None) -> None:
+        """Delete the passing checkpoints, once the run has gone on from them, or has ended."""
         if distributed.is_main():
-            for passing in set(self.all()) - {*self._asked(), but}:
+            for passing in set(self.all()) - {*self._requested(), but}:
                 _drop(passing)
 
-    def _asked(self) -> dict[Path, CheckpointState | None]:
+    def _requested(self) -> dict[Path, CheckpointState | None]:
         """Return the checkpoints that the recipe requests, oldest first; None for a damaged marker."""
         read = {path: _read(path)[0] for path in self.all()}
         return {path: state for path, state in read.items() if state is None or state.asked}
@@ -172,7 +172,7 @@ class Checkpoints:
         """Return the checkpoint of the best score, the earliest of equals; None where none has a score."""
         if self.best is None:
             return None
-        keys = {path: self.best.key(state) for path, state in self._asked().items() if state}
+        keys = {path: self.best.key(state) for path, state in self._requested().items() if state}
         best = max(keys, key=lambda path: keys[path], default=None)
         return best if best and keys[best] > -math.inf else None
 
