@@ -41,7 +41,7 @@ from ds_trainer.deploy.onnx_file import (
     session,
     write_onnx,
 )
-from ds_trainer.files.whole_file import read_value
+from ds_trainer.files.reading import read_value
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.layers import count_weights, save_folder, total_weights
 from ds_trainer.models.loading import told

@@ -26,7 +26,7 @@ from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.run_folder import TOKENIZER_FILES
-from ds_trainer.files.whole_file import check_file, memory, read_value
+from ds_trainer.files.reading import check_file, memory, read_value
 from ds_trainer.models.layers import encoder_linears, save_folder, total_weights
 from ds_trainer.models.loading import most_allocated, told
 from ds_trainer.models.model_folder import Held
@@ -100,7 +100,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(f"the model folder {folder} has no {' and no '.join(_FILES)}: join its shards to one")
-    check_file(path, most=memory() // 3)  # the model is held beside it
+    check_file(path, max_bytes=memory() // 3)  # the model is held beside it
     what = f"the weights of {folder} cannot be loaded"
     if path.suffix == ".safetensors":
         return told(what, lambda: load_file(path))

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.files.whole_file import read_file
+from ds_trainer.files.reading import read_file
 from ds_trainer.hosts import probe as doctor_probe
 from ds_trainer.hosts.checks import (
     FACT_CHECKS,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_trainer.files.whole_file import read_file
+from ds_trainer.files.reading import read_file
 from ds_trainer.ranks.failures import UserError
 
 EXAMPLE = "worker-1 slots=8"

@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ds_trainer.files.whole_file import memory
+from ds_trainer.files.reading import memory
 from ds_trainer.models.model_folder import Held
 from ds_trainer.ranks.failures import UserError, first_line
 
