@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_trainer.hosts.doctor import doctor_command
+from ds_trainer.cli.doctor import doctor_command
 
 if __name__ == "__main__":
     sys.exit(doctor_command(sys.argv[1:]))

@@ -87,11 +87,11 @@ def _text(text: str) -> str:
         text = text.replace(value, HIDDEN)
     text = _SERVICE_KEY.sub(HIDDEN, text)
     text = _LOGIN.sub(f"://{HIDDEN}@", text)
-    for mark, value, replacement in _FORMS:
+    for mark, its_value, replacement in _FORMS:
         parts, done = [], 0
         for found in mark.finditer(text):
             # a name inside of a hidden value is passed over
-            if found.start() >= done and _is_secret(found[1]) and (hidden := value.match(text, found.end())):
+            if found.start() >= done and _is_secret(found[1]) and (hidden := its_value.match(text, found.end())):
                 parts += [text[done : found.end()], replacement]
                 done = hidden.end()
         text = "".join([*parts, text[done:]])
