@@ -28,8 +28,7 @@ from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, print_json
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import joined, print_json, told_if_out
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, drop_later_records, results_table, save_json
 from ds_trainer.report.page import write_report

@@ -50,7 +50,7 @@ from ds_trainer.models.pretrained import check_fits, load_tokenizer, load_traine
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.interrupts import held_back, leaving
+from ds_trainer.ranks.stopping import held_back, leaving
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task

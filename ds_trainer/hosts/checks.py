@@ -107,7 +107,8 @@ def _same(check: str, host: Host, values: Mapping[str, Any], here: Mapping[str, 
 def _own_name(host: Host, facts: Mapping[str, Any]) -> Row:
     """Gloo listens at the address of the host's own name, unless a variable names the interface to listen at."""
     name, address, interfaces = facts["name"], facts["own_address"], facts["interfaces"]
-    known = next((interface for interface, its in interfaces.items() if its == facts["known_address"]), "INTERFACE")
+    likely = {facts["known_address"], *facts["addresses"][:1]} - {"127.0.0.1"}
+    known = next((interface for interface, its in interfaces.items() if its in likely), "INTERFACE")
     cure = f"in .deepspeed_env: {GLOO_INTERFACE}={known} (with GPUs NCCL_SOCKET_IFNAME too)"
     if given := facts["gloo_interface"]:
         found = f"{GLOO_INTERFACE} is {given}; the interfaces are {', '.join(interfaces)}"
