@@ -25,8 +25,8 @@ from transformers import AutoConfig
 from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.run_folder import TOKENIZER_FILES
 from ds_trainer.files.reading import check_file, memory, read_value
+from ds_trainer.files.run_folder import TOKENIZER_FILES
 from ds_trainer.models.layers import encoder_linears, save_folder, total_weights
 from ds_trainer.models.loading import most_allocated, told
 from ds_trainer.models.model_folder import Held

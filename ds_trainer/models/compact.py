@@ -33,8 +33,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.reading import memory
+from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8, VALUES, tensor_shapes
 from ds_trainer.ranks.failures import UserError
 

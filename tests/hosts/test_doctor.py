@@ -224,7 +224,7 @@ def test_every_kind_of_ssh_failure_is_told_and_what_needs_it_is_skipped(ask, tmp
 
 
 def test_one_host_needs_no_ssh(ask):
-    """localhost alone: every check up to an all-reduce of one; ssh is skipped, and a name at the loopback is no fault."""
+    """Every check passes up to an all-reduce of one; ssh is skipped, and a name at the loopback is no fault."""
     code, found = ask("localhost slots=2\n", "--master_port", str(free_port()))
     assert {row["check"] for row in found if row["result"] != "ok"} == {"ssh", "output folder"}
     assert code == 0
