@@ -36,8 +36,6 @@ class StoppedError(RuntimeError):
 class RankError(Exception):
     """One rank ends all the others. Every rank raises it, and the rank `teller` prints it."""
 
-    exit_code = 1
-
     def __init__(self, message: str, teller: int = 0) -> None:
         super().__init__(message)
         self.teller = teller
@@ -55,16 +53,13 @@ class OutOfMemoryError(RankError):
     exit_code = 6
 
 
-ENDINGS = (UserError, NonFiniteLossError, StoppedError, RankError)
-"""The errors that this library foresees: each is printed without a traceback."""
-
 _SIGNS_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 """Words of torch's allocators, CUDA's libraries, C++ and the system; most of these errors are plain RuntimeErrors."""
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of a process that this error ends."""
-    return error.exit_code if isinstance(error, ENDINGS) else 1
+    """Return the exit code of a process that this error ends: 1 for an error that this library did not foresee."""
+    return getattr(error, "exit_code", 1)
 
 
 def ran_out(error: Exception) -> bool:

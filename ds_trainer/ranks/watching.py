@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, RankError, StoppedError
+from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError, first_line
 from ds_trainer.ranks.launcher import process
 
 _POLL = 0.5  # seconds between two looks at the board
@@ -78,7 +78,7 @@ class RankWatch:
         lost = self._lost() or {
             rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
         }
-        text = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_first_line(error)}"
+        text = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_named(error)}"
         able_to_print = [rank for rank in range(len(self._roster)) if rank not in lost or rank in self._texts(_FAILED)]
         return LostRankError(text, next(iter(able_to_print), 0))
 
@@ -108,7 +108,7 @@ class RankWatch:
             if error.teller == distributed.rank():  # of several ranks that run out of memory the first one prints it
                 error.teller = int(self._board.compare_set("teller", "", str(distributed.rank())))
         else:
-            self._post(state, _first_line(error))
+            self._post(state, _named(error))
 
     def _post(self, state: str, text: str) -> None:
         self._board.set(f"post/{distributed.rank()}", json.dumps([state, text]))
@@ -192,7 +192,7 @@ def rendezvous(join: Callable[[], None], timeout: int) -> None:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise LostRankError(
             f"rank {distributed.rank()} (host {socket.gethostname()}): the {distributed.world_size()} ranks have not "
-            f"found each other at {place} within {timeout} s: {_first_line(error)}",
+            f"found each other at {place} within {timeout} s: {_named(error)}",
             distributed.rank(),
         ) from error
 
@@ -200,11 +200,9 @@ def rendezvous(join: Callable[[], None], timeout: int) -> None:
 def _is_of_a_collective(error: Exception) -> bool:
     from torch.distributed import DistError
 
-    if isinstance(error, RankError):
-        return False
     text = str(error).lower()
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
