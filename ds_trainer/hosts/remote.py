@@ -17,7 +17,6 @@ from ds_trainer.hosts import probe
 from ds_trainer.hosts.hostfile import Host, export_commands
 
 PROJECT = Path(__file__).resolve().parents[2]
-_MAX_AT_ONCE = 64
 _NOT_STARTED = (126, 127)  # the exit codes of a shell that cannot start a program
 T = TypeVar("T")
 
@@ -73,5 +72,5 @@ class Remote:
 
 def at_once(call: Callable[[Host], T], hosts: Sequence[Host]) -> dict[Host, T]:
     """Call a function for every host in parallel."""
-    with ThreadPoolExecutor(max_workers=min(_MAX_AT_ONCE, len(hosts))) as pool:
+    with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
         return dict(zip(hosts, pool.map(call, hosts), strict=True))
