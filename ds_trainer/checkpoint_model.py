@@ -28,7 +28,7 @@ from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.interrupts import leaving
+from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder

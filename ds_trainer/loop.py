@@ -25,7 +25,7 @@ from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, save_json
 from ds_trainer.tasks.data import BatchPlan, Positions, shard

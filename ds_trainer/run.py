@@ -23,8 +23,7 @@ from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.loop import train
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined, print_json
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import joined, print_json, told_if_out
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, results_table, save_json
 from ds_trainer.report.page import write_report

@@ -15,8 +15,7 @@ from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, print_json
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import joined, print_json, told_if_out
 from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
 from ds_trainer.report.log import save_json
 from ds_trainer.tasks.evaluation import evaluate

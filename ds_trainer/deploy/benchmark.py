@@ -38,7 +38,7 @@ from ds_trainer.models.pretrained import HeadKind, load_config, load_trained, lo
 from ds_trainer.models.shrunk_model import blocks_of, layers_of
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
-from ds_trainer.ranks.interrupts import leaving
+from ds_trainer.ranks.stopping import leaving
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Predict, Task

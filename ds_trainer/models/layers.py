@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.whole_file import content_hash
+from ds_trainer.files.reading import content_hash
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.shrunk_model import FIELD, layers_of, sizes_of, whole_class
 from ds_trainer.ranks.failures import UserError

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.files.messages import kind_of, listed
-from ds_trainer.files.whole_file import read_file, read_value
+from ds_trainer.files.reading import read_file, read_value
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_trainer.config.recipe import TaskSpec, TextSpec
 from ds_trainer.config.task_specs import family
+from ds_trainer.files.write_places import DEFAULT_CACHE
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.lm import lm_text
@@ -27,7 +28,6 @@ _TEXTS: dict[str, Callable[[Any], list[str]]] = {
     "squad": squad_file.training_texts,
     "lm": lm_text.training_texts,
 }
-_CACHE_DIR = "~/.cache/ds_trainer"
 
 
 def build_task(spec: TaskSpec, source: str | Path, cache_dir: str | Path | None = None) -> Task:
@@ -37,7 +37,7 @@ def build_task(spec: TaskSpec, source: str | Path, cache_dir: str | Path | None 
     """
     if isinstance(spec, TextSpec) and spec.name not in TASK_NAMES:
         raise UserError(unknown_task(spec.name))
-    return TASKS[family(spec)](spec, load_tokenizer(source), source, Path(cache_dir or _CACHE_DIR))  # type: ignore[call-arg, arg-type]
+    return TASKS[family(spec)](spec, load_tokenizer(source), source, Path(cache_dir or DEFAULT_CACHE))  # type: ignore[call-arg, arg-type]
 
 
 def training_texts(spec: TaskSpec) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_trainer.config.task_specs import TaskSpec
 from ds_trainer.files.messages import cut, kind_of, shown
-from ds_trainer.files.whole_file import check_file
+from ds_trainer.files.reading import check_file
 from ds_trainer.ranks.failures import UserError
 
 _KINDS = {str: "text", int: "a whole number", list: "a list", dict: "an object", bool: "true or false"}

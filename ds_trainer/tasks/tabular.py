@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_trainer.files.messages import cut, kind_of, listed, quoted
-from ds_trainer.files.whole_file import TOO_LONG, check_file, most_held, read_file
+from ds_trainer.files.reading import TOO_LONG, check_file, most_held, read_file
 from ds_trainer.ranks.failures import UserError
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")

@@ -13,7 +13,7 @@ from ds_trainer.engine import memory
 from ds_trainer.engine.memory import evaluation_cure, held, training_cure
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import told_if_out
 
 RUNNING_OUT = {
     "torch": lambda: torch.empty(10**15),

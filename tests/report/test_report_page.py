@@ -379,5 +379,5 @@ def test_a_report_says_what_it_wrote(run, warnings):
     names = [f"plots/{name}.png" for name in FIGURES - {"dense.loss"}]
     assert all((run / name).is_file() for name in (*names, "report.md", "report.html"))
     assert (run / "plots" / "dense.loss.png").read_bytes() == b"mine"
-    assert "plots/dense.loss.png is there and was not written by this program" in warnings[0]
+    assert "plots/dense.loss.png exists and was not written by this program" in warnings[0]
     assert "(plots/dense.loss.png)" not in (run / "report.md").read_text()

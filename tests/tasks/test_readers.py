@@ -14,7 +14,7 @@ from support.official_files import OFFICIAL
 from support.peak_memory import takes_less_than
 
 from ds_trainer.config.recipe import TextSpec
-from ds_trainer.files import whole_file
+from ds_trainer.files import reading
 from ds_trainer.tasks.text.readers import GLUE, HubSource, TextRow, check_data_files, is_regression, row_source
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -105,7 +105,7 @@ def test_a_small_parquet_file_of_more_rows_than_memory_is_refused(text, rows, wo
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr("ds_trainer.files.whole_file.memory", lambda: 2**30)
+    monkeypatch.setattr("ds_trainer.files.reading.memory", lambda: 2**30)
     path = tmp_path / "a.parquet"
     one = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"text": one, "label": one}), path, store_schema=False, row_group_size=rows)
@@ -116,16 +116,16 @@ def test_a_small_parquet_file_of_more_rows_than_memory_is_refused(text, rows, wo
 
 def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
     """Where it is less than the host's; "max" is none."""
-    monkeypatch.setattr(whole_file, "_GROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))
+    monkeypatch.setattr(reading, "_CGROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))
     (tmp_path / "limit").write_text("max\n")
-    host = whole_file.memory()
+    host = reading.memory()
     (tmp_path / "limit").write_text("800\n")
-    assert (whole_file.memory(), whole_file.most_held()) == (800, 100)
+    assert (reading.memory(), reading.most_held()) == (800, 100)
     (tmp_path / "limit").write_text(f"{2 * host}\n")
-    assert whole_file.memory() == host
+    assert reading.memory() == host
     (tmp_path / "limit").write_text("800\n")
     (tmp_path / "a.csv").write_text("text,label\n" + "a,1\n" * 25)
-    with pytest.raises(ValueError, match=r"a\.csv has 111 bytes.* 100 are the most"):
+    with pytest.raises(ValueError, match=r"a\.csv has 111 bytes.* at most 100"):
         row_source(text_spec(tmp_path, "a.csv")).rows("train")
 
 

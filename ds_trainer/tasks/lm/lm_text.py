@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.whole_file import check_file, content_hash
+from ds_trainer.files.reading import check_file, content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.sources import data_folder, fault_of, fetch, is_file, no_file, user_path
 from ds_trainer.tasks.tabular import FileForm, check_columns, read_table, read_text

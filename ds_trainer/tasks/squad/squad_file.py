@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import kind_of, listed, quoted
-from ds_trainer.files.whole_file import TOO_LONG, content_hash
+from ds_trainer.files.reading import TOO_LONG, content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.sources import data_folder, fault_of, fetch, first_file, user_path
 from ds_trainer.tasks.tabular import read_text

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.whole_file import content_hash
+from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.sources import data_folder, fault_of, fetch, first_file, user_path
 from ds_trainer.tasks.tabular import FileForm, check_columns, read_table
