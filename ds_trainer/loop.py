@@ -28,7 +28,7 @@ from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserErro
 from ds_trainer.ranks.out_of_memory import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, save_json
-from ds_trainer.tasks.data import BatchPlan, Positions, shard
+from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 from ds_trainer.techniques.registry import build_techniques
@@ -357,7 +357,7 @@ def flush(report: Report, techniques: Sequence[Technique], ds_engine: engine.Eng
 
 
 def micro_batches(
-    task: Task, positions: Positions, ds_engine: engine.Engine, draw: int
+    task: Task, positions: ExampleIds, ds_engine: engine.Engine, draw: int
 ) -> Iterator[tuple[Batch, dict[Unit, float]]]:
     """This rank's micro-batches of one optimizer step, on its device, with `Forward.shares`.
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PAD_LOGIT = -1e4
-"""In logits, a place that is no class: a padded position of an answer's start, say. Finite in every dtype."""
+from ds_trainer.tasks.task import PAD_LOGIT
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Values of logits worked on at a time: what stays in a core's cache, or fills a GPU."""
