@@ -120,9 +120,10 @@ class FileRecords(Records):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.rstrip())
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{self.place(number)}: not JSON: {error}") from None
+                cause = str(error).replace("line 1 ", "")  # of this text, which is one line of the file
+                raise UserError(f"{self.place(number)}: not JSON: {cause}") from None
             if not isinstance(record, dict):
                 raise UserError(f"{self.place(number)}: {kind_of(record)} where a JSON object is expected")
             self._check_columns(self.place(number), record)
@@ -165,12 +166,9 @@ class HubRecords(Records):
     def _dataset(self) -> Any:
         import datasets
 
-        owner_and_name, configuration = self.name, None
-        if self.name.count("/") > 1:
-            owner, name, configuration = self.name.split("/", 2)
-            owner_and_name = f"{owner}/{name}"
+        *owner, name, configuration = self.name.split("/", 2) if self.name.count("/") > 1 else (self.name, None)
         try:
-            return datasets.load_dataset(owner_and_name, configuration, split=self.split)
+            return datasets.load_dataset("/".join([*owner, name]), configuration, split=self.split)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"the hub data set {self.origin} cannot be loaded: {error}. Without a network set data_dir, the folder "

@@ -221,7 +221,7 @@ def check_finite(split: str, finite: Sequence[bool]) -> None:
     broken = len(finite) - sum(finite)
     if broken:
         raise UserError(
-            f"{split}: the model's logits are not finite (NaN or infinity) for {broken:,} of {len(finite):,} examples, "
-            f"so that there is nothing to score: its weights are broken, or too large for its precision; train again "
-            f"with a lower learning rate, or in bf16 instead of fp16"
+            f"{split}: the model gives logits that are not finite (NaN or infinity) for {broken:,} of {len(finite):,} "
+            f"examples, so that there is nothing to score: its weights are broken, or too large for its precision; "
+            f"train again with a lower learning rate, or in bf16 instead of fp16"
         )

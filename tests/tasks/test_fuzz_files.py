@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.text.readers import GLUE, row_source
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import (
@@ -38,11 +40,9 @@ from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.layers import train_tokenizer
 from ds_trainer.report import page as report_page
 from ds_trainer.report.page import report_command
-from ds_trainer.tasks.data_files import check_data_files
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.squad import squad_file
-from ds_trainer.tasks.text.readers import GLUE, row_source
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]

@@ -118,7 +118,10 @@ class LmTask(Task):
         started = time.monotonic()
         spec, tally = self.spec, Tally()
         examples = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
-        dropped = f"{tally.short:,} below min_seq_length, {tally.unknown:,} with unknown tokens from max_unknown on"
+        dropped = (
+            f"{tally.short:,} are shorter than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a share "
+            f"of unknown tokens of max_unknown ({spec.max_unknown:g}) or more"
+        )
         if not tally.examples:
             raise UserError(
                 f"{spec.name} {split}: the {tally.documents:,} documents give no example: {dropped}; lower "
@@ -129,7 +132,7 @@ class LmTask(Task):
         distributed.info(
             f"{spec.name} {split}: {tally.documents:,} documents ({tally.split:,} split at {spec.max_seq_length} "
             f"tokens), {len(examples):,} of {tally.examples:,} examples, {int(examples.offsets[-1]):,} tokens; "
-            f"dropped: {dropped} ({time.monotonic() - started:.1f} s)"
+            f"of those dropped, {dropped} ({time.monotonic() - started:.1f} s)"
         )
         # of each example, the tokens that can be chosen for a prediction
         is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[examples.tokens["input_ids"]]

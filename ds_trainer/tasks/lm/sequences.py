@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
 
-_TEXTS, _CHARACTERS = 4096, 1 << 22
+_CHUNK = 512
 
 
 @dataclass
@@ -77,7 +78,8 @@ class Cutter:
 
 def tokenised_documents(texts: Iterable[str], tokenizer: Any) -> Iterator[list[list[int]]]:
     """Yield the token ids of some documents at a time, without special tokens and uncut."""
-    for chunk in _chunks(texts):
+    texts = iter(texts)
+    while chunk := list(islice(texts, _CHUNK)):
         yield tokenizer(
             chunk,
             add_special_tokens=False,
@@ -96,16 +98,3 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     if not text:
         raise UserError("the tokenizer has no token for 'a': it cannot tell where its special tokens go")
     return ids[: text[0]], ids[text[-1] + 1 :]
-
-
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
-    characters = 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
-        if len(chunk) == _TEXTS or characters >= _CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk

@@ -113,7 +113,7 @@ class SquadTask(Task):
         packed = pack(chunks(), _DTYPES, {})
         fields = {"labels": np.array(labels, np.int32), "question": np.array(owners, np.int32)}
         examples = replace(packed, fields=fields)
-        _log(split, questions, examples, time.monotonic() - started)
+        distributed.info(f"squad {split}: {_summary(questions, examples)} ({time.monotonic() - started:.1f} s)")
         return examples
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
@@ -234,18 +234,14 @@ def _candidates(context: str, row: Mapping[str, Any], answer: WindowAnswer) -> I
             yield Candidate(text, begin, begin + len(text), *logits)
 
 
-def _log(split: str, questions: Sequence[Question], examples: Examples, seconds: float) -> None:
-    """Log the counts, and warn of answers that no window holds: nothing can be learned from them."""
+def _summary(questions: Sequence[Question], examples: Examples) -> str:
+    """Count windows and answers: nothing can be learned from an answer that no window holds."""
     labels = SpanPositions(*examples.fields["labels"].T)
     without = labels.start == labels.null
     held = set(examples.fields["question"][~without].tolist())
     lost = sum(bool(question.answers) and index not in held for index, question in enumerate(questions))
-    distributed.info(
-        f"squad {split}: {len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} of them "
-        f"without the answer, {examples.lengths.mean():.1f} tokens on average ({seconds:.1f} s)"
+    return (
+        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} of them without the answer, "
+        f"{examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window (more are "
+        f"with a larger max_seq_length or a smaller doc_stride)"
     )
-    if lost:
-        distributed.warn(
-            f"squad {split}: the answers of {lost:,} questions are in no window: they are longer than the part that "
-            f"windows share (raise max_seq_length or lower doc_stride), or the tokenizer makes no token of them"
-        )

@@ -103,9 +103,12 @@ class PairForm:
             "char_end": [*outside, *spans[:, 1].tolist(), *after],
         }
 
-    def null(self, ids: list[int]) -> int:
-        """Return the position of the class token in a window, or of the end of the window without one."""
-        return ids.index(self.cls_id) if self.cls_id is not None and self.cls_id in ids else len(ids) - 1
+    def null(self, length: int) -> int:
+        """Return the position of the class token in a window of `length` tokens, or of its last token without one."""
+        before, _, behind = self.ids
+        if self.cls_id in before:
+            return before.index(self.cls_id)
+        return length - len(behind) + behind.index(self.cls_id) if self.cls_id in behind else length - 1
 
 
 def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
@@ -170,8 +173,9 @@ def _of_question(
     first = len(form.ids[0]) + len(ids) + len(form.ids[1])
     for begin in window_starts(len(context.ids), room, spec.doc_stride):
         columns = form.window(ids, context, slice(begin, begin + room))
-        last = len(columns["input_ids"]) - len(form.ids[2]) - 1
-        start = end = null = form.null(columns["input_ids"])
+        length = len(columns["input_ids"])
+        last = length - len(form.ids[2]) - 1
+        start = end = null = form.null(length)
         if answer and begin <= answer[0] and answer[1] - begin <= last - first:
             start, end = (token - begin + first for token in answer)
         yield Window(index, columns, SpanPositions(start, end, null, first, last))

@@ -22,7 +22,7 @@ class GlueTask:
     """One task of GLUE as it ships.
 
     `labels` maps each label in the files to its name, in the hub's order; it is empty where labels are scores. `header`
-    names the columns of files without a header line. The hub's columns have other names only where `hub_columns` is set.
+    names the columns of files without a header line. `hub_columns` are set where the hub's columns have other names.
     """
 
     folder: str
