@@ -86,7 +86,7 @@ def pack(
     notes: Mapping[str, Any] | None = None,
 ) -> Examples:
     """Flatten token columns that come in chunks of examples; an example is equally long in all its columns."""
-    flat: dict[str, list[Array]] = {name: [] for name in dtypes}
+    flat: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
     lengths: list[int] = [0]
     for chunk in chunks:
         lengths += map(len, chunk[next(iter(dtypes))])

@@ -131,7 +131,9 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
 
 
 def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
-    """With the counts, and what to change."""
+    """With the counts, and what to change; so is a file of blank lines."""
+    with pytest.raises(ValueError, match=r"mlm train: the 0 documents give no example"):
+        build("bert", [" ", ""]).examples("train")
     with pytest.raises(ValueError, match=r"mlm train: the 5 documents give no example: 5 are shorter than min_seq_len"):
         build("bert", min_seq_length=100).examples("train")
 

@@ -68,7 +68,9 @@ BROKEN = [
     ("train.jsonl", b'{"text": "a"}\n{"text"\n', r"train\.jsonl, line 2: not JSON: .*column \d+"),
     ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no column 'text'; columns found: 'txt'"),
     ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a whole number, and must be text"),
-    ("train.jsonl", b"", r"train\.jsonl has no examples"),
+    ("train.jsonl", b"", r"train\.jsonl is empty"),
+    ("train.txt", b"", r"train\.txt is empty"),
+    ("train.jsonl", b"\n", r"train\.jsonl has no examples"),
     ("train.csv", b"text\n", r"train\.csv: the ending '\.csv' is unknown: use \.txt or \.jsonl"),
 ]
 

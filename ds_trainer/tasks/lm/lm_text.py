@@ -90,6 +90,8 @@ def files(spec: LmSpec, split: str) -> list[Path]:
     for path in paths:
         if path.suffix.lower() not in (".txt", ".jsonl"):
             raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: use .txt or .jsonl")
+        if not path.stat().st_size:
+            raise UserError(f"{path} is empty")
     return paths
 
 
