@@ -228,9 +228,12 @@ def text_in(record: Record, column: str) -> str:
     return value
 
 
-def file_of(spec: TaskBase, split: str) -> str | None:
-    """Return the file that the spec names for a split, relative to `data_dir`."""
-    return spec.train_file if split == "train" else spec.validation_file
+def file_of(spec: TaskBase, split: str) -> str:
+    """Return the file that the spec names for a split, relative to `data_dir`; none is an error."""
+    name = spec.train_file if split == "train" else spec.validation_file
+    if not name:
+        raise UserError(f'the task "{spec.name}" has no file for the {split} split: set {split}_file')
+    return name
 
 
 def find_file(spec: TaskBase, split: str, names: Sequence[str]) -> Path:

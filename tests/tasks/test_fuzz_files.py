@@ -270,7 +270,7 @@ def any_text() -> st.SearchStrategy[str]:
     return st.text(max_size=20) | st.lists(st.sampled_from([*odd, " ", "it ", "rains "]), max_size=6).map("".join)
 
 
-@fuzzed(60)
+@fuzzed(120)
 @given(data=st.data())
 def test_tokens(data: st.DataObject, folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Any text at all becomes tokens within the vocabulary and the length, or the split is told to be empty."""

@@ -147,9 +147,11 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "c")
     edited = fingerprint(spec, "train")
     assert edited != before
+    write(tmp_path, "b.txt", "bb")
+    longer = fingerprint(spec, "train")
     write(tmp_path, "a.txt", "cb")
-    write(tmp_path, "b.txt", "")
-    assert fingerprint(spec, "train") not in (before, edited)
+    write(tmp_path, "b.txt", "b")
+    assert fingerprint(spec, "train") not in (before, edited, longer)
 
 
 def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> None:

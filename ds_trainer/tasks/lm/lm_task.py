@@ -119,8 +119,8 @@ class LmTask(Task):
         spec, tally = self.spec, Tally()
         examples = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
         dropped = (
-            f"{tally.short:,} are shorter than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a share "
-            f"of unknown tokens of max_unknown ({spec.max_unknown:g}) or more"
+            f"{tally.short:,} are shorter than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a "
+            f"share of unknown tokens of max_unknown ({spec.max_unknown:g}) or more"
         )
         if not tally.examples:
             raise UserError(

@@ -17,7 +17,7 @@ from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.whole_file import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.records import HubRecords, Record, file_of, find_file, mistakes_of
+from ds_trainer.tasks.records import HubRecords, Record, find_file, mistakes_of
 
 _SHOWN = 5
 """How many mistakes of a file a message lists."""
@@ -106,7 +106,7 @@ def fingerprint(spec: SquadSpec, split: str) -> str:
 
 def _path(spec: SquadSpec, split: str) -> Path:
     official = f"{'train' if split == 'train' else 'dev'}-{'v2.0' if spec.version_2_with_negative else 'v1.1'}.json"
-    name = file_of(spec, split)
+    name = spec.train_file if split == "train" else spec.validation_file
     return find_file(spec, split, [name] if name else [official, f"squad/{official}"])
 
 

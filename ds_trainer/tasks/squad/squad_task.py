@@ -241,7 +241,7 @@ def _summary(questions: Sequence[Question], examples: Examples) -> str:
     held = set(examples.fields["question"][~without].tolist())
     lost = sum(bool(question.answers) and index not in held for index, question in enumerate(questions))
     return (
-        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} of them without the answer, "
-        f"{examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window (more are "
-        f"with a larger max_seq_length or a smaller doc_stride)"
+        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} of them without the "
+        f"answer, {examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window "
+        f"(fewer with a larger max_seq_length or a smaller doc_stride)"
     )

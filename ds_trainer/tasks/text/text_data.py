@@ -91,10 +91,7 @@ def _records(spec: TextSpec, split: str) -> Records:
     columns = (*(spec.text_columns or ()), spec.label_column or "")
     if spec.dataset:
         return HubRecords(spec.dataset, split, columns)
-    name = file_of(spec, split)
-    if not name:
-        raise UserError(f'the task "text" has no file for the {split} split: set {split}_file')
-    return FileRecords(find_file(spec, split, [name]), columns)
+    return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns)
 
 
 def _texts_and_label(spec: TextSpec, columns: Sequence[str], record: Record) -> tuple[tuple[str, ...], str | float]:
