@@ -91,6 +91,7 @@ class Task(ABC):
 
     head: the head that a model of this task has.
     splits: the splits to evaluate on.
+    held_out_split: the training examples that no phase trains on; only tasks of labelled text have some.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
     logits_of: a row of `logits` is an "example"; or an example whose columns are the tokens ("token"); or a "position",
@@ -104,6 +105,7 @@ class Task(ABC):
     spec: Any
     head: HeadKind
     splits: tuple[str, ...] = ("validation",)
+    held_out_split: ClassVar[str] = "held_out"
     label_names: tuple[str, ...] = ()
     regression: bool = False
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
