@@ -60,9 +60,7 @@ class SquadSpec(TaskBase):
 
     name: Literal["squad"] = "squad"
     version_2_with_negative: bool = Field(False, description="some questions have no answer (SQuAD v2)")
-    null_score_diff_threshold: float = Field(
-        0.0, description="answer nothing where its score is above the best answer's by more than this"
-    )
+    null_score_diff_threshold: float = Field(0.0, description='lead of "no answer" from which on it is the answer')
     max_seq_length: Length = 384
     doc_stride: Positive = Field(128, description="tokens by which windows of a long context are apart")
     max_query_length: Positive = Field(64, description="longer questions are cut to this many tokens")
@@ -96,7 +94,8 @@ class SquadSpec(TaskBase):
 class LmSpec(TaskBase):
     """Language modelling over text: "mlm" (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or "clm".
 
-    Files are .txt, or .jsonl with `text_column`; a file name may be a pattern such as "part-*.txt".
+    Files are .txt, or .jsonl with `text_column`; a file name may be a pattern such as "part-*.txt". `mlm_smoothing`
+    above 0 chooses rare tokens more often. `head_positions` "all" follows from restrict_ce_to_mask: false.
     """
 
     name: Literal["mlm", "clm"]
@@ -109,12 +108,8 @@ class LmSpec(TaskBase):
     word_mask: Fraction = Field(0.8, description="share of those that the mask token replaces")
     word_keep: Fraction = Field(0.1, description="share that stays as it is")
     word_rand: Fraction = Field(0.1, description="share that a random token replaces")
-    mlm_smoothing: float = Field(
-        0.7, ge=0, description="a token is chosen with weight count ** -mlm_smoothing: rare ones more often"
-    )
-    head_positions: Literal["labels", "all"] = Field(
-        "labels", description='where mlm logits are computed; "all" follows from restrict_ce_to_mask: false'
-    )
+    mlm_smoothing: float = Field(0.7, ge=0, description="tokens are chosen with weight count ** -mlm_smoothing")
+    head_positions: Literal["labels", "all"] = Field("labels", description="where mlm logits are computed")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> LmSpec:
@@ -135,15 +130,15 @@ TaskSpec = TextSpec | SquadSpec | LmSpec
 class Family(NamedTuple):
     """One family of tasks: the class that its JSON is parsed into, and the code that handles it.
 
-    `task` and `data` are written "module:name", as in packaging's entry points, and are imported when they are first
-    used: the settings are checked before torch is loaded. `names` are the task names that select the family.
+    `task` is the subclass of `ds_trainer.tasks.task.Task`. `data` is a module (or an object) with the functions
+    `check_data_files(spec, splits)` and `training_texts(spec)`, for those who want more than the checks of `spec`.
+    Either may be written "module:name", as in packaging's entry points, and is then imported when it is first used: the
+    settings are checked before torch is loaded. `names` are the task names that select the family.
     """
 
     spec: type[TaskBase]
-    task: str
-    """The subclass of `ds_trainer.tasks.task.Task`."""
-    data: str | None = None
-    """A module that loads no torch, with `check_data_files(spec, splits)` and `training_texts(spec)`."""
+    task: Any
+    data: Any = None
     names: tuple[str, ...] = ()
 
 
@@ -154,7 +149,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "lm": Family(LmSpec, "ds_trainer.tasks.lm.lm_task:LmTask", "ds_trainer.tasks.lm.lm_text", ("mlm", "clm")),
 }
-"""Every family of tasks, by its name. This is the only place where a family is registered."""
+"""Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take
+effect once its models are rebuilt (`model_rebuild(force=True)`)."""
 
 
 def family(value: Any) -> str:

@@ -22,7 +22,7 @@ def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None 
     """Build the task of a spec for the model folder (or hub name) `source`; every rank must do so."""
     from ds_trainer.models.pretrained import load_tokenizer
 
-    task_class: type[Task] = pkgutil.resolve_name(FAMILIES[family(spec)].task)
+    task_class: type[Task] = _loaded(FAMILIES[family(spec)].task)
     return task_class(spec, load_tokenizer(source), source, Path(cache_dir or DEFAULT_CACHE))
 
 
@@ -32,18 +32,18 @@ def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> lis
     `splits` defaults to training and all evaluation splits. Records beyond the first are not read, and the hub is not
     asked.
     """
-    module = _data_module(spec)
+    module = _loaded(FAMILIES[family(spec)].data)
     return module.check_data_files(spec, splits) if module else []
 
 
 def training_texts(spec: TaskBase) -> list[str]:
     """Return every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
-    module = _data_module(spec)
+    module = _loaded(FAMILIES[family(spec)].data)
     if module is None:
         raise UserError(f'the task "{spec.name}" has no texts to train a tokenizer on: take a model that brings one')
     return module.training_texts(spec)
 
 
-def _data_module(spec: TaskBase) -> Any:
-    name = FAMILIES[family(spec)].data
-    return pkgutil.resolve_name(name) if name else None
+def _loaded(entry: Any) -> Any:
+    """Import what an entry of the table names; anything but a name is returned as it is."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
