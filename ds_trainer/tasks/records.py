@@ -63,7 +63,7 @@ class Records(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return what changes whenever the records may have changed, and is the same on every host."""
+        """Return a hash that changes whenever the records may have changed, and is the same on every host."""
 
     @abstractmethod
     def _read(self) -> Iterator[tuple[int, Record]]: ...

@@ -30,7 +30,7 @@ data, such as a penalty on weights, is the same in every micro-batch and counts 
 """
 
 PAD_LOGIT = -1e4
-"""The logit of what is no class, such as a padded position that cannot start an answer. Finite in every dtype."""
+"""The logit of an entry that is no class, such as a padded position as the start of an answer; finite in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Task(ABC):
 
     @abstractmethod
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
-        """Return logits, each (rows, classes), with `PAD_LOGIT` for what is no class. A row is a `logits_of`."""
+        """Return logits, each (rows, classes), `PAD_LOGIT` where an entry is no class. A row is a `logits_of`."""
 
     @abstractmethod
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:

@@ -64,7 +64,7 @@ def documents(spec: LmSpec, split: str) -> Iterator[str]:
 
 
 def fingerprint(spec: LmSpec, split: str) -> str:
-    """Return what changes whenever the documents may have changed, and is the same on every host."""
+    """Return a hash that changes whenever the documents may have changed, and is the same on every host."""
     if spec.dataset:
         return HubRecords(spec.dataset, split, [spec.text_column]).fingerprint()
     digest = hashlib.blake2b(digest_size=16)

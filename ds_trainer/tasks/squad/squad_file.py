@@ -100,7 +100,7 @@ def questions(spec: SquadSpec, split: str) -> list[Question]:
 
 
 def fingerprint(spec: SquadSpec, split: str) -> str:
-    """Return what changes whenever the questions may have changed, and is the same on every host."""
+    """Return a hash that changes whenever the questions may have changed, and is the same on every host."""
     return _hub_records(spec, split).fingerprint() if _from_hub(spec) else content_hash(_path(spec, split)).hex()
 
 

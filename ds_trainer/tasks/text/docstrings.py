@@ -49,13 +49,13 @@ def extracted() -> dict[str, list[tuple[str, str]]]:
     collects = gc.isenabled()
     gc.disable()  # syntax trees hold no cycles, and looking for some costs 10 of 16 seconds beside torch
     try:
-        texts = {package: list(_package_texts(package)) for package in PACKAGES}
+        by_package = {package: list(_package_texts(package)) for package in PACKAGES}
     finally:
         if collects:
             gc.enable()
-    owners = Counter(text for found in texts.values() for _, text in found)
-    for package, found in texts.items():
-        for split, text in found:
+    owners = Counter(text for texts in by_package.values() for _, text in texts)
+    for package, texts in by_package.items():
+        for split, text in texts:
             if owners[text] == 1:  # a text of two packages would be a question without an answer
                 pairs[split].append((_hash(text), text, package))
     return {split: [(text, package) for _, text, package in sorted(hashed)] for split, hashed in pairs.items()}

@@ -73,7 +73,7 @@ def read_split(spec: TextSpec, split: str) -> TextSplit:
 
 
 def fingerprint(spec: TextSpec, split: str) -> str:
-    """Return what changes whenever the rows may have changed, and is the same on every host."""
+    """Return a hash that changes whenever the rows may have changed, and is the same on every host."""
     return docstrings.fingerprint(split) if spec.name == "docstrings" else _records(spec, split).fingerprint()
 
 
