@@ -38,7 +38,7 @@ from ds_trainer.files.whole_file import memory
 from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8, VALUES, tensor_shapes
 from ds_trainer.ranks.failures import UserError
 
-_FORMAT, _VERSION = "ds_trainer.models.compact", "1"
+_FORMAT, _VERSION = "ds_trainer.compact", "1"
 _ERRORS = {FP16: "that of rounding to fp16", INT8: "at most half of the scale of a weight's row; fp16 in vectors"}
 """What is stated of each kind of values, in the file's header."""
 _MOST_OF_FP16 = 65504.0

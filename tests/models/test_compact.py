@@ -309,7 +309,7 @@ def test_bits_beyond_the_weights_are_refused(tmp_path):
     save_file(
         {"w#mask": torch.tensor([0b00000001], dtype=torch.uint8), "w#values": torch.ones(1).half()},
         path,
-        {"format": "ds_trainer.models.compact", "version": "1", "tensors": '{"w": {"form": "mask", "shape": [5]}}'},
+        {"format": "ds_trainer.compact", "version": "1", "tensors": '{"w": {"form": "mask", "shape": [5]}}'},
     )
     with pytest.raises(ValueError, match="bits beyond"):
         read_compact(path)
