@@ -51,7 +51,7 @@ from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """What no flag mends: told without a traceback."""
