@@ -21,13 +21,14 @@ from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.files.redaction import redacted
+from ds_trainer.files.writing import write_json
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
 from ds_trainer.ranks.out_of_memory import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report, save_json
+from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan, Positions, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
@@ -139,7 +140,7 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
         place = f"step {training.step} of {plan.clock.total} of phase {plan.phase.name}"
         lost = "" if training.saved == training.step else "; the steps since the last checkpoint are lost"
         raise StoppedError(f"stopped at {place}: {reason}{lost}") from None
-    distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
+    distributed.on_main(partial(_write_evaluation, evaluation, plan))
     results = {
         "train": report.totals() | {"steps": step},
         "eval": evaluation.scores,
@@ -152,6 +153,11 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
     results |= export(training.engine, rebuild, plan.task, step, folder, plan.change)
     engine.stop_engine(training.engine)
     return results
+
+
+def _write_evaluation(evaluation: Evaluation, plan: PhasePlan) -> None:
+    for name, value in evaluation.files(plan.task).items():
+        write_json(plan.folder / "eval" / name, value)
 
 
 class Training:
@@ -201,7 +207,6 @@ class Training:
                     self.report.write_histograms(self.step, self.histograms.take())
             elif due(self.step, SETTLE_EVERY):
                 self.check_finite()
-                self.report.settle()
             self.evaluate_if_due()
             if self.is_to_save():
                 self.save()

@@ -25,13 +25,14 @@ from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
+from ds_trainer.files.writing import write_json
 from ds_trainer.loop import PhasePlan, train
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, print_json
 from ds_trainer.ranks.out_of_memory import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report, drop_later_records, results_table, save_json
+from ds_trainer.report.log import Report, drop_later_records, results_table
 from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.starting_models import MADE, StartingModels
@@ -53,7 +54,7 @@ _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 def run(job: TrainJob) -> None:
     """Train every phase of the recipe; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
-    with StopRequests() as stop, status.told(), joined(job.timeout):
+    with StopRequests() as stop, status.recorded(), joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
@@ -264,7 +265,7 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
             calibrate_folder(model, plan.task, batch_size, spec)
         early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
         found = evaluate_exits(early, plan.task, batch_size)
-    distributed.on_main(lambda: save_json({EXITS_FILE: found}, plan.folder / "eval"))
+    distributed.on_main(partial(write_json, plan.folder / "eval" / EXITS_FILE, found))
     return found
 
 
