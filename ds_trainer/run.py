@@ -17,7 +17,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.schedules import steps_of
-from ds_trainer.deploy.latency import Subject, compare
+from ds_trainer.deploy.latency import TimedModel, compare
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import Best, Checkpoints, Position, check_fits, step_of
 from ds_trainer.engine.engine_file import resolve_engine_file, said_by, settled_numbers
@@ -280,7 +280,7 @@ def _compare(job: TrainJob, results: dict[str, Any]) -> None:
                 model = places[phase.name]
                 task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
                 task.examples(task.splits[0])  # collective, unlike what follows
-                subjects[phase.name] = Subject(model, task)
+                subjects[phase.name] = TimedModel(model, task)
         for name, costs in distributed.on_main(lambda: compare(subjects)).items():
             results[name] |= costs
     except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run

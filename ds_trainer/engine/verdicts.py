@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
     "fp16.auto_cast": "it casts positional inputs, and ds_trainer passes them by keyword; fp16.enabled casts the model",
     "graph_harvesting": _DELETED,
     "hybrid_engine": "it is for generation in the midst of training, which ds_trainer does not do",
-    "inference": "it is for deepspeed.init_inference; launch/export.py --onnx and launch/serve.py serve a model",
+    "inference": "it is for deepspeed.init_inference; launch/export.py --onnx and examples/serve.py serve a model",
     "managed_gradient_accumulation": "ds_trainer leaves the accumulation to DeepSpeed",
     "nebula": f"{_DELETED}; the recipe's save_steps writes checkpoints",
     "pipeline": "it is for a PipelineModule, and ds_trainer trains models of transformers; ZeRO stage 3 splits those",

@@ -7,13 +7,12 @@ contradict themselves. `page` decides which figures a report has and what they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ds_trainer.ranks import distributed
 from ds_trainer.report import drawing
 from ds_trainer.report.drawing import COLOURS, LEGEND, colours, dress, label
 from ds_trainer.report.matrices import Array, Counts, kept_shares, layer_of, role_of
@@ -149,30 +148,22 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
     """Draw the main score against the expected speed-up, layers / mean layers used: a line for each exit criterion.
 
     Points show each layer's head alone, and the policy that the phase has chosen. Scores that are not finite are left
-    out with a warning. `exits` is the content of `eval/exits.json`.
+    out. `exits` is the content of `eval/exits.json`.
     """
     results, layers = exits["splits"][split], exits["num_layers"]
     chosen, curves = results["early_exit"], results.get("curves", {})
     metric = next(iter(chosen["scores"]))
     figure, axes = drawing.one_panel(800, 440, f"{phase}: early exit on {split}")
-    drawn = 0
     for index, (criterion, points) in enumerate(curves.items()):
-        curve = _finite([(p["mean_layers"], p["scores"][metric]) for p in points], f"{phase}: {split}: {criterion}")
-        curve = curve[curve[:, 0].argsort()]
+        curve = _points(layers, ((point["mean_layers"], point["scores"][metric]) for point in points))
         # for two classes, entropy and confidence give the same line: the first is a pale band below the second
         band = index == 0 and len(curves) > 1
         style: dict[str, Any] = {"linewidth": 6, "alpha": 0.4} if band else {"linewidth": 1.5, "marker": "."}
-        colour = COLOURS[index % len(COLOURS)]
-        axes.plot(layers / curve[:, 0], curve[:, 1], label=label(criterion), color=colour, **style)
-        drawn += len(curve)
-    heads = _finite([(int(n), s[metric]) for n, s in results["heads"].items()], f"{phase}: {split}: heads")
-    style = {"color": "0.35", "mec": "white", "zorder": 3}
-    axes.plot(layers / heads[:, 0], heads[:, 1], "s", label="one head for all samples", **style)
-    policy = _finite([(chosen["mean_layers"], chosen["scores"][metric])], f"{phase}: {split}: policy")
-    style = {"color": "black", "markersize": 15, "mec": "white"}
-    axes.plot(layers / policy[:, 0], policy[:, 1], "*", label=_policy_name(exits["policy"]), **style)
-    if not drawn + len(heads) + len(policy):
-        raise ValueError(f"no {metric} of the exits is a finite number")
+        axes.plot(*curve.T, label=label(criterion), color=COLOURS[index % len(COLOURS)], **style)
+    heads = _points(layers, ((int(layer), scores[metric]) for layer, scores in results["heads"].items()))
+    axes.plot(*heads.T, "s", label="one head for all samples", color="0.35", mec="white", zorder=3)
+    policy = _points(layers, [(chosen["mean_layers"], chosen["scores"][metric])])
+    axes.plot(*policy.T, "*", label=_policy_name(exits["policy"]), color="black", markersize=15, mec="white")
     _speed_axis(axes, layers, heads)
     dress(axes, "expected speed-up (layers / mean layers used)", metric)
     axes.legend(**LEGEND)
@@ -212,14 +203,10 @@ def _names(records: Records, prefix: str) -> list[str]:
     return list(dict.fromkeys(name[len(prefix) :] for record in records for name in record if name.startswith(prefix)))
 
 
-def _finite(points: Sequence[tuple[float, float]], name: str) -> Array:
-    """Points of layers and scores, (points, 2), without those that are not finite; a warning counts these."""
-    rows = [[math.nan if value is None else value for value in point] for point in points]
-    every = np.array(rows, float).reshape(-1, 2)
-    finite = np.isfinite(every).all(1) & (every[:, 0] > 0)
-    if not finite.all():
-        distributed.warn(f"{name}: {int((~finite).sum())} of {len(every)} points are left out: they are not finite")
-    return every[finite]
+def _points(layers: int, points: Iterable[tuple[float, float | None]]) -> Array:
+    """Speed-ups and scores, (points, 2), from mean layers and scores; without scores that are not finite."""
+    finite = [(layers / mean, score) for mean, score in points if score is not None and math.isfinite(score)]
+    return np.array(sorted(finite), float).reshape(-1, 2)
 
 
 def _rates(axes: Axes, records: Records) -> None:
@@ -300,11 +287,11 @@ def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlim(0.95, 1.1 * layers)
     style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
-    last = math.inf
-    for layer, score in heads[heads[:, 0].argsort()]:
-        place = math.log(layers / layer) / math.log(layers + 1)
-        if last - place > 0.035:
-            number = axes.annotate(f"{layer:.0f}", (layers / layer, score), (0, 6), **style)
+    last = -math.inf
+    for speed_up, score in heads:
+        place = math.log(speed_up) / math.log(layers + 1)
+        if place - last > 0.035:
+            number = axes.annotate(f"{layers / speed_up:.0f}", (speed_up, score), (0, 6), **style)
             number.set_path_effects([withStroke(linewidth=2, foreground="white")])
             last = place
 

@@ -40,9 +40,8 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 import ds_trainer
 from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.deploy.serving import Classifier
 from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
-from ds_trainer.models.pretrained import CLASSIFIER, load_tokenizer, load_with_head
+from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_tokenizer, load_with_head
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 SECONDS = 60
@@ -225,7 +224,7 @@ def test_a_tokens_id_beyond_the_embeddings_is_refused(good, tmp_path):
     vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 10**6
     (folder / "tokenizer.json").write_text(json.dumps(value))
     with pytest.raises(ValueError, match="the tokenizer's largest token id is 1000000 and the model embeds"):
-        Classifier(str(folder), 4, 16)
+        check_fits(load_with_head(folder, CLASSIFIER), load_tokenizer(folder), 16)
 
 
 def test_that_a_model_runs_is_seen_without_a_trace(good):
