@@ -25,7 +25,7 @@ from transformers import MODEL_MAPPING, AutoModel
 from ds_trainer.config.jobs import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.deploy.benchmark_cases import BenchmarkCase, benchmark_cases
 from ds_trainer.deploy.benchmark_page import show, write, write_numbers
-from ds_trainer.deploy.latency import Forward, batches, bytes_by_form, eager, fit, in_turns, summary
+from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import count_weights
@@ -115,11 +115,6 @@ def measure(job: BenchmarkJob) -> Iterator[dict[str, Any]]:
             notes += _export(models, Path(aside), INT8 in job.dtypes)
         if job.task:
             _score(models, job.eval_batch_size)
-        notes += [
-            f"{label}: FLOPs of {type(model.model).__name__} are not counted: its layers are not of a known family"
-            for label, model in models.items()
-            if model.mean_flops([1]) is None
-        ]
         results: dict[str, Any] = {
             "finished": False,
             "base": next(iter(models)),
@@ -200,8 +195,8 @@ def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, BenchmarkModel
     folders = list(job.folders.values())
     if not all(fit(folders, torch.device(device)) for device in devices):
         raise UserError(
-            f"the {len(folders)} models together, which are measured in turns, would take more than half of the memory in fp32: "
-            f"give fewer folders"
+            f"the {len(folders)} models together, which are measured in turns, would take more than half of the memory "
+            f"in fp32: give fewer folders"
         )
     return {label: _load_one(folder, job) for label, folder in job.folders.items()}
 
@@ -239,7 +234,7 @@ def _export(models: Mapping[str, BenchmarkModel], aside: Path, int8: bool) -> It
         path.parent.mkdir()
         try:
             write_onnx(model.model, random_inputs(model.model, _TRACED, 2), path)
-            check_onnx(model.model, path, [_padded_inputs(model.model)])
+            check_onnx(model.model, path, [_masked_inputs(model.model)])
             model.onnx_files["fp32"] = path
             if int8:
                 quantise(path, quantised := path.with_name(f"model.{INT8}.onnx"))
@@ -250,15 +245,12 @@ def _export(models: Mapping[str, BenchmarkModel], aside: Path, int8: bool) -> It
             yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
 
 
-def _padded_inputs(model: Any) -> dict[str, Tensor]:
-    """A batch of another length than an .onnx file is made with, whose second text is shorter than the first."""
+def _masked_inputs(model: Any) -> dict[str, Tensor]:
+    """A batch of another length than an .onnx file is made with, and with half of the second text masked."""
     length = min(_CHECKED, positions_of(model) or _CHECKED)
-    inputs, half = random_inputs(model, length, 2), length // 2
-    ids = inputs["input_ids"]
-    ids[1, half - 1] = ids[1, -1]
-    ids[1, half:] = model.config.pad_token_id or 0
+    inputs = random_inputs(model, length, 2)
     if "attention_mask" in inputs:
-        inputs["attention_mask"][1, half:] = 0
+        inputs["attention_mask"][1, length // 2 :] = 0
     return inputs
 
 
@@ -322,7 +314,7 @@ def _measured(models: Mapping[str, BenchmarkModel], case: BenchmarkCase, limit: 
 
 
 def _warm_calls(
-    build: Callable[[], Forward], inputs: Sequence[Mapping[str, Tensor]], device: str
+    build: Callable[[], Inference], inputs: Sequence[Mapping[str, Tensor]], device: str
 ) -> tuple[list[partial[Any]], str | None]:
     """A call for each batch, already made once; or why there is none."""
     try:
@@ -335,7 +327,7 @@ def _warm_calls(
     return calls, None
 
 
-def _ways(label: str, model: BenchmarkModel, case: BenchmarkCase) -> dict[str, Callable[[], Forward]]:
+def _ways(label: str, model: BenchmarkModel, case: BenchmarkCase) -> dict[str, Callable[[], Inference]]:
     """The ways to run a model in a case: functions that build its forward, by the label of the row."""
     if case.backend == "onnxruntime":
         path = model.onnx_files.get(case.dtype)
@@ -345,7 +337,7 @@ def _ways(label: str, model: BenchmarkModel, case: BenchmarkCase) -> dict[str, C
     if case.backend == "compile":  # for inputs of one shape, or of any
         dynamic = None if of_the_task else False
         return {label: lambda: eager(torch.compile(_placed(model.model, *place), dynamic=dynamic))}
-    ways: dict[str, Callable[[], Forward]] = {label: lambda: eager(_placed(model.model, *place))}
+    ways: dict[str, Callable[[], Inference]] = {label: lambda: eager(_placed(model.model, *place))}
     if model.early and of_the_task:  # where random tokens leave would mean nothing
         ways[f"{label}, early exit"] = lambda: eager(_placed(model.early, *place))
     return ways

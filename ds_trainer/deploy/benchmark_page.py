@@ -103,6 +103,8 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
         lines.append("Tokens with ~: the average over the task's texts, padded to the longest of each batch.")
     if any(measured["backend"] == "onnxruntime" for measured in measurements):
         lines.append("The threads of onnxruntime sleep between calls: spinning threads would slow down the others.")
+    if any(None in folder["flops_per_example"].values() for folder in results["folders"].values()):
+        lines.append("FLOPs are not counted (–) where a model's layers are not of a known family.")
     noted: dict[str, list[str]] = {}
     for measured in measurements:
         case = ", ".join(text for name, text in words(measured).items() if name != "backend")

@@ -37,7 +37,7 @@ _ROUNDS = 5
 _SAME_DATA = ("name", "data_dir", "dataset")
 """Fields of a task's spec that decide which texts it reads."""
 
-Forward: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
+Inference: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
 """A model's forward: takes a batch, its inputs by name and on the device, and returns the outputs."""
 
 
@@ -120,7 +120,7 @@ def summary(times: Sequence[float]) -> dict[str, float]:
     return result
 
 
-def eager(model: Any) -> Forward:
+def eager(model: Any) -> Inference:
     """The forward of a model as torch runs it, without gradients."""
 
     def run(inputs: Mapping[str, Tensor]) -> Any:
@@ -170,7 +170,7 @@ def _with_the_last_data(models: Mapping[str, TimedModel]) -> dict[str, TimedMode
     return {name: model for name, model in models.items() if data[name] == list(data.values())[-1]}
 
 
-def _forwards(timed: TimedModel) -> dict[str, Forward]:
+def _forwards(timed: TimedModel) -> dict[str, Inference]:
     """The ways to run a folder's model, loaded once: to its end, and with early exits where it has them."""
     device = distributed.device()
     model: Any = timed.task.build_model(timed.folder).to(device).eval()

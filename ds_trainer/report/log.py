@@ -205,7 +205,11 @@ class Report:
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Record the scores of an evaluation and print them; collective."""
         self.write(step, {f"eval/{name}": value for name, value in scores.items()} | _memory("eval/memory"))
-        self._say(f"{self.phase}: step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+        line = f"{self.phase}: step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)  # above the bar
+        else:
+            distributed.info(line)
 
     def totals(self) -> dict[str, float]:
         """Epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
@@ -219,13 +223,6 @@ class Report:
     def _epoch(self) -> float:
         """How often each training example was seen: a whole number at the end of an epoch."""
         return (self._total_examples + self._counts["examples"]) / self._training_examples
-
-    def _say(self, message: str) -> None:
-        """Print a line on rank 0's console, above the progress bar."""
-        if self._bar is not None:
-            self._bar.write(message, file=sys.stderr)
-        else:
-            distributed.info(message)
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
         """Show a record on the console: in the progress bar, or as a line."""
