@@ -1,4 +1,4 @@
-"""Model folders side by side: what is measured, told, written and refused. No time is asserted."""
+"""Model folders side by side: measurements, notes, files and errors. No time is asserted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def task_flags(tiny_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Calls of each device's turn take what the test says, the base's first: no clock is looked at."""
+    """Calls take the times that the test gives, the base's first: no clock is used."""
     times = SimpleNamespace(each=[0.010])
 
     def in_turns(runs: Any, limit: float, device: Any, calls: int) -> dict[Any, list[float]]:
@@ -182,7 +182,7 @@ def test_what_a_backend_cannot_do_is_a_note(
 
 
 def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each for its sizes, however many there are: none is run uncompiled without a word."""
+    """Each for its sizes, however many models there are: none is run uncompiled in silence."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -201,7 +201,7 @@ def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.Monke
 
 
 def test_onnxruntime_runs_what_was_exported(plain: Path, task_flags: list[str], clock: SimpleNamespace) -> None:
-    """From a file that is there only meanwhile; its outputs are scored, as torch's are."""
+    """From a temporary file; its outputs are scored as torch's are."""
     told = found(plain, *FAST, "--lengths", 8, "task", *task_flags, "--backends", "onnxruntime")
     described = told["folders"]["model"]
     assert described["bytes"]["onnx"] > described["bytes"]["safetensors"] / 2
@@ -322,7 +322,7 @@ def test_flops_of_unknown_families_are_not_told(tmp_path: Path, clock: SimpleNam
 
 
 def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An .onnx file is compared with its model at another length, padded: if it differs, that is told."""
+    """An .onnx file is compared with its model at another length and masked: a note says where they differ."""
     monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)
     told = found(plain, *FAST, "--backends", "onnxruntime")
     assert "differ from the model's" in told["notes"][0]
@@ -380,7 +380,7 @@ def test_what_was_measured_is_kept(
 
 
 def test_a_base_without_an_encoder_has_a_figure() -> None:
-    """All of it was cut out: there are no shares, and no division by zero."""
+    """Where all of it was cut out, shares are 0 and nothing is divided by zero."""
     folder = {"encoder": {"total": 0, "kept": 0}, "bytes": {"pickle": 1}, "scores": {}}
     measured = {"backend": "torch", "device": "cpu", "dtype": "fp32", "threads": 1, "length": 8, "batch_size": 1}
     measured["folders"] = {name: {"speed_up": 1.0} for name in "ab"}
@@ -391,7 +391,7 @@ def test_a_base_without_an_encoder_has_a_figure() -> None:
 
 
 def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told, with what to do."""
+    """It is an error that says what to change."""
     monkeypatch.setattr(benchmark, "fit", lambda *_: False)
     monkeypatch.setattr(benchmark, "load_trained", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=r"the 2 models together.* give fewer folders"):

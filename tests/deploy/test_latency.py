@@ -117,7 +117,7 @@ def test_runs_take_turns():
 
 
 def test_the_time_is_looked_at_before_every_call(monkeypatch):
-    """Not once a round: slow calls end in the middle of one, and of who was not reached there are no times."""
+    """Not once a round: slow calls end in the middle of one, and a key that was not reached has no times."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(latency.time, "perf_counter", lambda: clock.now)
 
@@ -130,7 +130,7 @@ def test_the_time_is_looked_at_before_every_call(monkeypatch):
 
 
 def test_all_sizes_together_keep_the_limit(timed, monkeypatch):
-    """The first batch size leaves the second its half; without any time only sizes are told."""
+    """The first batch size leaves the second its half; without any time there are only sizes."""
     limits = []
     monkeypatch.setattr(latency, "in_turns", lambda runs, limit: limits.append(limit) or {key: [0.1] for key in runs})
     compare({"a": timed})
@@ -156,7 +156,7 @@ def test_a_folder_that_is_not_there_is_left_out(timed):
 
 @pytest.mark.parametrize("field", ["name", "data_dir", "dataset"])
 def test_models_of_other_texts_are_not_timed(timed, field):
-    """Their sizes are told; times on other texts say nothing beside these."""
+    """They have sizes only: times on other texts cannot be compared with these."""
     other = SimpleNamespace(spec=timed.task.spec.model_copy(update={field: "other"}))
     found = compare({"other": replace(timed, task=other), "last": timed})
     assert found["other"].keys() == {"size"}
@@ -195,7 +195,7 @@ def test_a_gpu_s_memory_counts_too(timed, monkeypatch):
 
 
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):
-    """Else the time would be that of asking, with what was asked before in it."""
+    """Otherwise the time would be that of launching kernels, and include earlier ones."""
     done = []
     monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda device: done.append(device.type))
     assert timing.seconds(lambda: done.append("call"), torch.device("cuda", 0)) >= 0

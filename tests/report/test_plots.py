@@ -1,4 +1,4 @@
-"""The figures show what the run's files say, and cover none of it."""
+"""The figures show the data in the run's files, and cover none of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_nothing_is_drawn_of_what_is_not_there():
 
 
 def test_the_weighted_terms_add_up_to_the_loss():
-    """What is drawn solid is weight times term, what is dotted the term."""
+    """Dashed lines are weight times term, dotted lines the unweighted term."""
     drawn = lines(plots.losses("taught", taught()))
     total = drawn["0.5 × task"].get_ydata() + drawn["2 × distill.logits"].get_ydata()
     assert np.allclose(total, drawn["loss"].get_ydata())
@@ -211,7 +211,7 @@ def test_distilbert_and_layers_that_have_lost_heads(tmp_path):
 
 
 def test_what_was_cut_out_is_counted_from_before(tmp_path):
-    """A cell for each matrix: what is left cannot say which heads it were, and an empty block has lost all."""
+    """A cell for each matrix: remaining weights do not show which heads they were; an empty block has lost all."""
     before = dict.fromkeys(NAMES, 64)
     counts = {name: {"kept": 16, "total": 16} for name in NAMES if "layer.1.attention" not in name}
     figure = plots.kept_weights("cut", counts, tmp_path, before)
@@ -247,7 +247,7 @@ def test_phases_stand_at_their_size_and_score():
 
 
 def test_noise_is_not_drawn_as_a_result():
-    """A tenth of a point fills a small part of the panel; of a perplexity it is said that less is better."""
+    """A tenth of a point fills a small part of the panel; the axis of a perplexity notes that less is better."""
     figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)})
     low, high = figure.axes[0].get_ylim()
     assert high - low == pytest.approx(0.02)

@@ -53,7 +53,7 @@ def test_what_waits_for_a_record_does_not_grow(tmp_path):
 
 @pytest.mark.parametrize("step", [1, SETTLE_EVERY, 2 * SETTLE_EVERY + 1, STEPS - 1])
 def test_a_stop_between_does_not_change_a_bit(tmp_path, step):
-    """The state, through JSON as in a checkpoint, gives the record that there is without."""
+    """A report resumed from its state, through JSON as in a checkpoint, writes the record of one without a stop."""
     whole, first = opened(tmp_path), opened(tmp_path)
     run(whole, range(STEPS))
     run(first, range(step))

@@ -1,4 +1,4 @@
-"""The report tells what the files of a run tell, asks nothing of the network, and never ends a run."""
+"""The report shows the files of a run, loads nothing from the network, and never ends a run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_table_has_every_phase_s_figures(made):
 
 
 def test_the_page_shows_the_files_and_the_command(made):
-    """As they are, so that the run can be made again; how the exits were calibrated is said below their curve."""
+    """As they are, so that the run can be made again; the caption of the exit curves says how they were calibrated."""
     page = (made / "report.md").read_text()
     for name in ("recipe.json", "deepspeed_config.json"):
         assert (made / name).read_text() in page
@@ -167,7 +167,7 @@ def test_nothing_in_a_run_s_files_becomes_markup(run):
 
 
 def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
-    """Exits that are no JSON, a model that is gone, a loss that is no number: each told, by name, also on the page."""
+    """Exits that are no JSON, a missing model, a loss that is no number: each is a warning and a line on the page."""
     (run / "eval" / "exits.json").write_text('{"layers": [1,')
     shutil.rmtree(run / "taught" / "model")
     with (run / "log.jsonl").open("a") as log:
@@ -191,7 +191,7 @@ def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
 
 @pytest.mark.usefixtures("few_figures")
 def test_a_report_never_ends_a_run(run, warnings, monkeypatch):
-    """Whatever a plot or the table raises, and where the page itself cannot be written, there is a warning."""
+    """An error of a plot, of the table or of a file is a warning."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no such luck")
@@ -207,7 +207,7 @@ def test_a_report_never_ends_a_run(run, warnings, monkeypatch):
 
 
 def test_without_matplotlib_there_is_a_page_without_figures(run, warnings, monkeypatch):
-    """One warning, and the way to get them; the table is there."""
+    """One warning says how to get them; the table is on the page."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(run)
     assert not (run / "plots").exists()
@@ -242,7 +242,7 @@ def test_only_a_dense_model_is_called_dense(run):
 
 
 def test_exits_that_were_set_again_are_told(run):
-    """The figures are of other thresholds than the folder's; of the same nothing is said."""
+    """A note says so where the folder's thresholds differ from those of the figures."""
     exits = json.loads((run / "eval" / "exits.json").read_text())
     saved = {"version": 1, "layers": [1, 2], "policy": exits["policy"], "calibration": exits["calibration"]}
     (run / "model" / "exits.json").write_text(json.dumps(saved))
@@ -265,7 +265,7 @@ def test_a_threshold_for_each_head_is_said_so(run):
 
 
 def test_of_a_step_logged_twice_the_last_holds(run, warnings):
-    """A resumed run repeats steps; evaluation at a step adds to its record; a line cut short is left out and told."""
+    """A resumed run repeats steps; an evaluation adds to its step's record; a line cut short is left out, with a warning."""
     with (run / "log.jsonl").open("a") as log:
         for row in ({"step": 3, "train/loss": 9.0}, {"step": 3, "eval/accuracy": 0.5}, {"step": 2, "train/loss": 7.0}):
             log.write(json.dumps({"phase": "dense", **row}) + "\n")
@@ -301,7 +301,7 @@ def test_phases_of_other_tasks_are_not_compared(run):
 
 
 def test_a_report_says_what_it_wrote(run, warnings):
-    """All of it, and nothing that it left as it was: an image of the user's is kept, told, and not on the page."""
+    """An image that the user has put in the folder is kept, is a warning, and is not on the page."""
     (run / "plots").mkdir()
     (run / "plots" / "dense.loss.png").write_bytes(b"mine")
     write_report(run)
