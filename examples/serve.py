@@ -1,7 +1,7 @@
 """Serve a text classifier over HTTP on this machine, one request at a time: an example to start from.
 
-    python examples/serve.py OUT/model
-    curl -d '{"texts": ["a fine film", "a dull one"]}' http://127.0.0.1:8000
+python examples/serve.py OUT/model
+curl -d '{"texts": ["a fine film", "a dull one"]}' http://127.0.0.1:8000
 """
 
 import argparse

@@ -265,7 +265,7 @@ def test_a_threshold_for_each_head_is_said_so(run):
 
 
 def test_of_a_step_logged_twice_the_last_holds(run, warnings):
-    """A resumed run repeats steps; an evaluation adds to its step's record; a line cut short is left out, with a warning."""
+    """A resumed run repeats steps; evaluations add to a step's record; a line cut short is left out, with a warning."""
     with (run / "log.jsonl").open("a") as log:
         for row in ({"step": 3, "train/loss": 9.0}, {"step": 3, "eval/accuracy": 0.5}, {"step": 2, "train/loss": 7.0}):
             log.write(json.dumps({"phase": "dense", **row}) + "\n")
