@@ -363,12 +363,8 @@ def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
     versions = machine.versions()
     if "onnxruntime" in job.backends:
         versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    conditions = {
-        "cpu": machine.cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": versions,
-        "seconds": job.seconds,
-    }
+    cores = len(os.sched_getaffinity(0))
+    conditions = {"cpu": machine.cpu_name(), "cores": cores, "versions": versions, "seconds": job.seconds}
     if "cuda" in devices:
         conditions["gpu"] = torch.cuda.get_device_name()
     if job.task:
