@@ -21,13 +21,14 @@ from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
+from ds_trainer.files.writing import write_json
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
 from ds_trainer.ranks.joining import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report, save_json
+from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
@@ -156,7 +157,6 @@ class Training:
                 self.report.write_histograms(self.progress.step, self.histograms.take())
         elif self.progress.step % SETTLE_EVERY == 0:
             self.check_finite()
-            self.report.settle()
 
     def evaluate_if_due(self) -> None:
         """Score the model as it is now, and record the scores, unless an earlier session has done so."""
@@ -236,10 +236,14 @@ class Training:
         # the answers are missing where an earlier session has recorded this evaluation
         return progress.step, progress.evaluation if progress.evaluation.answers else self.score(progress.step)
 
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
+        for name, value in evaluation.files(self.plan.task).items():
+            write_json(self.plan.folder / "eval" / name, value)
+
     def finish(self, step: int, evaluation: Evaluation) -> dict[str, Any]:
         """Export the model of a step, stop the engine, and return the results of the phase."""
         plan = self.plan
-        distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
+        distributed.on_main(partial(self._write_evaluation, evaluation))
         totals = self.report.totals() | {"steps": step}
         results = {"train": totals, "eval": evaluation.scores, "trained_on": self.report.trained_on}
         rebuild = partial(plan.rebuild, self.states())

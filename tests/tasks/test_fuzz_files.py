@@ -34,12 +34,12 @@ from support.official_files import OFFICIAL
 from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.layers import train_tokenizer
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import page as report_page
-from ds_trainer.report.page import report_command
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.squad import squad_file
@@ -341,7 +341,6 @@ def _without_figures() -> Iterator[None]:
         yield
 
 
-_CHECK_INSTALLED = report_page.check_installed
 REPORTED = ["all_results.json", "recipe.json", "log.jsonl", "command.json", "eval/exits.json"]
 
 
@@ -376,19 +375,6 @@ def test_reports(data: st.DataObject, run: Path, folder: Path) -> None:
 def test_reports_with_figures(data: st.DataObject, run: Path, folder: Path) -> None:
     """Figures of what is there, however odd, are drawn or left out, and take no time or memory without an end."""
     _reported(data, run, folder / "drawn")
-
-
-def test_figures_of_thousands_of_splits_are_left_out(run: Path, folder: Path) -> None:
-    """Their number is what a file says: drawn one by one they would take an hour. The page says so."""
-    place = folder / "splits"
-    shutil.copytree(run, place)
-    exits = json.loads((run / "eval/exits.json").read_text())
-    exits["splits"] = {f"s{number}": {} for number in range(3000)}
-    put(place / "eval/exits.json", json.dumps(exits).encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "check_installed", _CHECK_INSTALLED)  # another test's module has none
-        assert RULE.outcome("no file", report_command, [str(place)]) == ""
-    assert "3,000 splits" in (place / "report.md").read_text()
 
 
 @fuzzed(200)
