@@ -6,12 +6,10 @@ a random token into the output folder, which is removed. Torch is not loaded her
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import secrets
-import shlex
 import shutil
 import sys
 import textwrap
@@ -43,71 +41,42 @@ from ds_trainer.hosts.hostfile import Host, environment_files, exports, misread,
 from ds_trainer.hosts.remote import Remote, Reply, at_once
 
 PROJECT = str(Path(__file__).resolve().parent.parent)
-_PORT = 29500
+MASTER_PORT = 29500
 _ALL = "all"
-USER_ERROR = 2
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checked doctor's command."""
+class DoctorJob:
+    """What to check; the fields are named like the flags."""
 
     hostfile: Path
-    output: Path | None
-    ssh: tuple[str, ...]
-    master_addr: str | None
-    master_port: int
-    timeout: int
-    as_json: bool
+    output_dir: Path | None = None
+    ssh_port: int | None = None
+    ssh_args: tuple[str, ...] = ()
+    master_addr: str | None = None
+    master_port: int = MASTER_PORT
+    timeout: int = 60
+    """Seconds for each command on a host."""
+
+    @property
+    def ssh(self) -> tuple[str, ...]:
+        """The ssh command without the host; a silent host is given up after 15 s, where TCP would wait 15 minutes."""
+        patience: tuple[str, ...] = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, self.timeout)}")
+        patience = (*patience, "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
+        port = ("-p", str(self.ssh_port)) if self.ssh_port else ()
+        return ("ssh", "-T", *self.ssh_args, *patience, *port)
 
 
-def doctor_command(arguments: Sequence[str]) -> int:
-    """Check, print, and give the exit code: 0 all is well, 1 a check failed, 2 the hostfile is wrong.
-
-    A wrong flag ends with 2, too, by argparse.
-    """
-    job = read_job(arguments)
+def doctor(job: DoctorJob, as_json: bool = False) -> int:
+    """Print the table, or its rows as JSON; returns 0 where all is well, 1 after a fault, 2 for a wrong hostfile."""
     rows = [shown(row) for row in examine(job)]
-    print(json.dumps([asdict(row) for row in rows], indent=2) if job.as_json else table(rows, _width()))
+    width = shutil.get_terminal_size((160, 24)).columns
+    print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else table(rows, width))
     failed = {row.check for row in rows if row.result == FAILED}
-    return USER_ERROR if "hostfile" in failed else 1 if failed else 0
+    return 2 if "hostfile" in failed else int(bool(failed))
 
 
-def read_job(arguments: Sequence[str]) -> Job:
-    parser = argparse.ArgumentParser(
-        prog="doctor.py", description="Check a hostfile's hosts before a run.", allow_abbrev=False
-    )
-    parser.add_argument("--hostfile", type=Path, required=True, help="as for deepspeed: a line `NAME slots=N` a host")
-    parser.add_argument("--output_dir", type=Path, help="the run's: must be one folder for all hosts")
-    parser.add_argument("--ssh_port", type=int, help="as for deepspeed")
-    parser.add_argument(
-        "--ssh_args",
-        default=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
-        help="ssh's flags, as in PDSH_SSH_ARGS_APPEND, from which they are taken by default",
-    )
-    parser.add_argument("--master_addr", help="as for deepspeed")
-    parser.add_argument("--master_port", type=int, default=_PORT, help=f"as for deepspeed ({_PORT})")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds for each command on a host (60)")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    flags = parser.parse_args(arguments)
-    for name, value, most in (("ssh_port", flags.ssh_port, 65535), ("master_port", flags.master_port, 65535)):
-        if value is not None and not 1 <= value <= most:
-            parser.error(f"--{name} is {value}: give 1 to {most}")
-    if not 5 <= flags.timeout <= 3600:
-        parser.error(f"--timeout is {flags.timeout}: give 5 to 3600 seconds")
-    try:
-        more = shlex.split(flags.ssh_args)
-    except ValueError as error:
-        parser.error(f"--ssh_args {flags.ssh_args!r}: {error}")
-    # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
-    patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
-    patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
-    port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
-    ssh = ("ssh", "-T", *more, *patience, *port)
-    return Job(flags.hostfile, flags.output_dir, ssh, flags.master_addr, flags.master_port, flags.timeout, flags.json)
-
-
-def examine(job: Job) -> list[Row]:
+def examine(job: DoctorJob) -> list[Row]:
     """All checks, in the order in which one needs another."""
     rows, exported = check_environment()
     try:
@@ -128,7 +97,7 @@ def examine(job: Job) -> list[Row]:
     rows += [_local_ssh(job, hosts[0])] if local else []
     unknown = {row.host for row in names if row.result == FAILED}
     rows += [skipped(check, name, "name failed") for name in sorted(unknown) for check in ("ssh", *FACT_CHECKS)]
-    with _token(job.output) as (folder, path, token):
+    with _token(job.output_dir) as (folder, path, token):
         asked = at_once(lambda host: _facts(remote, host, path), [host for host in hosts if host.name not in unknown])
     facts = {host: reply.value for host, reply in asked.items() if not reply.error}
     interface = common_interface(facts, addresses)
@@ -171,7 +140,7 @@ def _pdsh() -> Row:
     return Row("pdsh", "this one", "FAILED", "deepspeed starts the hosts with it, and it is not on the PATH", cure)
 
 
-def _local_ssh(job: Job, host: Host) -> Row:
+def _local_ssh(job: DoctorJob, host: Host) -> Row:
     """This machine alone needs no ssh, but DeepSpeed tries it before it starts."""
     error = Remote("", "", {}, job.ssh, job.timeout).ready(host)
     if not error:
@@ -225,7 +194,7 @@ def _host_rows(host: Host, reply: Reply, setting: Setting, local: bool) -> list[
 
 
 def _between(
-    job: Job, remote: Remote, setting: Setting, facts: Mapping[Host, Mapping[str, Any]], rows: Sequence[Row]
+    job: DoctorJob, remote: Remote, setting: Setting, facts: Mapping[Host, Mapping[str, Any]], rows: Sequence[Row]
 ) -> list[Row]:
     """The checks of what is between hosts; they need all of them."""
     hosts = setting.hosts
@@ -298,7 +267,3 @@ def _lines(cells: Sequence[str], lengths: Sequence[int]) -> Iterator[str]:
     for number in range(max(map(len, columns))):
         parts = [column[number] if number < len(column) else "" for column in columns]
         yield "  ".join(part.ljust(length) for part, length in zip(parts, lengths, strict=True)).rstrip()
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((160, 24)).columns

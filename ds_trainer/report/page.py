@@ -5,7 +5,6 @@ A figure that fails is a warning, and a line on the page; it never ends a traini
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import json
@@ -31,11 +30,8 @@ Cells = dict[str, str]
 """A column of the table of results: what is said of a phase, by the row's title."""
 
 
-def report_command(arguments: Sequence[str]) -> None:
-    """`launch/report.py`: make the report of an output folder again."""
-    parser = argparse.ArgumentParser(prog="report.py", description="Make a run's report again.", allow_abbrev=False)
-    parser.add_argument("output_dir", type=Path, help="the output folder of a run")
-    folder = parser.parse_args(list(arguments)).output_dir
+def make_report(folder: Path) -> None:
+    """Make the report of an output folder again; raise UserError where the folder holds no run or cannot be written."""
     run = read_run(folder)
     try:
         _write(run, _Drawn())

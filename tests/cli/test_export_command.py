@@ -22,8 +22,8 @@ from support.squad_tasks import write
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
 
 from ds_trainer import load_model
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.deploy import export_folder
 from ds_trainer.deploy.export_files import is_aside

@@ -41,8 +41,9 @@ from support.launching import ROOT
 
 from ds_trainer.cli import evaluate as evaluate_command
 from ds_trainer.cli import train as command
+from ds_trainer.cli.calibrate import read_calibrate_job
 from ds_trainer.cli.evaluate import read_evaluate_job
-from ds_trainer.cli.train import read_calibrate_job, read_train_job
+from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.recipe import Recipe
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.engine.keys import key_table

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.deploy import backends as benchmark_backends
 from ds_trainer.deploy import benchmark, benchmark_page
 from ds_trainer.deploy.backends import compiled, compiling

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from ds_trainer import load_model
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.models.layers import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer, load_trained

@@ -143,7 +143,8 @@ def test_amp_is_refused_even_with_apex(apex, tiny_recipe, write_json, tmp_path):
         write_json("r.json", tiny_recipe),
     )
     code = (
-        "import sys, apex.amp; from ds_trainer.cli.train import run_command, train_command; "
+        "import sys, apex.amp; from ds_trainer.cli.command import run_command; "
+        "from ds_trainer.cli.train import train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
     done = run_python("-c", code, *files, "--output_dir", str(tmp_path / "out"))

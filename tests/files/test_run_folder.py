@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
-from ds_trainer.report.page import report_command, write_report
+from ds_trainer.report.page import write_report
 
 
 def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):

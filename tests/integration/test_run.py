@@ -13,9 +13,9 @@ import pytest
 from support.launching import SHARED, run_deepspeed, run_python
 from support.trained_runs import becomes_model, read, train
 
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.saved_checkpoint import is_checkpoint
 from ds_trainer.files.checkpoint_files import read_marker, write_marker
 from ds_trainer.files.run_folder import RunFolder
@@ -247,7 +247,7 @@ def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
 EVALUATE = """
 import os, sys
 import ds_trainer.run  # loaded once for all
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.ranks.distributed import leave
 from ds_trainer.cli.evaluate import evaluate_command
 for words in sys.argv[1].split("|"):

@@ -38,7 +38,7 @@ from support.spoiling import (
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import ds_trainer
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.deploy.serving import Classifier
 from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer

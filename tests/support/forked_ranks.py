@@ -147,7 +147,8 @@ def _fork(request: dict, rank: int) -> int:
 
 
 def _be_rank(request: dict, rank: int) -> NoReturn:
-    from ds_trainer.cli.train import run_command, train_command
+    from ds_trainer.cli.command import run_command
+    from ds_trainer.cli.train import train_command
     from ds_trainer.ranks.distributed import leave
 
     os.setsid()

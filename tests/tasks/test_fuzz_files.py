@@ -33,11 +33,11 @@ from support.official_files import OFFICIAL
 from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.layers import train_tokenizer
 from ds_trainer.report import page as report_page
-from ds_trainer.report.page import report_command
 from ds_trainer.tasks.data_files import check_data_files
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.registry import build_task
