@@ -165,18 +165,6 @@ def test_overwriting_leaves_nothing_of_the_old_model(model, folders, tmp_path):
     assert not hasattr(load_model(out)(**inputs(2, 8)), "exit_layers")
 
 
-@pytest.mark.parametrize("name", ["export.json", "model.onnx", "model.safetensors", "exits.json"])
-def test_a_folder_in_the_place_of_a_file_is_told(model, folders, tmp_path, name, capsys):
-    """Before anything is replaced."""
-    out = Path(shutil.copytree(folders / "qa", tmp_path / "out"))
-    (out / name).unlink(missing_ok=True)
-    (out / name).mkdir()
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    assert exported(model, "--shrink", "--output_dir", out, "--overwrite") == 2
-    assert f"{name} is a folder" in capsys.readouterr().err
-    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number, code):
     """The old one is gone then: the new one is put in place whole before the process ends as asked."""
@@ -363,7 +351,7 @@ def test_exit_heads(model, tmp_path, capsys):
     [
         ([], ["nothing to do", "--shrink, --onnx, --compact, --unpack or --import_from"]),
         (["--shrink"], ["give --output_dir"]),
-        (["--shrink", "--output_dir", "MODEL"], ["the model folder itself"]),
+        (["--shrink", "--output_dir", "MODEL"], ["stays as it is"]),
         (["--shrink", "--output_dir", "FULL"], ["something else than a model"]),
         (["--compact", "fp16", "--output_dir", "OTHER"], ["not empty", "--overwrite"]),
         (["--onnx", "--output_dir", "FULL/notes.txt"], ["is a file"]),
