@@ -39,7 +39,7 @@ def evaluate_folder(job: EvaluateJob) -> None:
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
+    """Score all checkpoints of a phase, print a table of them and write a figure. Damaged ones are left out."""
     with joined():
         rows = []
         for saved in job.checkpoints:
@@ -60,7 +60,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
-    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
+    """Calibrate the exits of a model folder on a task, over all ranks; the thresholds are printed as JSON."""
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
@@ -69,7 +69,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
 
 
 def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
-    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
+    """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
     task = build_task(job.task, job.model, job.cache_dir)
     task.check_trained(job.model)
     model = task.build_model(job.model).to(distributed.device()).eval()
