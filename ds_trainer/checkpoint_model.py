@@ -25,8 +25,8 @@ from ds_trainer.deploy.export import export_weights
 from ds_trainer.engine.universal_form import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
-from ds_trainer.loop import PhaseModel
 from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.interrupts import leaving
 from ds_trainer.starting_models import MADE, MadeModels

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig,
 from ds_trainer.config.recipe import parse_recipe, task_of
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.loop import PhasePlan, train_step
+from ds_trainer.loop import train_step
 from ds_trainer.models.layers import train_tokenizer, whole_state_dict
+from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan

@@ -24,10 +24,10 @@ from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.deploy.export import export
 from ds_trainer.engine.checkpoint import Best, Checkpoints
+from ds_trainer.phase import plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.report.log import Report
-from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
 
 STEPS, EVALUATE, SAVE = 18, 6, 5
@@ -151,10 +151,10 @@ _save = loop.Training.save
 
 def save_and_export(training: loop.Training) -> None:
     """Save a checkpoint, and export the engine as it is at that step."""
-    before = training.saved
+    before = training.progress.saved
     _save(training)
-    plan, step = training.plan, training.step
-    if training.saved != before and plan.folder.name == "whole":
+    plan, step = training.plan, training.progress.step
+    if training.progress.saved != before and plan.folder.name == "whole":
         rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
         export(training.engine, rebuild, plan.task, step, folder, plan.change)
 
