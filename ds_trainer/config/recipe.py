@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits
+from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401

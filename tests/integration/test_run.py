@@ -336,7 +336,7 @@ HOSTILE = {
     ),
     "other phase": (
         lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
-        "was written by the phase prune, and lies where ",
+        "was written by the phase prune, but lies in the folder of ",
     ),
     "other model": (
         lambda run: edit_recipe(run, lambda recipe: recipe["phases"][0].update(name="fine")),
@@ -349,7 +349,7 @@ HOSTILE = {
         ),
         "do not go into the model that ",
     ),
-    "older": (forget_phase, "was written by an older version of this library, which did not note the phase"),
+    "older": (forget_phase, "was written by an older version of this library, which did not store the phase"),
     "no task files": (
         lambda run: edit_recipe(run, lambda recipe: recipe["task"].update(data_dir=str(run / "nowhere"))),
         "nowhere/validation.csv",
