@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.hosts.doctor import MASTER_PORT, DoctorJob, doctor
-
-_RANGES = {"ssh_port": (1, 65535), "master_port": (1, 65535), "timeout": (5, 3600)}
+from ds_trainer.hosts.checks import FAILED, shown
+from ds_trainer.hosts.doctor import Job, examine, table
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Check the hosts; the exit code is 0 if all is well, 1 after a fault, 2 for a wrong hostfile."""
-    flags = doctor_parser().parse_args(list(arguments))
-    return doctor(read_doctor_job(flags), as_json=flags.json)
+    """Check the hosts; the exit code is 0 if all is well, 1 if a check failed, 2 if the hostfile is wrong."""
+    job = read_doctor_job(arguments)
+    rows = [shown(row) for row in examine(job)]
+    print(json.dumps([asdict(row) for row in rows], indent=2) if job.as_json else table(rows))
+    failed = {row.check for row in rows if row.result == FAILED}
+    return 2 if "hostfile" in failed else int(bool(failed))
 
 
-def read_doctor_job(flags: argparse.Namespace) -> DoctorJob:
-    """Check the flags; a UserError has every mistake, one a line."""
-    mistakes, ssh_args = Mistakes(), list[str]()
-    for name, (least, most) in _RANGES.items():
+def read_doctor_job(arguments: Sequence[str]) -> Job:
+    """Parse and check a doctor's command; a UserError has every mistake, one a line."""
+    flags, mistakes, ssh_args = doctor_parser().parse_args(list(arguments)), Mistakes(), list[str]()
+    for name, least, most in (("ssh_port", 1, 65535), ("master_port", 1, 65535), ("timeout", 5, 3600)):
         value = getattr(flags, name)
         if value is not None and not least <= value <= most:
             mistakes.append(f"--{name} is {value}: give {least} to {most}")
@@ -32,8 +36,12 @@ def read_doctor_job(flags: argparse.Namespace) -> DoctorJob:
     except ValueError as error:
         mistakes.append(f"--ssh_args is {flags.ssh_args!r}: {error}")
     mistakes.raise_all()
-    fields = {name: value for name, value in vars(flags).items() if name != "json"}
-    return DoctorJob(**fields | {"ssh_args": tuple(ssh_args)})
+    # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
+    patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
+    patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
+    port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
+    ssh = ("ssh", "-T", *ssh_args, *patience, *port)
+    return Job(flags.hostfile, flags.output_dir, ssh, flags.master_addr, flags.master_port, flags.timeout, flags.json)
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -45,7 +53,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     ssh_args = "ssh's flags, as in PDSH_SSH_ARGS_APPEND, from which they are taken by default"
     add("--ssh_args", default=os.environ.get("PDSH_SSH_ARGS_APPEND", ""), help=ssh_args)
     add("--master_addr", help="as for deepspeed")
-    add("--master_port", type=int, default=MASTER_PORT, help=f"as for deepspeed ({MASTER_PORT})")
+    add("--master_port", type=int, default=29500, help="as for deepspeed (29500)")
     add("--timeout", type=int, default=60, help="seconds for each command on a host (60)")
     add("--json", action="store_true", help="print the rows as JSON")
     return parser

@@ -7,7 +7,6 @@ a random token into the output folder, which is removed. Torch is not loaded her
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -15,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from ds_trainer.hosts.checks import (
     connect_row,
     path_row,
     port_row,
-    shown,
     skipped,
     ssh_row,
 )
@@ -41,42 +39,23 @@ from ds_trainer.hosts.hostfile import Host, environment_files, exports, misread,
 from ds_trainer.hosts.remote import Remote, Reply, at_once
 
 PROJECT = str(Path(__file__).resolve().parent.parent)
-MASTER_PORT = 29500
 _ALL = "all"
 
 
 @dataclass(frozen=True)
-class DoctorJob:
-    """What to check; the fields are named like the flags."""
+class Job:
+    """A checked doctor's command."""
 
     hostfile: Path
-    output_dir: Path | None = None
-    ssh_port: int | None = None
-    ssh_args: tuple[str, ...] = ()
-    master_addr: str | None = None
-    master_port: int = MASTER_PORT
-    timeout: int = 60
-    """Seconds for each command on a host."""
-
-    @property
-    def ssh(self) -> tuple[str, ...]:
-        """The ssh command without the host; a silent host is given up after 15 s, where TCP would wait 15 minutes."""
-        patience: tuple[str, ...] = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, self.timeout)}")
-        patience = (*patience, "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
-        port = ("-p", str(self.ssh_port)) if self.ssh_port else ()
-        return ("ssh", "-T", *self.ssh_args, *patience, *port)
+    output: Path | None
+    ssh: tuple[str, ...]
+    master_addr: str | None
+    master_port: int
+    timeout: int
+    as_json: bool
 
 
-def doctor(job: DoctorJob, as_json: bool = False) -> int:
-    """Print the table, or its rows as JSON; returns 0 where all is well, 1 after a fault, 2 for a wrong hostfile."""
-    rows = [shown(row) for row in examine(job)]
-    width = shutil.get_terminal_size((160, 24)).columns
-    print(json.dumps([asdict(row) for row in rows], indent=2) if as_json else table(rows, width))
-    failed = {row.check for row in rows if row.result == FAILED}
-    return 2 if "hostfile" in failed else int(bool(failed))
-
-
-def examine(job: DoctorJob) -> list[Row]:
+def examine(job: Job) -> list[Row]:
     """All checks, in the order in which one needs another."""
     rows, exported = check_environment()
     try:
@@ -97,7 +76,7 @@ def examine(job: DoctorJob) -> list[Row]:
     rows += [_local_ssh(job, hosts[0])] if local else []
     unknown = {row.host for row in names if row.result == FAILED}
     rows += [skipped(check, name, "name failed") for name in sorted(unknown) for check in ("ssh", *FACT_CHECKS)]
-    with _token(job.output_dir) as (folder, path, token):
+    with _token(job.output) as (folder, path, token):
         asked = at_once(lambda host: _facts(remote, host, path), [host for host in hosts if host.name not in unknown])
     facts = {host: reply.value for host, reply in asked.items() if not reply.error}
     interface = common_interface(facts, addresses)
@@ -140,7 +119,7 @@ def _pdsh() -> Row:
     return Row("pdsh", "this one", "FAILED", "deepspeed starts the hosts with it, and it is not on the PATH", cure)
 
 
-def _local_ssh(job: DoctorJob, host: Host) -> Row:
+def _local_ssh(job: Job, host: Host) -> Row:
     """This machine alone needs no ssh, but DeepSpeed tries it before it starts."""
     error = Remote("", "", {}, job.ssh, job.timeout).ready(host)
     if not error:
@@ -194,7 +173,7 @@ def _host_rows(host: Host, reply: Reply, setting: Setting, local: bool) -> list[
 
 
 def _between(
-    job: DoctorJob, remote: Remote, setting: Setting, facts: Mapping[Host, Mapping[str, Any]], rows: Sequence[Row]
+    job: Job, remote: Remote, setting: Setting, facts: Mapping[Host, Mapping[str, Any]], rows: Sequence[Row]
 ) -> list[Row]:
     """The checks of what is between hosts; they need all of them."""
     hosts = setting.hosts
@@ -239,8 +218,9 @@ def check_all_reduce(remote: Remote, setting: Setting, address: str, port: int) 
     return [all_reduce_row(host, reply.value, reply.error, setting) for host, reply in replies.items()]
 
 
-def table(rows: Sequence[Row], width: int) -> str:
+def table(rows: Sequence[Row], width: int | None = None) -> str:
     """The rows under each other; hosts with the same finding share one, found and cure are wrapped to the width."""
+    width = width or shutil.get_terminal_size((160, 24)).columns
     hosts = len({row.host for row in rows if row.check == "ssh"})
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:

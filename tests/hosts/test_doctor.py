@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from support.launching import ROOT, environment, free_port
 
-from ds_trainer.cli.doctor import doctor_command, doctor_parser, read_doctor_job
+from ds_trainer.cli.doctor import doctor_command, read_doctor_job
 from ds_trainer.hosts import probe as doctor_probe
 from ds_trainer.hosts.checks import Row, Setting, check_facts, check_names, common_interface, path_row, shown, ssh_row
 from ds_trainer.hosts.doctor import table
 from ds_trainer.hosts.hostfile import Host
 from ds_trainer.hosts.remote import Remote
-from ds_trainer.ranks.failures import UserError
 
 ONE, TWO = Host("one", 2), Host("ann@two", 2)
 
@@ -167,18 +166,19 @@ def test_the_table_has_every_word_and_keeps_its_width():
         (["--hosts", "x"], "--hosts"),
     ],
 )
-def test_a_wrong_flag_is_a_users_mistake(flags, told):
-    """It is reported before any host is contacted."""
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_a_wrong_flag_ends_with_2(flags, told):
+    """Told before anything is asked."""
+    with pytest.raises(ValueError) as caught:
         doctor_command(["--hostfile", "none", *flags])
+    assert told in str(caught.value)
 
 
 def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
     """BatchMode, the port, and PDSH_SSH_ARGS_APPEND unless other flags are given."""
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-F config")
-    ssh = read_doctor_job(doctor_parser().parse_args(["--hostfile", "h", "--ssh_port", "2222"])).ssh
+    ssh = read_doctor_job(["--hostfile", "h", "--ssh_port", "2222"]).ssh
     assert {"BatchMode=yes", "-F", "config", "2222"} <= set(ssh)
-    assert "-F" not in read_doctor_job(doctor_parser().parse_args(["--hostfile", "h", "--ssh_args=-v"])).ssh
+    assert "-F" not in read_doctor_job(["--hostfile", "h", "--ssh_args=-v"]).ssh
 
 
 FAKE_SSH = """\
