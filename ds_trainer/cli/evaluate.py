@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.exit_flags import add_policy_flags, saved_exits
+from ds_trainer.cli.exit_flags import add_policy_flags, requested_exits, saved_exits
 from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import EvaluateJob
 from ds_trainer.config.recipe import TextSpec
@@ -45,9 +45,11 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
     if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
-    saved = mistakes.of(saved_exits, flags.model)
+    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(requested_exits, flags)
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
-    job = mistakes.job(EvaluateJob, flags, task=task, cache_dir=cache_dir, trust=trust, checkpoints=of_task)
+    job = mistakes.job(
+        EvaluateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust, checkpoints=of_task
+    )
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
         regression = isinstance(task, TextSpec) and is_regression(task)
         job.exit_policy(saved, regression)  # whether it fits the heads of a checkpoint shows later

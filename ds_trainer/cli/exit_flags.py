@@ -13,15 +13,12 @@ from ds_trainer.config.exit_specs import (
     MOST_CONFIDENCE,
     MOST_PATIENCE,
     Criterion,
-    ExitPolicy,
     ExitsSpec,
     SavedExits,
     aim_mistakes,
-    policy_of,
 )
 from ds_trainer.config.recipe import TaskSpec, TextSpec, parse_exits
 from ds_trainer.files.json_file import read_json
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.text.readers import is_regression
 
 
@@ -56,20 +53,11 @@ def saved_exits(model: str) -> SavedExits | None:
     return parse_exits(read_json(path, "the exits of a model,"), str(path)) if os.path.isfile(path) else None
 
 
-def asked_policy(flags: argparse.Namespace, saved: SavedExits | None, task: TaskSpec) -> ExitPolicy | None:
-    """The policy that the flags ask for; None where they ask for none. ValueError where it does not go with heads."""
-    asked = {name: getattr(flags, name) for name in ("early_exit_entropy", "early_exit_confidence", "patience")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if not asked:
-        return None
-    ((name, value),) = asked.items()
-    if saved is None:
-        raise UserError(f"--{name}: {flags.model} has no {EXITS_FILE}, and so no heads to exit at")
-    regression = _regression(task)
-    if name == "patience" and regression:  # its tolerances stay
-        return saved.policy.model_copy(update={"patience": value})
-    criterion = name.removeprefix("early_exit_")
-    return policy_of(ExitsSpec.model_validate({"criterion": criterion, name: value}), len(saved.layers), regression)
+def requested_exits(flags: argparse.Namespace) -> ExitsSpec | None:
+    """The exit policy that the flags request in place of the folder's; None where they request none."""
+    names = ("early_exit_entropy", "early_exit_confidence", "patience")
+    values = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    return ExitsSpec.model_validate(values) if values else None
 
 
 def calibration_mistakes(flags: argparse.Namespace, saved: SavedExits | None, task: TaskSpec) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec, SavedExits, policy_of
+from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.recipe import Recipe, TaskSpec
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.trust import Trust
@@ -86,26 +86,21 @@ class EvaluateJob(TaskJob):
     predictions_dir: Path | None
     checkpoints: tuple[SavedCheckpoint, ...]
     """What is scored in place of a model folder, in the order of their steps."""
-    early_exit_entropy: float | list[float] | None
-    early_exit_confidence: float | list[float] | None
-    patience: int | None
+    exits: ExitsSpec | None
+    """What the flags request in place of the exit policy of the model folder, or None."""
 
     def exit_policy(self, saved: SavedExits | None, regression: bool) -> ExitPolicy | None:
-        """The policy that the flags request for a folder's exit heads; None if they request none.
+        """The policy that the flags request for the exit heads of a folder; None if they request none.
 
         Raise UserError where it does not fit the heads, or where there are none.
         """
-        names = ("early_exit_entropy", "early_exit_confidence", "patience")
-        name = next((name for name in names if getattr(self, name) is not None), None)
-        if name is None:
+        if self.exits is None:
             return None
         if saved is None:
-            raise UserError(f"--{name}: {self.model} has no exits.json, and so no heads to exit at")
-        value = getattr(self, name)
-        if name == "patience" and regression:  # the tolerances of a regression stay
-            return saved.policy.model_copy(update={"patience": value})
-        spec = ExitsSpec.model_validate({"criterion": name.removeprefix("early_exit_"), name: value})
-        return policy_of(spec, len(saved.layers), regression)
+            raise UserError(f"an exit policy is given, and {self.model} has no {EXITS_FILE}, so no heads to exit at")
+        if self.exits.patience is not None and regression:  # the tolerances of a regression stay
+            return saved.policy.model_copy(update={"patience": self.exits.patience})
+        return policy_of(self.exits, len(saved.layers), regression)
 
 
 class ExportJob(Job):

@@ -389,14 +389,14 @@ def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypa
     """Where there are none, heads that a phase does not have, several ranks, an output in the checkpoint itself."""
     for words, said in (
         ((alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder of a run"),
-        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, and so no heads to exit at"),
+        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, so no heads to exit at"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_evaluate_job([str(word) for word in words])
     for words, said in (
-        (("--onnx",), "is a checkpoint, which stays as it is: give --output_dir"),
+        (("--onnx",), "is what is exported, and stays as it is: give --output_dir"),
         (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: drop the flag"),
-        (("--onnx", "--output_dir", alone / "checkpoint-4"), "which stays as it is: give another"),
+        (("--onnx", "--output_dir", alone / "checkpoint-4"), "stays as it is: give --output_dir with another folder"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])
