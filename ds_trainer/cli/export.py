@@ -135,15 +135,19 @@ def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iter
     kind, method, threshold = config.get("model_type"), config.get("pruning_method"), flags.threshold
     if flags.import_from == "deebert":
         if kind not in (None, "bert", "roberta"):  # the oldest configs have no model_type
-            yield f"--import_from deebert: the config of {flags.model} has model_type {shown(kind)} instead of bert"
+            yield f"--import_from deebert: the config of {flags.model} says model_type {shown(kind)} instead of bert"
     elif kind != "masked_bert":
-        yield f"--import_from masked_bert: the config of {flags.model} has model_type {shown(kind)}"
+        yield f"--import_from masked_bert: the config of {flags.model} says model_type {shown(kind)}"
     elif method not in MASKING_METHODS:
-        yield f"the config of {flags.model} has pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
-    elif (threshold is None) != (method == "l0"):
-        yield f"--threshold is {threshold}: give the final one of the run, none for l0; the method is {method}"
-    elif method not in ("threshold", "l0") and not 0 < threshold <= 1:
-        yield f"--threshold is {threshold:g}: {method} takes a number above 0 and up to 1"
+        yield f"the config of {flags.model} says pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
+    elif method == "l0":
+        if threshold is not None:
+            yield "--threshold: pruning_method l0 has none: drop it"
+    elif threshold is None:
+        yield "--threshold is missing, and the folder does not hold it: give the final one of its run"
+    elif method != "threshold" and not 0 < threshold <= 1:
+        takes = "a probability" if method == "sigmoied_threshold" else "the share to keep"
+        yield f"--threshold is {threshold:g}: {method} takes {takes}, above 0 and up to 1"
 
 
 def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
