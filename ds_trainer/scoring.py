@@ -10,7 +10,6 @@ from typing import Any
 from ds_trainer.checkpoint_model import model_of
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
-from ds_trainer.config.recipe import TextSpec
 from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
 from ds_trainer.ranks import distributed
@@ -21,7 +20,6 @@ from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, 
 from ds_trainer.report.log import save_json
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.tasks.text.readers import is_regression
 from ds_trainer.techniques.exits.early_exit import with_exits
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
 from ds_trainer.techniques.exits.heads import has_exits, read_exits
@@ -75,7 +73,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     model = task.build_model(job.model).to(distributed.device()).eval()
     files: dict[str, Any] = {}
     saved = read_exits(Path(job.model)) if has_exits(job.model) else None
-    policy = job.exit_policy(saved, isinstance(job.task, TextSpec) and is_regression(job.task))
+    policy = job.exit_policy(saved)
     with told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
         if saved:

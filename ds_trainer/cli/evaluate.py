@@ -12,14 +12,12 @@ from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.exit_flags import add_policy_flags, requested_exits, saved_exits
 from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import EvaluateJob
-from ds_trainer.config.recipe import TextSpec
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data_files import check_data_files
-from ds_trainer.tasks.text.readers import is_regression
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
@@ -51,8 +49,7 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
         EvaluateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust, checkpoints=of_task
     )
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
-        regression = isinstance(task, TextSpec) and is_regression(task)
-        job.exit_policy(saved, regression)  # whether it fits the heads of a checkpoint shows later
+        job.exit_policy(saved)  # whether it fits the heads of a checkpoint shows later
     return job
 
 

@@ -89,7 +89,7 @@ class EvaluateJob(TaskJob):
     exits: ExitsSpec | None
     """What the flags request in place of the exit policy of the model folder, or None."""
 
-    def exit_policy(self, saved: SavedExits | None, regression: bool) -> ExitPolicy | None:
+    def exit_policy(self, saved: SavedExits | None) -> ExitPolicy | None:
         """The policy that the flags request for the exit heads of a folder; None if they request none.
 
         Raise UserError where it does not fit the heads, or where there are none.
@@ -98,7 +98,8 @@ class EvaluateJob(TaskJob):
             return None
         if saved is None:
             raise UserError(f"an exit policy is given, and {self.model} has no {EXITS_FILE}, so no heads to exit at")
-        if self.exits.patience is not None and regression:  # the tolerances of a regression stay
+        regression = saved.policy.criterion == "patience" and bool(saved.policy.thresholds)
+        if self.exits.patience is not None and regression:  # its tolerances stay
             return saved.policy.model_copy(update={"patience": self.exits.patience})
         return policy_of(self.exits, len(saved.layers), regression)
 

@@ -177,7 +177,7 @@ def test_mistakes_of_a_policy_are_told(classifier: Path, flags: list[str], more:
 def test_a_policy_for_a_folder_without_exits_is_refused(classifier: Path, flags: list[str], tmp_path: Path) -> None:
     """Not ignored."""
     plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
-    assert read_evaluate_job([str(plain), *flags]).exit_policy(None, regression=False) is None
+    assert read_evaluate_job([str(plain), *flags]).exit_policy(None) is None
     for more in (["--early_exit_entropy", "0.1"], ["--early_exit_confidence", "0.1"], ["--patience", "1"]):
         with pytest.raises(ValueError, match=r"an exit policy is given, and .*plain has no exits\.json"):
             read_evaluate_job([str(plain), *flags, *more])
@@ -187,8 +187,7 @@ def test_a_policy_on_the_command_line_is_taken(classifier: Path, regressor: Path
     """One threshold is every head's; the tolerances of a regression stay when its patience changes."""
 
     def policy(folder: Path, *more: str) -> ExitPolicy | None:
-        job = read_evaluate_job([str(folder), *flags, *more])
-        return job.exit_policy(read_exits(folder), regression=folder == regressor)
+        return read_evaluate_job([str(folder), *flags, *more]).exit_policy(read_exits(folder))
 
     assert policy(classifier) is None
     assert policy(classifier, "--early_exit_entropy", "0.1") == ExitPolicy(criterion="entropy", thresholds=[0.1] * 3)

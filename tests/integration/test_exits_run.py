@@ -135,7 +135,7 @@ def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
     _, output = run
     assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
     job = read_evaluate_job([str(output / "checkpoint-10"), "--early_exit_entropy", "0.3,0.2"])
-    assert job.exit_policy(read_exits(tmp_path / "model"), regression=False).thresholds == [0.3, 0.2]
+    assert job.exit_policy(read_exits(tmp_path / "model")).thresholds == [0.3, 0.2]
 
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):
