@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.deploy.export import export
+from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
 from ds_trainer.engine.checkpoint import Checkpoints, Position
 from ds_trainer.engine.histograms import Histograms
@@ -245,7 +245,7 @@ class Training:
         rebuild = partial(plan.rebuild, self.states())
         for technique in self.objective.techniques:
             technique.stop()
-        results |= export(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
+        results |= export_trained(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
         engine.stop_engine(self.engine)
         return results
 

@@ -17,11 +17,12 @@ from ds_trainer.cli.flags import add_model_flags, names_task, output_path, read_
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, is_aside, read_report
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, read_report
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.whole_file import read_value
-from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
+from ds_trainer.files.writing import is_aside
+from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data_files import check_data_files
@@ -118,16 +119,14 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     folder, trust = Path(flags.model), trust_of(flags)
     if not os.path.isdir(folder):
         yield f"the model folder {folder} does not exist: only a folder of this machine can be exported"
-    elif flags.unpack:
-        yield from config_mistakes(folder, trust)
-        if not os.path.isfile(folder / COMPACT_FILE):
-            yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
     elif flags.import_from:
         # whoever names the program that wrote the folder permits its pickle, which is read as weights only
         mistakes = folder_mistakes(folder, replace(trust, allow_pickle=True))
         yield from mistakes or _foreign_mistakes(flags, read_value(folder / "config.json"))
     else:
         yield from folder_mistakes(folder, trust)
+        if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
+            yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
 
 
 def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iterator[str]:
@@ -160,7 +159,8 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         return
     unfit = check_output_folder(output, overwrite=True)
     yield from (f"--output_dir: {mistake}" for mistake in unfit)
-    names = sorted(name for name in os.listdir(output) if not is_aside(name)) if output.is_dir() and not unfit else []
+    paths = output.iterdir() if output.is_dir() and not unfit else ()
+    names = sorted(path.name for path in paths if not is_aside(path))
     if only_onnx:
         yield from _onnx_folder_mistakes(output, names, itself, flags.overwrite)
     elif names and "config.json" not in names:

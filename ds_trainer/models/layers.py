@@ -22,8 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.whole_file import content_hash
-from ds_trainer.models.loading import most_allocated, told
-from ds_trainer.models.model_folder import size_mistakes
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.shrunk_model import FIELD, layers_of, sizes_of, whole_class
 from ds_trainer.ranks.failures import UserError
 
@@ -180,22 +179,13 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
         raise UserError(
             f"config: model_type {quoted(kind)} is unknown" + (f': did you mean "{near[0]}"?' if near else "")
         )
-    mistakes = [*size_mistakes(config, "config")]
     if FIELD in config:
-        mistakes.append(f"config: {FIELD} is written where a trained model is cut: a new one is whole, remove it")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError(f"config: {FIELD} is written where a trained model is cut: a new one is whole, remove it")
     fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}
     del fields["model_type"]
-
-    def build() -> Any:
-        return AutoModel.from_config(AutoConfig.for_model(kind, **fields))
-
-    what = f"config: transformers makes no {kind} model of it"
-    with most_allocated("a new model", None), torch.device("meta"):
-        told(what, build)
     torch.manual_seed(seed)
-    model = told(what, build)
+    with as_user_error(f"config: transformers makes no {kind} model of it"):
+        model = AutoModel.from_config(AutoConfig.for_model(kind, **fields))
     embedded = model.get_input_embeddings().num_embeddings
     if embedded < len(tokenizer):
         raise UserError(

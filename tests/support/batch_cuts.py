@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from support.exhaustive import chosen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
 
@@ -46,7 +47,8 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    return [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
 
 
 def gradients() -> dict[str, dict[str, Tensor]]:
