@@ -22,7 +22,7 @@ from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.deploy.export import export_state_dict
-from ds_trainer.engine.universal_form import weights_of
+from ds_trainer.engine.saved_states import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes

@@ -17,7 +17,7 @@ import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, Position
+from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
@@ -185,7 +185,7 @@ class Training:
         progress = self.progress
         if progress.saved == progress.step or progress.step != self.engine.global_steps:
             return
-        position = Position(
+        position = CheckpointState(
             step=progress.step,
             examples=self.engine.global_samples,
             batch_size=self.engine.train_batch_size(),
@@ -277,7 +277,7 @@ class Training:
 
         return told_if_out(where, explanation)
 
-    def _resume(self, checkpoint: Path, position: Position) -> None:
+    def _resume(self, checkpoint: Path, position: CheckpointState) -> None:
         """Go on from a checkpoint, with the hyperparameters that the files have now."""
         settings = engine.OptimizerSettings(self.engine)
         self._load(checkpoint, position)
@@ -285,11 +285,13 @@ class Training:
         self.progress = Progress(position.step, position.step, position.evaluated, evaluation)
         name = self.plan.phase.name
         distributed.info(f"{name}: resumed from {checkpoint}, at step {position.step}")
-        changes = settings.put_back(self.engine)
+        loaded = engine.OptimizerSettings(self.engine)
+        settings.restore(self.engine)
+        changes = engine.OptimizerSettings(self.engine).changes_since(loaded)
         if changes:
             distributed.info(f"{name}: this run's files differ from the checkpoint, and win: {changes}")
 
-    def _load(self, checkpoint: Path, position: Position) -> None:
+    def _load(self, checkpoint: Path, position: CheckpointState) -> None:
         """Bring the engine and the techniques to the state of a checkpoint."""
         self.checkpoints.load(self.engine, checkpoint, position)
         for technique in self.objective.techniques:

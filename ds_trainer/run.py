@@ -17,7 +17,7 @@ from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.deploy.latency import Subject, compare
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import Position
+from ds_trainer.engine.checkpoint import CheckpointState
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.loop import train
@@ -55,7 +55,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(write_results, folder, results))
-                checkpoints_of(phase, job).drop_unasked()
+                checkpoints_of(phase, job).drop_passing()
             models.left[phase.name] = str(folder_of(phase, job) / "model")
         if job.recipe.report:
             _add_costs(job, results)
@@ -97,7 +97,7 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
 
 
 def _plan_and_claim(
-    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, named: tuple[Path, Position] | None
+    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, named: tuple[Path, CheckpointState] | None
 ) -> PhasePlan:
     """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
 

@@ -16,7 +16,7 @@ from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Recipe, parse_recipe, recipe_schema
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
-from ds_trainer.engine.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, said_by
+from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.write_places import cache_place, environment_of, placed_engine_file
@@ -66,9 +66,9 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
             mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
 
     recipe = mistakes.of(parse_recipe, recipe_data)
-    said_by_phases = [said_by(phase) for phase in recipe.phases] if recipe else [Said()]
-    for said in said_by_phases:
-        mistakes += check_engine_file(engine_config, said, world, name=flags.deepspeed_config)
+    phases = recipe.phases if recipe else [None]
+    for phase in phases:
+        mistakes += check_engine_file(engine_config, phase, world, name=flags.deepspeed_config)
     mistakes += _source_mistakes(recipe, trust) if recipe else []
     mistakes += debug_port_mistakes(flags.debug_port)
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
@@ -95,7 +95,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         checkpoint=checkpoint,
         trust=trust,
     )
-    for line in idle_warnings(engine_config, said_by_phases, world, name=flags.deepspeed_config):
+    for line in idle_warnings(engine_config, phases, world, name=flags.deepspeed_config):
         distributed.warn(line)
     for line in notes:
         distributed.info(line)

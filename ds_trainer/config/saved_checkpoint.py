@@ -36,7 +36,7 @@ class SavedCheckpoint:
     """The task to build the model for: that of the phase, unless a command names another."""
     sums: Sums
     position: Mapping[str, Any]
-    """Where the run was, as `engine/checkpoint.py` writes it."""
+    """Where the run was, as `engine.checkpoint.CheckpointState`."""
 
     @property
     def recipe_file(self) -> Path:
