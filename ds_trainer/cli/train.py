@@ -19,12 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from ds_trainer.cli.exit_flags import (
-    add_aim_flags,
-    asked_calibration,
-    calibration_mistakes,
-    saved_exits,
-)
+from ds_trainer.cli.exit_flags import add_aim_flags, asked_calibration
 from ds_trainer.config.jobs import CalibrateJob, TrainJob
 from ds_trainer.config.recipe import Recipe, TaskSpec, parse_recipe, parse_task, recipe_schema
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
@@ -171,12 +166,7 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     mistakes += check_data_files(task, splits=("train",)) if task else []
     mistakes.tell()
     assert task is not None
-    saved = mistakes.of(lambda: saved_exits(flags.model))
-    mistakes.tell()
-    mistakes += calibration_mistakes(flags, saved, task)
-    mistakes.tell()
-    assert saved is not None
-    spec = asked_calibration(flags, saved)
+    spec = asked_calibration(flags, task)
     return CalibrateJob(flags.model, task, flags.batch_size, cache_dir, spec, asked_trust(flags))
 
 

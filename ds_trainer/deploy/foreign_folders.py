@@ -32,7 +32,7 @@ from ds_trainer.models.loading import most_allocated, told
 from ds_trainer.models.model_folder import Held
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.exits.early_exit import load_model
+from ds_trainer.techniques.exits.early_exit import load_for_inference
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -72,7 +72,7 @@ def import_folder(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.import_from == "deebert":
         layers = _save_heads(job.model, model, added, made)
         report = {"exits": layers, "left_out": "the highway of the last layer, which DeeBERT does not train"}
-    load_model(made)  # refuses what would not be loaded later
+    load_for_inference(made)  # refuses what would not be loaded later
     return {"imported": {"from": job.import_from, **report, "weights": total_weights(model)}}
 
 

@@ -21,7 +21,7 @@ from support.exit_models import (
 )
 
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
-from ds_trainer.techniques.exits.policy import exit_heads
+from ds_trainer.techniques.exits.policy import exit_at
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 
@@ -89,18 +89,6 @@ def test_positions_reach_the_model():
     positions = (torch.arange(12) + 20).expand_as(ids).contiguous()
     logits = model.all_logits(ids, mask, position_ids=positions)
     assert not torch.allclose(logits, model.all_logits(ids, mask), atol=1e-2)
-    at = exit_heads(model.policy, logits, regression=False)
+    at = exit_at(model.policy, logits, regression=False)
     expected = EarlyExitOutput(logits=logits[at, torch.arange(len(at))], exit_layers=at + 1)
     check_same(model(ids, mask, position_ids=positions), expected)
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_no_rows_give_no_results(criterion):
-    """Of the shapes and types of some, and on the model's device."""
-    model = made("bert", criterion)
-    ids, mask = texts()
-    some, none = model(ids, mask), model(ids[:0], mask[:0])
-    assert none.logits.shape == (0, 1 if criterion == "regression" else 3)
-    assert none.exit_layers.shape == (0,)
-    assert (none.logits.dtype, none.exit_layers.dtype) == (some.logits.dtype, some.exit_layers.dtype)
-    assert model.all_logits(ids[:0], mask[:0]).shape == (4, *none.logits.shape)
