@@ -53,16 +53,12 @@ class AllHeads:
     def regression(self) -> bool:
         return self.logits.shape[-1] == 1
 
-    def policy(self, criterion: Criterion, thresholds: Sequence[float]) -> ExitPolicy:
-        """Return the policy with one threshold per head; for a classification's patience they are all the patience."""
+    def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
+        """Return the policy with this threshold for every head; for a classification's patience it is the patience."""
         if criterion == "patience" and not self.regression:
-            return ExitPolicy(criterion=criterion, patience=int(thresholds[0]))
+            return ExitPolicy(criterion=criterion, patience=int(threshold))
         patience = self.patience if criterion == "patience" else None
-        return ExitPolicy(criterion=criterion, thresholds=list(thresholds), patience=patience)
-
-    def same_for_all(self, threshold: float) -> list[float]:
-        """Return a list with this threshold for every head but the model's own."""
-        return [threshold] * (len(self.layers) - 1)
+        return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
 
     def point(self, threshold: float, exits: Tensor) -> OperatingPoint:
         """Return the point at which examples leave at these heads, (examples,) by index."""
@@ -84,7 +80,7 @@ def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Operat
     """
     if criterion == "patience" and not heads.regression:
         patiences = map(float, range(len(heads.layers) - 1, 0, -1))
-        return [heads.point_of(heads.policy(criterion, [patience]), patience) for patience in patiences]
+        return [heads.point_of(heads.policy(criterion, patience), patience) for patience in patiences]
     unsure = _uncertainty(criterion, heads.logits)
     if criterion == "patience":
         unsure = _worst_of_last(unsure, heads.patience)
@@ -130,20 +126,25 @@ def choose_per_head(
     """
     depth = heads.layers[-1]
     best = choose(points, depth, spec)
-    thresholds = heads.same_for_all(best.threshold)
+    policy = heads.policy(criterion, best.threshold)
     full = max(points, key=lambda point: point.mean_layers)  # what a drop is measured from
     candidates = _candidates(criterion, heads.logits)
     for _ in range(_PASSES):
         before = best
         for head, values in enumerate(candidates):
-            moved = {value: [*thresholds[:head], value, *thresholds[head + 1 :]] for value in values}
-            tried = [heads.point_of(heads.policy(criterion, each), value) for value, each in moved.items()]
+            moved = {value: _with_threshold(policy, head, value) for value in values}
+            tried = [heads.point_of(each, value) for value, each in moved.items()]
             better = choose([best, *tried, full], depth, spec)
             if better is not best and better is not full:
-                best, thresholds = better, moved[better.threshold]
+                best, policy = better, moved[better.threshold]
         if best is before:
             break
-    return heads.policy(criterion, thresholds)
+    return policy
+
+
+def _with_threshold(policy: ExitPolicy, head: int, value: float) -> ExitPolicy:
+    thresholds = [*policy.thresholds[:head], value, *policy.thresholds[head + 1 :]]
+    return policy.model_copy(update={"thresholds": thresholds})
 
 
 def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:

@@ -84,10 +84,12 @@ class EarlyExitModel(nn.Module):
         """
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None  # without padding the library's models take a faster way if there is no mask
+        named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
+        inputs = {name: value for name, value in named.items() if value is not None}  # not every model takes them
         with torch.inference_mode():
             running = self._forwards[threading.get_ident()] = _Forward(self, input_ids, attention_mask)
             try:
-                self.model(input_ids=input_ids, attention_mask=attention_mask, **_given(token_type_ids, position_ids))
+                self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
             except _AllLeft:
                 pass
             finally:
@@ -97,17 +99,11 @@ class EarlyExitModel(nn.Module):
         return EarlyExitOutput(logits=running.logits.clone(), exit_layers=running.exit_layers.clone())
 
     @torch.no_grad()
-    def all_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
+    def all_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the logits of all heads, the model's own last, from one forward: (heads, batch, classes)."""
         states = LayerStates(self.model, self.layers)
         try:
-            self.model(input_ids=input_ids, attention_mask=attention_mask, **_given(token_type_ids, position_ids))
+            self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         finally:
             states.remove()
         hidden = states.take()
@@ -140,12 +136,6 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     if mistake:
         raise UserError(f"the exits of {folder}: {mistake}")
     return early
-
-
-def _given(token_type_ids: Tensor | None, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """Return those that are not None, by name: not every model takes them."""
-    named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 class _AllLeft(Exception):  # noqa: N818

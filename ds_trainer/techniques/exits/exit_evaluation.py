@@ -7,20 +7,20 @@ on the held-out part of the training set, never on a split that is evaluated.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.ranks import distributed, timing
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import evaluation_shard, spread
+from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import evaluation_batches, split_prefix
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.curves import AllHeads, choose, choose_per_head, curve
@@ -120,7 +120,7 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
         heads = _all_heads(model, task, task.held_out_split, logits, spec.patience)
         points = curve(criterion, heads, _FINE)
         best = choose(points, depth, spec)
-        policy = heads.policy(criterion, heads.same_for_all(best.threshold))
+        policy = heads.policy(criterion, best.threshold)
         if spec.per_head:
             policy = choose_per_head(criterion, heads, points, spec)
             best = heads.point_of(policy, best.threshold)
@@ -146,36 +146,24 @@ def all_logits(model: EarlyExitModel, task: Task, split: str, batch_size: int) -
 
     They are (heads, examples, classes) in fp32 on the CPU of rank 0, in the order of the split; None on other ranks.
     """
-    parts = [
-        (batch.ids, model.all_logits(**batch.inputs).float().cpu())
-        for batch in evaluation_batches(task, split, batch_size)
-    ]
-    distributed.give_back_freed_memory()
-    shards = distributed.gather(parts)
-    if not distributed.is_main():
-        return None
-    heads, _, classes = parts[0][1].shape
-    merged = torch.full((heads, len(task.examples(split)), classes), torch.nan)
-    for ids, logits in (part for shard in shards for part in shard):
-        merged[:, ids] = logits
-    return merged
+    logits = _by_example(lambda batch: model.all_logits(**batch.inputs).transpose(0, 1), task, split, batch_size)
+    return None if logits is None else logits.transpose(0, 1).contiguous()
 
 
 @torch.inference_mode()
 def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: int, limit: int) -> dict[str, Any]:
     """Return the seconds of the model with early exits and of the same model run to its end, and their ratio.
 
-    At most `limit` examples, evenly spread, go through both models batch by batch, in random order, until the time is
-    up; which model is first alternates. Not collective: other ranks wait for this one, hence the limits.
+    At most `limit` examples, evenly spread, go through both models batch by batch until the time is up; which model is
+    first alternates. Not collective: other ranks wait for this one, hence the limits.
     """
     examples = task.examples(split)
-    chosen = np.asarray(spread(len(examples), limit))
-    batches = [chosen[part] for part in evaluation_shard(examples.lengths[chosen], 0, 1, batch_size)]
-    order = np.random.default_rng(0).permutation(len(batches))
+    chosen = spread(len(examples), limit)
+    batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
     models: tuple[nn.Module, nn.Module] = (model, model.model)
     seconds, measured, end = [0.0, 0.0], 0, time.perf_counter() + _SECONDS
     # the first batch is run twice; its first run warms up and does not count
-    for turn, indices in enumerate([batches[order[0]], *(batches[index] for index in order)]):
+    for turn, indices in enumerate([batches[0], *batches]):
         if measured and time.perf_counter() > end:
             break
         batch = task.collate(examples, indices).to(model.device)
@@ -190,21 +178,51 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
     logits = all_logits(model, task, split, batch_size)
 
-    def from_logits() -> dict[str, Any]:
+    def run(batch: Batch) -> Tensor:
+        out = model(**batch.inputs)
+        return torch.cat([out.exit_layers[:, None], out.logits], 1)
+
+    rows = _by_example(run, task, split, batch_size)
+
+    def results() -> dict[str, Any]:
+        assert rows is not None, "rank 0 has them"
         heads = _all_heads(model, task, split, logits, model.policy.patience)
         criteria = ("patience",) if model.regression else _CRITERIA
+        exits = rows[:, 0].int().tolist()
+        mean, depth = sum(exits) / len(exits), model.layers[-1]
+        limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
         return {
             "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.logits, strict=True)},
             "curves": {name: [asdict(point) for point in curve(name, heads)] for name in criteria},
+            "early_exit": {
+                "scores": heads.score(rows[:, 1:]),
+                "mean_layers": mean,
+                "expected_saving": mean / depth,
+                "expected_speedup": depth / mean,
+                "exit_counts": {str(layer): exits.count(layer) for layer in model.layers},
+                "measured": {
+                    f"batch_{size}": measured_speed(model, task, split, size, limit) for size, limit in limits.items()
+                },
+            },
         }
 
-    results = distributed.on_main(from_logits)
-    early = _run_policy(model, task, split, batch_size)
-    limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
-    early["measured"] = distributed.on_main(
-        lambda: {f"batch_{size}": measured_speed(model, task, split, size, limit) for size, limit in limits.items()}
-    )
-    return results | {"early_exit": early}
+    return distributed.on_main(results)
+
+
+def _by_example(run: Callable[[Batch], Tensor], task: Task, split: str, batch_size: int) -> Tensor | None:
+    """Run every batch of a split, a part of them on each rank; `run` returns (batch, ...). Collective.
+
+    Rank 0 gets (examples, ...) in fp32 on the CPU, in the order of the split, the other ranks None.
+    """
+    parts = [(batch.ids, run(batch).float().cpu()) for batch in evaluation_batches(task, split, batch_size)]
+    distributed.give_back_freed_memory()
+    shards = distributed.gather(parts)
+    if not distributed.is_main():
+        return None
+    merged = torch.full((len(task.examples(split)), *parts[0][1].shape[1:]), torch.nan)
+    for ids, rows in (part for shard in shards for part in shard):
+        merged[ids] = rows
+    return merged
 
 
 def _all_heads(model: EarlyExitModel, task: Task, split: str, logits: Tensor | None, patience: int | None) -> AllHeads:
@@ -216,29 +234,3 @@ def _all_heads(model: EarlyExitModel, task: Task, split: str, logits: Tensor | N
         return task.score(split, task.answers(SimpleNamespace(logits=logits), Batch({}, ids, ids)))
 
     return AllHeads(logits, model.layers, score, patience or DEFAULT_PATIENCE)
-
-
-def _run_policy(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
-    """Run the model under its policy; return its scores and how many examples leave at each layer. Collective."""
-    answers: dict[int, Any] = {}
-    layers: dict[int, int] = {}
-    for batch in evaluation_batches(task, split, batch_size):
-        out = model(**batch.inputs)
-        answers |= task.answers(out, batch)
-        layers |= dict(zip(batch.ids.tolist(), out.exit_layers.tolist(), strict=True))
-    shards = distributed.gather((answers, layers))
-
-    def merged() -> dict[str, Any]:
-        # by example id: the examples that pad a rank's shard are counted once
-        answers = {id: answer for shard, _ in shards for id, answer in shard.items()}
-        exits = list({id: layer for _, shard in shards for id, layer in shard.items()}.values())
-        mean = sum(exits) / len(exits)
-        return {
-            "scores": task.score(split, answers),
-            "mean_layers": mean,
-            "expected_saving": mean / model.layers[-1],
-            "expected_speedup": model.layers[-1] / mean,
-            "exit_counts": {str(layer): exits.count(layer) for layer in model.layers},
-        }
-
-    return distributed.on_main(merged)

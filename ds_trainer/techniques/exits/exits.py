@@ -49,7 +49,10 @@ class Exits(Technique):
         """Add the heads: those of the folder that the model comes from, or copies of the model's own head."""
         depth = len(encoder_layers(model))
         self.layers = self._layers_below(depth)
-        self._check_policy(depth)
+        policy = policy_of(self.spec, len(self.layers), self.task.regression)
+        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, depth, self.task.regression)
+        if mistakes:
+            raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
         self._weights = self._head_weights(depth)
         self._source = str(getattr(model, "name_or_path", ""))
         self._module = self._heads_for(model)
@@ -165,43 +168,32 @@ class Exits(Technique):
             )
         return inner
 
-    def _check_policy(self, depth: int) -> None:
-        policy = policy_of(self.spec, len(self.layers), self.task.regression)
-        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, depth, self.task.regression)
-        if mistakes:
-            raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
-
     def _head_weights(self, depth: int) -> list[float]:
-        given, joint = self.spec.head_weights, self.spec.training == "joint"
+        given, heads, joint = self.spec.head_weights, len(self.layers), self.spec.training == "joint"
         if given is None:
-            return [*map(float, self.layers), float(depth)] if joint else [1.0] * len(self.layers)
-        if len(given) != len(self.layers) + joint or not any(given):
-            own = " and the model's own" if joint else ""
+            return [*map(float, self.layers), float(depth)] if joint else [1.0] * heads
+        if len(given) != heads + joint or not any(given[:heads]):
+            own = ", then one for the model's own" if joint else ""
+            after = ", ".join(map(str, self.layers))
             raise UserError(
-                f"exits: head_weights are {given}: give {len(self.layers) + joint}, for the heads after layers "
-                f"{', '.join(map(str, self.layers))}{own}, not all of them 0"
+                f"exits: head_weights are {given}: give one for each of {heads} heads, after layers {after}, not all "
+                f"of them 0{own}"
             )
-        if "distill" in self.spec.terms and not any(given[: len(self.layers)]):
-            raise UserError(f"exits: head_weights are {given}: exits.distill teaches no head, drop the term")
         return given
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
         """Return the heads of the model's folder where they suit this phase, else new ones."""
         folder = Path(model.name_or_path)
-        if not has_exits(folder):
+        saved = read_exits(folder) if has_exits(folder) else None
+        if saved is None:
             return new_heads(model, self.layers, self.spec.pooling)
-        saved, mismatch = read_exits(folder), ""
-        if saved.layers != self.layers:
-            mismatch = f"those of the folder are after layers {', '.join(map(str, saved.layers))}"
-        elif self.spec.pooling not in (None, saved.pooling):
-            mismatch = f"the pooling of the folder's is {saved.pooling}"
-        else:
-            try:
-                self.task.check_trained(folder)
-            except ValueError as error:  # the model's head was for other classes, and so are the exit heads
-                mismatch = str(error)
-        if mismatch:
-            self._news = f"{folder}: new exit heads, since {mismatch}"
+        fits = saved.layers == self.layers and self.spec.pooling in (None, saved.pooling)
+        try:
+            self.task.check_trained(folder)
+        except ValueError:  # the model's own head is for other classes, and so are the exit heads
+            fits = False
+        if not fits:
+            self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
             return new_heads(model, self.layers, self.spec.pooling)
         self._news = f"{folder}: its exit heads are trained further"
         return load_heads(model, folder)[0]
