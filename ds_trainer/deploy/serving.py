@@ -27,7 +27,7 @@ from ds_trainer.models.pretrained import (
 )
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
 
 _MAX_BYTES = 1 << 20
 _MAX_WAITING = 1024
@@ -53,7 +53,7 @@ class Classifier:
             raise UserError(
                 f"--max_batch_size {max_batch_size}, --max_seq_length {max_seq_length}: give 1 and 4 or more"
             )
-        self.model: Any = load_model(folder).to(distributed.device())
+        self.model: Any = load_for_inference(folder).to(distributed.device())
         self.tokenizer = load_tokenizer(folder)
         pad_token_id(self.tokenizer)  # a tokenizer without one is given one
         plain = self.model.model if isinstance(self.model, EarlyExitModel) else self.model

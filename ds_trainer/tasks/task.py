@@ -95,6 +95,8 @@ class Task(ABC):
     cache_dir: Path
     splits: tuple[str, ...] = ("validation",)
     """The splits to evaluate on."""
+    held_out_split: ClassVar[str] = "held_out"
+    """The split of training examples that no phase trains on; only tasks of labelled text have it."""
     label_names: tuple[str, ...] = ()
     """The classes in the model's order, where they have names."""
     regression: bool = False

@@ -14,7 +14,7 @@ from support.trained_runs import becomes_model
 from transformers import AutoModelForSequenceClassification
 
 from ds_trainer.cli.evaluate import read_evaluate_job
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
 from ds_trainer.techniques.exits.heads import read_exits
 
 LAYERS = 3
@@ -110,7 +110,7 @@ def test_the_folder_is_a_model_that_exits(run):
     folder = output / "model"
     assert {"exits.json", "exit_heads.safetensors"} <= {path.name for path in folder.iterdir()}
     assert not (output / "finetune" / "model" / "exits.json").exists()
-    early = load_model(folder)
+    early = load_for_inference(folder)
     assert isinstance(early, EarlyExitModel)
     assert early.layers == [1, 2, 3]
     assert early.policy.thresholds == ([0.7, 0.6] if case == "stages" else [0.1, 0.1])

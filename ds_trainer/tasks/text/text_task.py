@@ -46,7 +46,7 @@ from ds_trainer.tasks.text.readers import (
 # token types also where the model takes none: a teacher of another family may
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
 _CHUNK = 4096
-HELD_OUT = "held_out"
+HELD_OUT = Task.held_out_split
 
 
 class TextTask(Task):
