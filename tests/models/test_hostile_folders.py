@@ -199,8 +199,8 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "exits beyond the model": (edit("exits.json", layers=[1, 9]), "and the model has 3"),
     "exits of many layers": (edit("exits.json", layers=list(range(1, 10**5))), "for 99999 heads"),
     "exits of two GiB": (sparse("exits.json", 2**31), "exits.json has 2,147,483,648 bytes"),
-    "heads missing": (drop("exit_heads.safetensors"), "the heads of this model: it does not exist"),
-    "heads cut": (cut("exit_heads.safetensors", 0.9), "cut short"),
+    "heads missing": (drop("exit_heads.safetensors"), "the heads of this model: No such file"),
+    "heads cut": (cut("exit_heads.safetensors", 0.9), "does not hold the heads of this model"),
     "heads of another model": (
         lambda f: save_file({"1.steps.0.weight": torch.zeros(3, 3)}, f / "exit_heads.safetensors"),
         "does not hold the heads of this model",
