@@ -83,7 +83,7 @@ def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
 
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
-    """Choose the thresholds of a folder on held-out examples, rewrite its `exits.json`; return the record of it. Collective."""
+    """Choose thresholds on held-out examples, rewrite the `exits.json` of a folder, return the record. Collective."""
 
     def check_held_out() -> None:
         if read_exits(folder).held_out_key != task.held_out_key():
