@@ -59,7 +59,7 @@ def requested_exits(flags: argparse.Namespace) -> ExitsSpec | None:
 
 
 def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
-    """Return what to calibrate for; criterion and patience are the folder's where no flag gives them.
+    """Return the aim of a calibration; criterion and patience are the folder's where no flag gives them.
 
     ValueError where the folder has no exits, or cannot be calibrated as requested.
     """

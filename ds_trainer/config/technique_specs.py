@@ -98,7 +98,7 @@ class StudentSpec(Strict):
         if self.config is not None and "model_type" not in self.config:
             raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
         if self.config is not None and self.model_type is not None:
-            raise UserError("model_type goes with layers: in config it is a field of its own")
+            raise UserError("model_type goes with layers: beside config, write it inside config")
         return self
 
 

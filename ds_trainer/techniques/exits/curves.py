@@ -127,7 +127,7 @@ def choose_per_head(
     depth = heads.layers[-1]
     best = choose(points, depth, spec)
     policy = heads.policy(criterion, best.threshold)
-    full = max(points, key=lambda point: point.mean_layers)  # what a drop is measured from
+    full = max(points, key=lambda point: point.mean_layers)  # a drop is measured from its score
     candidates = _candidates(criterion, heads.logits)
     for _ in range(_PASSES):
         before = best
@@ -148,7 +148,7 @@ def _with_threshold(policy: ExitPolicy, head: int, value: float) -> ExitPolicy:
 
 
 def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
-    """Return (heads - 1, examples): what must be below the threshold for an exit. NaN becomes infinity.
+    """Return (heads - 1, examples): values that must be below the threshold for an exit. NaN becomes infinity.
 
     That is the entropy, the negative confidence, or for a regression the distance from the score of the head before.
     """
@@ -164,7 +164,7 @@ def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
 
 
 def _worst_of_last(differences: Tensor, patience: int) -> Tensor:
-    """Return the largest of each head's last `patience` differences; infinity where there are fewer."""
+    """Return the largest of each head's last `patience` differences; infinity where it has fewer."""
     before = differences.new_full((patience - 1, differences.shape[1]), math.inf)
     return torch.cat([before, differences]).unfold(0, patience, 1).amax(-1)
 

@@ -152,7 +152,7 @@ class _Forward:
         self.policy = RunningPolicy(model.policy, model.regression)
         self.exit_layers = torch.full((self.size,), self.last, device=input_ids.device)
         self.logits: Tensor | None = None
-        self._samples: Tensor | None = None  # indices in the batch of those still in it; None while all are
+        self._samples = torch.arange(self.size, device=input_ids.device)  # indices of those still in the batch
         self._next_head = 0
         self._cuts: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -161,7 +161,7 @@ class _Forward:
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer in self.heads:
             hidden = self._ask(layer, hidden)
-        if self._samples is None:
+        if len(self._samples) == self.size:
             return None  # the arguments stay as they are
         named = {name: value if name in _NOT_BY_SAMPLE else self._cut(value) for name, value in kwargs.items()}
         if args:
@@ -187,18 +187,13 @@ class _Forward:
             self._leave(layer, logits, self._samples)
             raise _AllLeft
         staying = (~sure).nonzero().squeeze(1)
-        samples = torch.arange(self.size, device=sure.device) if self._samples is None else self._samples
-        self._leave(layer, logits[sure], samples[sure])
-        self._samples = samples[staying]
+        self._leave(layer, logits[sure], self._samples[sure])
+        self._samples = self._samples[staying]
         self.policy.keep(staying)
         self._cuts.clear()
         return hidden[staying]
 
-    def _leave(self, layer: int, logits: Tensor, samples: Tensor | None) -> None:
-        if samples is None:
-            self.logits = logits
-            self.exit_layers.fill_(layer)
-            return
+    def _leave(self, layer: int, logits: Tensor, samples: Tensor) -> None:
         if self.logits is None:
             self.logits = logits.new_empty(self.size, logits.shape[-1])
         self.logits[samples] = logits
@@ -209,7 +204,7 @@ class _Forward:
 
         All else is returned as it is.
         """
-        if self._samples is None:
+        if len(self._samples) == self.size:
             return value
         if isinstance(value, tuple):
             return tuple(map(self._cut, value))

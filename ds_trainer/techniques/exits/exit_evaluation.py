@@ -64,7 +64,7 @@ def without_curves(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
-    """Return what joins an evaluation's scores, by split: `exit_1/accuracy`, `early_exit/accuracy`, and so on.
+    """Return the scores that an evaluation adds to the model's: `exit_1/accuracy`, `early_exit/accuracy`, and so on.
 
     Seconds and `early_exit/speedup` are measured, at the evaluation's batch size; `early_exit/leave_at_1` is a count.
     """
@@ -83,7 +83,7 @@ def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
 
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
-    """Choose the thresholds of a folder on held-out examples, rewrite its `exits.json`, and return how; collective."""
+    """Choose thresholds on held-out examples, rewrite the `exits.json` of a folder, return the record. Collective."""
 
     def check_held_out() -> None:
         if read_exits(folder).held_out_key != task.held_out_key():
@@ -101,7 +101,7 @@ def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec)
 
 
 def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpec) -> tuple[ExitPolicy, dict[str, Any]]:
-    """Return the policy that reaches the target on the held-out examples, and how it was found; collective.
+    """Return the policy that reaches the target on the held-out examples, and a record of the choice; collective.
 
     The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion (by default that of the model's
     policy) and, for a regression, the patience. ValueError where no threshold reaches the target, the criterion does
