@@ -28,7 +28,7 @@ from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserErro
 from ds_trainer.ranks.out_of_memory import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, save_json
-from ds_trainer.tasks.data import BatchPlan, Positions, shard
+from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
@@ -76,7 +76,7 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
 
 
 def micro_batches(
-    task: Task, indices: Positions, ds_engine: engine.Engine, draw: int
+    task: Task, indices: ExampleIds, ds_engine: engine.Engine, draw: int
 ) -> Iterator[tuple[Batch, dict[Unit, float]]]:
     """Yield this rank's micro-batches of one optimizer step, on its device, each with its `Forward.shares`.
 

@@ -11,7 +11,7 @@ from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import CalibrateJob
 from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 
 def calibrate_command(arguments: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:

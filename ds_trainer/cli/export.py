@@ -25,7 +25,7 @@ from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 

@@ -23,7 +23,7 @@ from ds_trainer.files.write_places import cache_place, environment_of, placed_en
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 _FIELDS = {
     "model_name_or_path": "model.name_or_path",
