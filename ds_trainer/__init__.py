@@ -23,4 +23,4 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
     from ds_trainer.techniques.exits import early_exit
 
     with trusting(Trust(allow_pickle, trust_remote_code)):
-        return early_exit.load_model(folder)
+        return early_exit.load_for_inference(folder)

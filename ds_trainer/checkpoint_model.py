@@ -1,8 +1,8 @@
-"""The model of a checkpoint: the folder that its run would have exported at that step.
+"""Make the model folder of a checkpoint: the one that its run would have exported at that step.
 
-No engine is started: an engine would need the run's ranks and precision, or a conversion to those at hand, only to give
-back the weights that the checkpoint holds. From there on it is the export of a run that ends (`export.py`), so that the
-folder has the same bits whatever ZeRO stage and however many ranks wrote the checkpoint. One process does it.
+No engine is started. An engine would need the ranks and the precision of the run, or a conversion to the present ones,
+only to return the weights that the checkpoint holds. What follows is the export at the end of a run (`export.py`), so
+that the folder has the same bits for every ZeRO stage and number of ranks. One process does all of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The model folder of a checkpoint, for as long as the context lasts, and what `export_state_dict` says of it."""
+    """Make the model folder of a checkpoint for as long as the context lasts; yields it and the export's report."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
@@ -48,9 +48,10 @@ def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Pa
 
 
 def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
-    """Write the model folder that the run would have exported at the checkpoint's step; gives the export's report.
+    """Write the model folder that the run would have exported at the checkpoint's step; returns the export's report.
 
-    ValueError where the checkpoint is damaged, a run is writing beside it, or what its phase started from is gone.
+    Raise UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
+    from is missing.
     """
     position, phase = saved.position, saved.phase
     step, total, identity = position["step"], position["total"], position["identity"]
@@ -58,7 +59,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         damage = damage_of(saved.path, saved.sums)
         if damage:
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
-        source, teacher = _starting_points(saved)
+        source, teacher = _start_and_teacher(saved)
         task = build_task(saved.task, source, cache_dir)
         clock = Clock(total, steps_of(phase.warmup_steps, total), identity["the seed"])
         plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
@@ -70,16 +71,16 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
     return results
 
 
-def _starting_points(saved: SavedCheckpoint) -> tuple[str, str | None]:
-    """What the phase started from, and its teacher: their configs and tokenizers are needed again."""
-    before = saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]
-    left = {phase.name: str(saved.run / phase.name / "model") for phase in before}
-    models = MadeModels(saved.recipe, saved.run / MADE, left)
+def _start_and_teacher(saved: SavedCheckpoint) -> tuple[str, str | None]:
+    """The model that the phase started from, and its teacher: their configs and tokenizers are needed again."""
+    earlier = saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]
+    folders = {phase.name: str(saved.run / phase.name / "model") for phase in earlier}
+    models = MadeModels(saved.recipe, saved.run / MADE, folders)
     source, teacher = models.start(saved.phase), models.teacher(saved.phase)
     mistakes = [
-        f"{saved.path}: {what} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
+        f"{saved.path}: {role} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
         f"needed: {mistake}"
-        for what, model in (("the model at the start", source), ("the teacher", teacher))
+        for role, model in (("the model at the start", source), ("the teacher", teacher))
         for mistake in (model_mistakes(model, trust_in_force()) if model else ())
     ]
     if mistakes:
@@ -90,15 +91,15 @@ def _starting_points(saved: SavedCheckpoint) -> tuple[str, str | None]:
 def _rebuilt(
     plan: PhaseModel, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Tensor], checkpoint: Path
 ) -> tuple[nn.Module, Sequence[Technique]]:
-    """The phase's model, once the weights of the checkpoint are found to be its."""
+    """Rebuild the model of the phase, and check that the weights of the checkpoint have its names and shapes."""
     model, techniques = plan.rebuild(states)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     saved = {name: value.shape for name, value in weights.items()}
-    other = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
-    if other:
+    different = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
+    if different:
         raise UserError(
             f"the weights of {checkpoint} do not go into the model that {plan.source} gives for the task "
-            f"{plan.task.spec.name}: {', '.join(other[:4])} differ; the phase started from another model, or another "
-            f"task is asked for"
+            f"{plan.task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or the "
+            f"task is another one"
         )
     return model, techniques

@@ -1,10 +1,9 @@
-"""What is scored apart from a run: model folders, checkpoints, and the exits of a folder."""
+"""Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.early_exit import with_exits
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
-from ds_trainer.techniques.exits.heads import has_exits
+from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> None:
@@ -30,20 +29,20 @@ def evaluate_folder(job: EvaluateJob) -> None:
     with joined(), contextlib.ExitStack() as until_scored:
         for saved in job.checkpoints:
             folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
-            job = _of_folder(job, folder)
+            job = job.model_copy(update={"model": str(folder)})
         scores, files = _scored(job)
         print_json(scores)
         distributed.on_main(lambda: _write_evaluation(job, scores, files))
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase: a table is printed, and written with a figure. Damaged ones are left out."""
+    """Score all checkpoints of a phase, print a table of them and write a figure. Damaged ones are left out."""
     with joined():
         rows = []
         for saved in job.checkpoints:
             try:
                 with model_of(saved, job.cache_dir) as (folder, exported):
-                    scores, files = _scored(_of_folder(job, folder))
+                    scores, files = _scored(job.model_copy(update={"model": str(folder)}))
             except DamagedCheckpointError as error:
                 distributed.warn(f"left out: {error}")
                 continue
@@ -59,7 +58,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
-    """Calibrate the exits of a model folder on a task, over all ranks; what was found is printed as JSON."""
+    """Calibrate the exits of a model folder on a task, over all ranks; the thresholds are printed as JSON."""
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
@@ -67,21 +66,18 @@ def calibrate_exits(job: CalibrateJob) -> None:
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
-def _of_folder(job: EvaluateJob, folder: Path) -> EvaluateJob:
-    """The job with the model folder of a checkpoint in its place."""
-    return replace(job, model=str(folder), exit_policy=job.policy_for(str(folder)))
-
-
 def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
-    """The scores of a model folder on every split of the task, and what is written beside them, by file name."""
+    """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
     task = build_task(job.task, job.model, job.cache_dir)
     task.check_trained(job.model)
     model = task.build_model(job.model).to(distributed.device()).eval()
     files: dict[str, Any] = {}
+    saved = read_exits(Path(job.model)) if has_exits(job.model) else None
+    policy = job.exit_policy(saved)
     with told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
-        if has_exits(job.model):
-            early = with_exits(model, Path(job.model), job.exit_policy).eval()
+        if saved:
+            early = with_exits(model, Path(job.model), policy).eval()
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
     return evaluation.scores, evaluation.files(task) | files

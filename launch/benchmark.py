@@ -1,10 +1,11 @@
 """Measure model folders side by side: `python launch/benchmark.py FOLDER [FOLDER ...] --batch_sizes 1 32`."""
 
 import sys
+from pathlib import Path
 
-from ds_trainer.cli.benchmark import benchmark_command
-from ds_trainer.cli.train import run_command
-from ds_trainer.ranks.distributed import leave
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
+
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    leave(run_command(benchmark_command, sys.argv[1:]))
+    main("benchmark")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
 
-from ds_trainer.cli.doctor import doctor_command
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(doctor_command(sys.argv[1:]))
+    main("doctor")

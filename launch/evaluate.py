@@ -4,10 +4,11 @@ Or a checkpoint: `python launch/evaluate.py OUT/checkpoint-N`; or all: `OUT --al
 """
 
 import sys
+from pathlib import Path
 
-from ds_trainer.cli.evaluate import evaluate_command
-from ds_trainer.cli.train import run_command
-from ds_trainer.ranks.distributed import leave
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
+
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    leave(run_command(evaluate_command, sys.argv[1:]))
+    main("evaluate")

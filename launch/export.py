@@ -1,10 +1,11 @@
 """Make of a model folder what is deployed: `python launch/export.py FOLDER --onnx --quantize int8 --task_name sst2`."""
 
 import sys
+from pathlib import Path
 
-from ds_trainer.cli.export import export_command
-from ds_trainer.cli.train import run_command
-from ds_trainer.ranks.distributed import leave
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
+
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    leave(run_command(export_command, sys.argv[1:]))
+    main("export")

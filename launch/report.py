@@ -1,10 +1,11 @@
 """Make the report of a run again, from its output folder alone: `python launch/report.py OUTPUT_DIR`."""
 
 import sys
+from pathlib import Path
 
-from ds_trainer.cli.report import report_command
-from ds_trainer.cli.train import run_command
-from ds_trainer.ranks.distributed import leave
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
+
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    leave(run_command(report_command, sys.argv[1:]))
+    main("report")

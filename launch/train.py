@@ -1,9 +1,11 @@
 """Train a recipe on DeepSpeed: `deepspeed launch/train.py --deepspeed_config FILE --recipe FILE --output_dir DIR`."""
 
 import sys
+from pathlib import Path
 
-from ds_trainer.cli.train import run_command, train_command
-from ds_trainer.ranks.distributed import leave
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's code, installed or not
+
+from ds_trainer.cli.main import main
 
 if __name__ == "__main__":
-    leave(run_command(train_command, sys.argv[1:]))
+    main("train")

@@ -1,1 +1,1 @@
-"""The commands: one file each turns flags into a job, tells all mistakes of it, and makes one call. Loads no torch."""
+"""The command lines: one file a command, which turns flags into a checked job and makes one call into the library."""

@@ -1,105 +1,132 @@
-"""The jobs of the commands: what each is to do, once its flags and files are checked."""
+"""The jobs of the commands: what each command has to do, once its flags and files are checked.
+
+A field that is named like a flag takes the flag's value, which is checked here; the command reads the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.recipe import Recipe, TaskSpec
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.trust import Trust
+from ds_trainer.ranks.failures import UserError
 
-OF_THE_TASK = "task"
-"""In the place of a length: the task's texts, as long as they are."""
+OF_THE_TASK: Literal["task"] = "task"
+"""In place of a length: the task's texts, as long as they are."""
 
 BACKENDS = ("torch", "compile", "onnxruntime")
 
 DEVICES = ("cpu", "cuda")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""How the flag says them, and torch; onnxruntime has fp32 of them, and "int8", weights quantised dynamically."""
+"""The names of the flag and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
 
 
-@dataclass(frozen=True)
-class TrainJob:
-    """A checked training command: the recipe, the engine file as written, and what the flags ask."""
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Counts = Annotated[tuple[Count, ...], AfterValidator(_distinct)]
+Names = Annotated[tuple[str, ...], AfterValidator(_distinct)]
+
+
+class Job(BaseModel):
+    """What every command has: what the user permits the model folders that it loads."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    trust: Trust
+
+
+class TaskJob(Job):
+    """What the commands have that run a model on a task."""
+
+    model: str
+    """A model folder or hub name."""
+    task: TaskSpec
+    batch_size: Count
+    cache_dir: str | None
+
+
+class TrainJob(Job):
+    """A checked training command: the recipe, the engine file as written, and what the flags request."""
 
     command: str
-    """As it was given, for the run's report."""
+    """The command line as it was given, for the run's report."""
     recipe: Recipe
     engine_config: dict[str, Any]
     output: Path
     overwrite: bool
     resume: bool
     checkpoint: Path | None
-    """To resume from, in place of the newest."""
+    """The one to resume from, in place of the newest."""
     dry_run: bool
-    timeout: int
-    """Seconds a rank waits for another."""
-    trust: Trust
+    timeout: Annotated[int, Field(ge=1)]
+    """Seconds that a rank waits for another."""
     debug_port: int | None
 
 
-@dataclass(frozen=True)
-class CalibrateJob:
+class CalibrateJob(TaskJob):
     """A checked calibration command."""
 
-    model: str
-    task: TaskSpec
-    batch_size: int
-    cache_dir: str | None
     exits: ExitsSpec
-    trust: Trust
 
 
-@dataclass(frozen=True)
-class EvaluateJob:
-    """A checked evaluation command."""
+class EvaluateJob(TaskJob):
+    """A checked evaluation command. The model may also be a checkpoint, or the folder of a phase with several."""
 
-    model: str
-    """A model folder or hub name; a checkpoint; or the folder of a phase, all of whose checkpoints are scored."""
-    task: TaskSpec
-    batch_size: int
-    cache_dir: str | None
+    all_checkpoints: bool
     output_file: Path | None
     predictions_dir: Path | None
-    exit_policy: ExitPolicy | None
-    """In place of the model folder's."""
-    trust: Trust
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    """What is scored in place of a model folder, in the order of steps."""
-    policy_for: Callable[[str], ExitPolicy | None] = lambda _: None
-    """The `exit_policy` for a model folder that a checkpoint becomes: what heads it has shows then."""
+    checkpoints: tuple[SavedCheckpoint, ...]
+    """What is scored in place of a model folder, in the order of their steps."""
+    exits: ExitsSpec | None
+    """What the flags request in place of the exit policy of the model folder, or None."""
+
+    def exit_policy(self, saved: SavedExits | None) -> ExitPolicy | None:
+        """The policy that the flags request for the exit heads of a folder; None if they request none.
+
+        Raise UserError where it does not fit the heads, or where there are none.
+        """
+        if self.exits is None:
+            return None
+        if saved is None:
+            raise UserError(f"an exit policy is given, and {self.model} has no {EXITS_FILE}, so no heads to exit at")
+        regression = saved.policy.criterion == "patience" and bool(saved.policy.thresholds)
+        if self.exits.patience is not None and regression:  # its tolerances stay
+            return saved.policy.model_copy(update={"patience": self.exits.patience})
+        return policy_of(self.exits, len(saved.layers), regression)
 
 
-@dataclass(frozen=True)
-class ExportJob:
+class ExportJob(Job):
     """A checked export command."""
 
     model: Path
     output: Path
-    """A folder; the model's own where only .onnx files are written."""
+    """A folder; the model's own folder where only .onnx files are written."""
     shrink: bool
     onnx: bool
     quantize: str | None
     """ "int8", or None; only with `onnx`."""
     compact: str | None
-    """How the values of a compact file are held, or None."""
+    """How the values of a compact file are stored, or None."""
     unpack: bool
     import_from: str | None
-    """The program that wrote the folder, where it is not this one or transformers."""
+    """The program that wrote the folder, where it is neither this one nor transformers."""
     threshold: float | None
-    """What a masked BERT is folded at."""
+    """The threshold at which a masked BERT is folded."""
     task: TaskSpec | None
-    """To take inputs from, and to score on."""
-    batch_size: int
+    """The task to take inputs from, and to score on."""
+    batch_size: Count
     cache_dir: str | None
-    trust: Trust
-    checkpoint: SavedCheckpoint | None = None
-    """What becomes the model folder first."""
+    checkpoint: SavedCheckpoint | None
+    """The checkpoint that becomes the model folder first."""
 
     @property
     def plain(self) -> bool:
@@ -112,23 +139,21 @@ class ExportJob:
         return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
 
 
-@dataclass(frozen=True)
-class BenchmarkJob:
-    """A checked command: model folders by label, the base of all ratios first, and what to measure them at."""
+class BenchmarkJob(Job):
+    """A checked benchmark command: model folders by label, the base of all ratios first, and what to measure at."""
 
     folders: dict[str, Path]
-    backends: tuple[str, ...]
-    devices: tuple[str, ...] | None
-    """None: those that are there."""
-    dtypes: tuple[str, ...]
-    threads: tuple[int, ...]
-    lengths: tuple[int | str, ...]
+    backends: Names
+    devices: Names | None
+    """None: all devices of this machine."""
+    dtypes: Names
+    threads: Counts
+    lengths: Annotated[tuple[Count | Literal["task"], ...], AfterValidator(_distinct)]
     """In tokens; or `OF_THE_TASK`."""
-    batch_sizes: tuple[int, ...]
-    seconds: float
+    batch_sizes: Counts
+    seconds: Annotated[float, Field(gt=0)]
     """For the calls of all folders at one setting."""
     task: TaskSpec | None
-    eval_batch_size: int
+    eval_batch_size: Count
     cache_dir: str | None
     output: Path | None
-    trust: Trust

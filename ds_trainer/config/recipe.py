@@ -1,9 +1,9 @@
 """The recipe: model, task, phases, techniques, loss weights and schedules, as strict pydantic models.
 
-Everything a user may write is declared here with its unit and default; an unknown key, a wrong type or a value out
-of range is collected into one `ValueError` that names the path, what was found and what is allowed. Batch size,
-precision, ZeRO, offload and clipping live in the engine file; the fields here that name one of them only fill its
-"auto" values. Imports neither torch nor DeepSpeed, so that mistakes are told at once.
+Every field is declared here with its unit and default. Unknown keys, wrong types and values out of range are collected
+into one UserError, which names the path of each, the value and what is allowed. Batch size, precision, ZeRO, offload
+and clipping live in the engine file; the fields here that name one of them only fill its "auto" values. This module
+imports neither torch nor DeepSpeed, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -15,36 +15,13 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits
+from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
-from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family
-from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights
+from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
+from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
 from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError
-
-__all__ = [
-    "DistillSpec",
-    "ExitsSpec",
-    "GroupRule",
-    "LmSpec",
-    "ModelSpec",
-    "Phase",
-    "PruneSpec",
-    "Recipe",
-    "SavedExits",
-    "SquadSpec",
-    "StudentSpec",
-    "TaskSpec",
-    "Techniques",
-    "TextSpec",
-    "TokenizerSpec",
-    "parse_exits",
-    "parse_recipe",
-    "parse_task",
-    "recipe_schema",
-    "task_of",
-]
 
 _RESERVED = {"model", "previous", "initial_model", "starting_models", "eval", "tensorboard", "plots", "deepspeed"}
 Parsed = TypeVar("Parsed", bound=BaseModel)
@@ -67,14 +44,14 @@ class ModelSpec(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
         if self.tokenizer is not None and self.config is None:
-            raise UserError("tokenizer is trained for a model of `config` only: remove it, the model brings its own")
+            raise UserError("tokenizer is trained only for a model made from `config`: remove it, the model has one")
         if self.config is not None and "model_type" not in self.config:
             raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
         return self
 
 
 class GroupRule(Strict):
-    """What holds for the parameters whose names match; the first rule that matches a parameter decides."""
+    """Settings for the parameters whose names match; the first rule that matches a parameter decides."""
 
     params: str = Field(
         description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
@@ -86,7 +63,7 @@ class GroupRule(Strict):
 
 
 class Phase(Strict):
-    """What to train, how long, from which model, with which techniques and loss weights."""
+    """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
@@ -133,29 +110,27 @@ class Phase(Strict):
     @model_validator(mode="before")
     @classmethod
     def _one_home_of_weights(cls, data: Any) -> Any:
-        """Take the weights that techniques name into the loss table; distil the terms that it weighs."""
+        """Move the weights that techniques name into the loss table; distil the terms that it weighs."""
         if not _is_nested(data):
             return data
-        loss, asked = data.get("loss"), loss_weights(data.get("techniques") or {})
-        for name, weight in asked.items():
+        loss, techniques = data.get("loss"), dict(data.get("techniques") or {})
+        weights = loss_weights(techniques)
+        for name, weight in weights.items():
             if loss and loss.get(name, weight) != weight:
                 raise UserError(
-                    f"loss[{name!r}] is {shown(loss[name])}, and the techniques say {shown(weight)} (final_lambda and "
-                    f"the alpha_* are names of loss weights): write only one of them"
+                    f"loss[{name!r}] is {shown(loss[name])}, and the techniques have {shown(weight)} for it "
+                    f"(final_lambda and the alpha_* are names of loss weights): write only one of them"
                 )
-        table = ({"task": 1.0} if loss is None else loss) | asked
-        exits = (data.get("techniques") or {}).get("exits")
+        table = ({"task": 1.0} if loss is None else loss) | weights
+        exits, distill = techniques.get("exits"), techniques.get("distill")
         if exits is not None:
-            table = _with_exits(table, exits, said=bool(loss) or "task" in asked)
-            terms = [name.removeprefix("exits.") for name in table if name.startswith("exits.")]
-            data = data | {"techniques": data["techniques"] | {"exits": {"terms": terms} | exits}}
-        distill = (data.get("techniques") or {}).get("distill")
+            table = _with_exits(table, exits, task_is_weighed=bool(loss) or "task" in weights)
+            techniques["exits"] = {"terms": _terms("exits", table)} | exits
         if distill and distill.get("terms") is None:
-            terms = [name.removeprefix("distill.") for name in table if name.startswith("distill.")]
-            if not terms:
+            techniques["distill"] = distill | {"terms": _terms("distill", table)}
+            if not techniques["distill"]["terms"]:
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
-            data = data | {"techniques": data["techniques"] | {"distill": distill | {"terms": terms}}}
-        return data | {"loss": table}
+        return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -212,26 +187,25 @@ class Recipe(Strict):
             if phase.name in names:
                 raise UserError(f'two phases are named "{phase.name}": rename one')
             distill = phase.techniques.distill
-            for what, source in (("starts from", phase.start_from), ("has the teacher", distill and distill.teacher)):
+            for verb, source in (("starts from", phase.start_from), ("has the teacher", distill and distill.teacher)):
                 if source and source.startswith("@") and source[1:] not in (*names, "previous", "model"):
-                    raise UserError(
-                        f'phase "{phase.name}" {what} "{source}": allowed are "@previous", "@model"'
-                        + "".join(f', "@{name}"' for name in names)
-                    )
+                    allowed = ", ".join(f'"@{name}"' for name in ("previous", "model", *names))
+                    raise UserError(f'phase "{phase.name}" {verb} "{source}": allowed are {allowed}')
             if phase.histograms and not self.tensorboard:
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
             if distill and before:
-                self._check_subject(phase, {"@previous": before[-1]} | {f"@{p.name}": p for p in before})
+                teachers = {"@previous": before[-1]} | {f"@{other.name}": other for other in before}
+                self._check_teacher(phase, teachers.get(distill.teacher))
             before.append(phase)
         return self
 
     def _check_exits(self, phase: Phase) -> None:
-        """Exits are for labelled text; thresholds are calibrated on what no phase on the same data has trained on."""
+        """Allow exits on labelled text only, and calibration only on examples that no phase has trained on."""
         task = phase.task or self.task
         if not isinstance(task, TextSpec):
-            raise UserError(f'phase "{phase.name}" has exits, and its task is {task.name}: they go with labelled text')
+            raise UserError(f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text')
         exits = phase.techniques.exits
         if exits and exits.calibrated and not task.held_out:
             raise UserError(
@@ -247,19 +221,18 @@ class Recipe(Strict):
                     f"would train on what the other holds out; write the same in both"
                 )
 
-    def _check_subject(self, phase: Phase, phases: dict[str, Phase]) -> None:
-        """A phase that teaches must have learned a task of the same family."""
-        teacher = phases.get(phase.techniques.distill.teacher if phase.techniques.distill else "")
-        subjects = [family(other.task or self.task) for other in (teacher, phase) if other]
-        if len(set(subjects)) > 1:
+    def _check_teacher(self, phase: Phase, teacher: Phase | None) -> None:
+        """Refuse a teacher that an earlier phase trained on a task of another family."""
+        taught, learned = (family(other.task or self.task) for other in (phase, teacher or phase))
+        if taught != learned:
             raise UserError(
-                f'phase "{phase.name}" is of the family {subjects[1]}, and the phase that teaches it of {subjects[0]}: '
-                f"take a teacher of the same task"
+                f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: take a '
+                f"teacher of the same task"
             )
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
-    """Check a recipe; every mistake is told in one `ValueError`, one line each."""
+    """Check a recipe; a UserError has every mistake, one a line."""
     return _parse(Recipe, data, "recipe")
 
 
@@ -269,12 +242,12 @@ def parse_task(data: dict[str, Any]) -> TaskSpec:
 
 
 def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
-    """Check what a model folder says of its exit heads."""
+    """Check the `exits.json` of a model folder; `where` names it in errors."""
     return _parse(SavedExits, data, where)
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
-    """The phase's task. MLM trains with logits at every position where they are distilled beyond the masked ones."""
+    """The task of a phase. For MLM it has logits at every position if they are distilled beyond the masked ones."""
     task, distill = phase.task or recipe.task, phase.techniques.distill
     if task.name != "mlm" or distill is None:
         return task
@@ -286,12 +259,12 @@ class _LoneTask(Strict):
     task: AnyTask
 
 
-def _parse(model: type[Parsed], data: dict[str, Any], what: str) -> Parsed:
+def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        prefix = f"{what}: " if what else ""
-        raise UserError("\n".join(f"{prefix}{_told(model, item)}" for item in error.errors())) from None
+        prefix = f"{file}: " if file else ""
+        raise UserError("\n".join(f"{prefix}{_message(model, item)}" for item in error.errors())) from None
 
 
 def recipe_schema() -> str:
@@ -299,13 +272,13 @@ def recipe_schema() -> str:
     return json.dumps(Recipe.model_json_schema(), indent=2)
 
 
-def _told(model: type[BaseModel], error: Any) -> str:
+def _message(model: type[BaseModel], error: Any) -> str:
+    """The message of one of pydantic's errors, with the path of the field as the user wrote it."""
     owner, path = _walk(model, error["loc"])
     if error["type"] != "extra_forbidden":
-        message = error["msg"].removeprefix("Value error, ")
-        found = error["input"]
-        told = "" if isinstance(found, dict | list) else f" (found {shown(found)})"
-        return f"{'.'.join(path)}: {message}{told}" if path else message
+        message, value = error["msg"].removeprefix("Value error, "), error["input"]
+        found = "" if isinstance(value, dict | list) else f" (found {shown(value)})"
+        return f"{'.'.join(path)}: {message}{found}" if path else message
     known = list(owner.model_fields)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
@@ -335,28 +308,33 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
     return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
 
 
-def _with_exits(table: dict[str, Any], exits: dict[str, Any], said: bool) -> dict[str, Any]:
-    """The loss table of a phase with exits: by default each of their terms weighs 1, and by default that is "heads".
+def _terms(technique: str, table: dict[str, Any]) -> list[str]:
+    """The terms of a technique that have an entry in the loss table."""
+    return [name.removeprefix(f"{technique}.") for name in table if name.startswith(f"{technique}.")]
 
-    The model's own head is in the heads' loss with joint training, and frozen without: unless something is said of it,
-    the task weighs nothing beside them.
+
+def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
+    """The loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
+
+    Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
+    nothing beside them, unless the recipe gives it a weight.
     """
     known = [f"exits.{term}" for term in get_args(ExitTerm)]
-    weighed = [name for name in table if name.startswith("exits.")]
-    unknown = [name for name in weighed if name not in known]
+    weighed = [f"exits.{term}" for term in _terms("exits", table)]
+    unknown = ", ".join(name for name in weighed if name not in known)
     if unknown:
-        raise UserError(f"loss: {', '.join(unknown)} is no term of exits; on offer: {', '.join(known)}")
+        raise UserError(f"loss: {unknown} is no term of exits; on offer: {', '.join(known)}")
     if weighed:
         return table
-    asked = exits.get("terms")
-    terms = [name for name in known if isinstance(asked, list) and name.removeprefix("exits.") in asked]
+    requested = exits.get("terms")
+    terms = [name for name in known if isinstance(requested, list) and name.removeprefix("exits.") in requested]
     table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
     learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
-    return table if said or learns_by_task else table | {"task": 0.0}
+    return table if task_is_weighed or learns_by_task else table | {"task": 0.0}
 
 
 def _is_nested(data: Any) -> bool:
-    """Whether a phase has the shape that its validator looks into; what has not is told by its fields."""
+    """Whether a phase has the shape that its validator looks into; otherwise its fields report what is wrong."""
     if not isinstance(data, dict) or not isinstance(data.get("loss"), dict | None):
         return False
     techniques = data.get("techniques") or {}

@@ -5,64 +5,57 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_trainer.files.json_file import value_faults
+from ds_trainer.files.json_file import value_mistake
 from ds_trainer.files.messages import cut, listed, shown
 from ds_trainer.ranks.failures import UserError
 
-_MOST_PARTS = 50
-
 
 def parse_setting(setting: str) -> tuple[list[str], Any]:
-    """Split PATH=JSON; what is no JSON is taken as text, for launchers strip quotes on the way. Raises ValueError."""
+    """Split PATH=JSON into the parts of the path and the value. Raise UserError if it has another form.
+
+    A value that is not JSON is taken as text, since launchers strip quotes on the way.
+    """
     path, equals, text = setting.partition("=")
-    said = f'--set "{cut(setting, 200)}"'
-    if not equals or not all(path.split(".")):
-        raise UserError(f"{said}: write PATH=JSON, e.g. phases.prune.max_steps=100")
+    parts = path.split(".")
+    if not equals or not all(parts):
+        raise UserError(f'--set "{cut(setting, 200)}": write PATH=JSON, e.g. phases.prune.max_steps=100')
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = text
-    except (RecursionError, ValueError):  # it is JSON, but nested too deeply or with thousands of digits
-        raise UserError(f"{said}: no field takes a value that is nested so deeply, or of so many digits") from None
-    parts = path.split(".")
-    if len(parts) > _MOST_PARTS:
-        raise UserError(f"{said}: the path has {len(parts):,} parts, and no field is so deep")
-    faults = value_faults({path: value})
-    if faults:
-        raise UserError("\n".join(f"{said}: {fault}" for fault in faults))
+    mistake = value_mistake({path: value})
+    if mistake:
+        raise UserError(f'--set "{cut(setting, 200)}" {mistake}')
     return parts, value
 
 
-def assign(target: dict[str, Any], path: list[str], value: Any, who: str) -> None:
-    """Set a nested value in place, making objects on the way; list elements go by index, "name", or all by *.
+def assign(target: Any, path: list[str], value: Any, source: str) -> None:
+    """Set a nested value in place, and make the objects that are missing on the way.
 
-    `who` says in errors what asked for it. Raises ValueError for an element that is not there.
+    Elements of a list are chosen by their index, by their "name", or all of them by "*". `source` says in errors where
+    the value comes from. Raise UserError where the path leads into something else.
     """
-    _assign(target, path, value, f"{who}: ")
-
-
-def _assign(target: Any, path: list[str], value: Any, who: str) -> None:
     part, rest = path[0], path[1:]
     if isinstance(target, list):
-        for index in _chosen(target, part, who):
+        for index in _chosen(target, part, source):
             if rest:
-                _assign(target[index], rest, value, who)
+                assign(target[index], rest, value, source)
             else:
                 target[index] = value
     elif not isinstance(target, dict):
-        raise UserError(f"{who}{shown(part)} is looked for inside {shown(target)}, which is no object")
+        raise UserError(f"{source}: {shown(target)} is no object, and so it has no field {shown(part)}")
     elif not rest:
         target[part] = value
     else:
         if target.get(part) is None:
             target[part] = {}
-        _assign(target[part], rest, value, who)
+        assign(target[part], rest, value, source)
 
 
-def _chosen(items: list[Any], part: str, who: str) -> list[int]:
+def _chosen(items: list[Any], part: str, source: str) -> list[int]:
     names = [str(item.get("name", "")) if isinstance(item, dict) else "" for item in items]
     chosen = [index for index, name in enumerate(names) if part in ("*", name, str(index))]
     if not chosen:
-        known = listed(name or index for index, name in enumerate(names)) or "none"
-        raise UserError(f"{who}there is no {shown(part)} in the list; there are {known}")
+        known = listed(name or index for index, name in enumerate(names)) or "nothing"
+        raise UserError(f"{source}: the list has no {shown(part)}; it has {known}")
     return chosen

@@ -1,7 +1,7 @@
-"""What a recipe may say of the techniques: distillation; pruning and exits have files of their own.
+"""The specifications of distillation, of a phase's techniques together, and of a student to start from.
 
-Their loss weights have one home, the phase's loss table: `final_lambda` and the `alpha_*` of the original scripts are
-taken there by `recipe.py`.
+Pruning and exits have files of their own. Loss weights live in the phase's loss table alone: `recipe.py` takes the
+weights of the original scripts, `final_lambda` and the `alpha_*`, there.
 """
 
 from __future__ import annotations
@@ -20,36 +20,24 @@ Term = Literal["logits", "mse", "cos", "hidden", "attention"]
 LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
 
 
-def _logits_alone() -> list[Term]:
-    return ["logits"]
-
-
 class DistillSpec(Strict):
-    """Distillation from a frozen teacher, as DistilBERT (arXiv 1910.01108): KL, MSE and cosine, alone or together."""
+    """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
 
     teacher: str = Field(description='a folder, a hub name, "@model", or "@NAME" of an earlier phase')
-    terms: list[Term] = Field(
-        default_factory=_logits_alone, min_length=1, description="by default those that the loss table weighs"
-    )
-    temperature: Annotated[float, Field(gt=0)] = Field(
-        2.0, description="of the logits term, which is scaled by its square"
-    )
+    terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
+    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field(
-        default_factory=lambda: [[-1, -1]],
+        [[-1, -1]],
         min_length=1,
         description="[student, teacher] layers that cos, hidden and attention compare: 1 is the first layer, -1 the "
         "last, 0 the embeddings",
     )
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
-    cache_teacher: bool = Field(False, description="compute its outputs for the training set once, keep them on disk")
-    freeze_pos_embs: bool = Field(
-        False, description="freeze the student's position embeddings, whatever its family; an error where it has none"
-    )
-    freeze_token_type_embds: bool = Field(
-        False, description="freeze the student's token-type embeddings, whatever its family; an error where it has none"
-    )
+    cache_teacher: bool = Field(False, description="keep the teacher's answers to the training set on disk")
+    freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
+    freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
     alpha_ce: Rate | None = Field(
         None,
         description="beside alpha_distil the weight of the task's own loss; beside alpha_mlm, alpha_clm or alpha_squad "
@@ -73,9 +61,6 @@ class DistillSpec(Strict):
         return self
 
 
-_ALPHAS = tuple(name for name in DistillSpec.model_fields if name.startswith("alpha_"))
-
-
 class Techniques(Strict):
     exits: ExitsSpec | None = None
     prune: PruneSpec | None = None
@@ -91,7 +76,7 @@ class Techniques(Strict):
         return self
 
     def taught_by(self, teacher: str | None) -> Techniques:
-        """These techniques with the teacher's folder in place of its name."""
+        """Return these techniques with the teacher's folder in place of its name."""
         if self.distill is None:
             return self
         return self.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
@@ -113,37 +98,37 @@ class StudentSpec(Strict):
         if self.config is not None and "model_type" not in self.config:
             raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
         if self.config is not None and self.model_type is not None:
-            raise UserError("model_type goes with layers: in config it is a field of its own")
+            raise UserError("model_type goes with layers: beside config, write it inside config")
         return self
 
 
 def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
-    """The entries of the loss table that `final_lambda` and the `alpha_*` in a phase's techniques ask for.
+    """Return the loss-table entries that `final_lambda` and the `alpha_*` of a phase's techniques stand for.
 
-    The originals disagree on alpha_ce: beside alpha_mlm, alpha_clm or alpha_squad (DistilBERT) it weighs the distilled
-    logits, beside alpha_distil (movement pruning) the task's own loss. ValueError where it is unclear which is meant.
+    The original scripts disagree on alpha_ce: beside alpha_mlm, alpha_clm or alpha_squad (DistilBERT) it weighs the
+    distilled logits, beside alpha_distil (movement pruning) the task's own loss. ValueError where it is unclear which
+    of the two is meant.
     """
     prune, distill = (techniques.get(name) or {} for name in ("prune", "distill"))
-    said = {name: distill.get(name) for name in _ALPHAS}
-    told = [name for name in ("alpha_mlm", "alpha_clm", "alpha_squad", "alpha_distil") if said[name] is not None]
-    # the scripts' own commands say alpha_clm 0 beside alpha_mlm
-    rivals = [name for name in told if said[name] != 0] or told[:1]
-    if len(rivals) > 1:
+    keys = ("alpha_mlm", "alpha_clm", "alpha_squad", "alpha_distil")
+    given = [name for name in keys if distill.get(name) is not None]
+    # the commands of the scripts have alpha_clm 0 beside alpha_mlm
+    partners = [name for name in given if distill[name] != 0] or given[:1]
+    if len(partners) > 1:
         raise UserError(
-            f"{' and '.join(rivals)} are both set: each tells what alpha_ce weighs, and weighs the same term; keep one"
+            f"{' and '.join(partners)} are both set: each decides what alpha_ce weighs; keep the one of your script"
         )
-    if said["alpha_ce"] is not None and not rivals:
+    if distill.get("alpha_ce") is not None and not partners:
         raise UserError(
             "alpha_ce is set alone: add alpha_distil (then alpha_ce weighs the task's loss), or alpha_mlm, alpha_clm "
             "or alpha_squad (then it weighs the distilled logits)"
         )
-    tasks = [name for name in rivals if name != "alpha_distil"]
-    task, logits = (tasks[0], "alpha_ce") if tasks else ("alpha_ce", "alpha_distil")
+    is_distilbert = bool(partners) and partners != ["alpha_distil"]
     weights = {
         "prune.penalty": prune.get("final_lambda"),
-        "task": said[task],
-        "distill.logits": said[logits],
-        "distill.mse": said["alpha_mse"],
-        "distill.cos": said["alpha_cos"],
+        "task": distill.get(partners[0] if is_distilbert else "alpha_ce"),
+        "distill.logits": distill.get("alpha_ce" if is_distilbert else "alpha_distil"),
+        "distill.mse": distill.get("alpha_mse"),
+        "distill.cos": distill.get("alpha_cos"),
     }
     return {name: weight for name, weight in weights.items() if weight is not None}

@@ -1,9 +1,9 @@
-"""What a command permits the model folders that it loads: nothing, unless its user says so.
+"""What a command permits the model folders that it loads: nothing, unless its user allows more.
 
-The permissions are the command's own, so that no recipe that was downloaded grants itself any. Models are loaded in
-some fifteen places, by tasks, techniques and students that have no other business with them: they are told through the
-context rather than through every signature in between. A context that was never told, a new thread's say, permits
-nothing.
+The permissions are flags of the command, so that no downloaded recipe can grant itself any. Models are loaded in some
+fifteen places, by tasks, techniques and students that have no other use for the permissions: they are passed in a
+context variable instead of through every signature in between. Where it is not set, in a new thread for instance,
+nothing is permitted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Trust:
-    """By default weights are read from safetensors alone, and no code of a model folder is run."""
+    """The permissions of model folders. By default weights are read from safetensors, and none of their code is run."""
 
     allow_pickle: bool = False
     """Read pytorch_model.bin where there are no safetensors; still as weights only, so that its code is not run."""

@@ -30,7 +30,7 @@ from ds_trainer.models.layers import encoder_linears, save_folder, total_weights
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.exits.early_exit import load_model
+from ds_trainer.techniques.exits.early_exit import load_for_inference
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 _SCORES = ".mask_scores"
@@ -72,7 +72,7 @@ def import_folder(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         save_folder(model, tokenizer, made)
         layers = _save_heads(job.model, model, beside, made)
         report = {"exits": layers, "left_out": "the highway of the last layer, which DeeBERT does not train"}
-    load_model(made)  # refuses what could not be loaded later
+    load_for_inference(made)  # refuses what would not be loaded later
     return {"imported": {"from": job.import_from, **report, "weights": total_weights(model)}}
 
 

@@ -25,13 +25,13 @@ def test_labels_tell_folders_apart() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--lengths", "0"], "'0' is no whole number from 1"),
-        (["--lengths", "task"], "--lengths task: there is no task"),
-        (["--batch_sizes", "1.5"], "'1.5' is no whole number"),
-        (["--threads", "1000000"], "--threads 1000000: this process may use"),
-        (["--seconds", "nan"], "'nan' is no number of seconds above 0"),
+        (["--lengths", "0"], '--lengths is "0": it must be greater than or equal to 1'),
+        (["--lengths", "task"], "--lengths task: no task: give --task_name"),
+        (["--batch_sizes", "1.5"], '--batch_sizes is "1.5": it must be a valid integer'),
+        (["--threads", "1000000"], "--threads is 1000000: this process may use"),
+        (["--seconds", "nan"], '--seconds is "nan": it must be'),
         (["--backends", "tensorrt"], "invalid choice: 'tensorrt'"),
-        (["--names", "a", "b"], "--names has 2 values, and there are 1 folders"),
+        (["--names", "a", "b"], "--names is a, b: give each of the 1 folders"),
         (["--task_name", "cola", "--data_dir", "gone"], "gone"),
         (["gone"], "the model folder gone does not exist"),
         (["owner/name"], "the model folder owner/name does not exist"),
@@ -48,7 +48,7 @@ def test_mistakes_are_told_before_torch_is_loaded(plain: Path, more: list[str], 
 
 
 def test_names_must_differ(plain: Path) -> None:
-    with pytest.raises(ValueError, match="'a' comes twice"):
+    with pytest.raises(ValueError, match="--names is a, a: give each of the 2 folders a name of its own"):
         read_benchmark_job([str(plain), str(plain), "--names", "a", "a"])
 
 

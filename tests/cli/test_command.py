@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -194,10 +195,10 @@ def test_evaluation_mistakes_come_together(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--output_file", "{folder}"], "--output_file: {folder} is a folder: name a file in it"),
-        (["--output_file", "{folder}/none/x.json"], "--output_file: the folder {folder}/none does not exist"),
-        (["--predictions_dir", "{folder}/file"], "--predictions_dir: {folder}/file is a file: name a folder"),
-        (["--predictions_dir", "{folder}/file/below"], "--predictions_dir: {folder}/file is a file: name a folder"),
+        (["--output_file", "{folder}"], "--output_file is {folder}: name a file"),
+        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in a folder"),
+        (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: {folder}/file is no folder"),
+        (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is no folder"),
         (["--predictions_dir", "{folder}/new/below"], None),
     ],
 )
@@ -229,7 +230,9 @@ def test_a_model_without_a_trained_head_is_not_scored():
 
 def test_threads_are_shared_out_between_ranks_unless_said():
     """Cores / local ranks, and OMP_NUM_THREADS wins."""
-    code = "from ds_trainer import distributed as d; import torch; d.share_threads(); print(torch.get_num_threads())"
+    code = (
+        "from ds_trainer.ranks import distributed as d; import torch; d.share_threads(); print(torch.get_num_threads())"
+    )
     cores = len(os.sched_getaffinity(0))
     for local, said, expected in (("1", None, cores), (str(cores), None, 1), (str(2 * cores), None, 1), ("1", "1", 1)):
         env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"LOCAL_SIZE": local}
@@ -252,5 +255,15 @@ def test_threads_are_shared_out_between_ranks_unless_said():
 def test_settings_change_one_field(setting, expected):
     """--set reaches any depth, makes what is missing, and takes bare words as text."""
     target = {"a": {"c": 2}}
-    assign(target, *parse_setting(setting), who="test")
+    assign(target, *parse_setting(setting), source="test")
     assert target == expected
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
+def test_a_python_without_the_packages_is_told_what_to_activate(name):
+    """One line and exit code 2 in place of a ModuleNotFoundError, from every script and any folder."""
+    bare = {"PATH": os.environ["PATH"]}
+    command = [sys.executable, "-S", str(ROOT / f"launch/{name}.py"), "--help"]
+    done = subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: \S+ has no torch, .*: run `.*(activate|setup\.sh)` first\n", done.stderr)

@@ -21,8 +21,8 @@ from support.squad_tasks import write
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
 
 from ds_trainer import load_model
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.deploy import export_folder, onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
@@ -162,18 +162,6 @@ def test_overwriting_leaves_nothing_of_the_old_model(model, folders, tmp_path):
     assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == 0
     assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
     assert not hasattr(load_model(out)(**inputs(2, 8)), "exit_layers")
-
-
-@pytest.mark.parametrize("name", ["export.json", "model.onnx", "model.safetensors", "exits.json"])
-def test_a_folder_in_the_place_of_a_file_is_told(model, folders, tmp_path, name, capsys):
-    """Before anything is replaced."""
-    out = Path(shutil.copytree(folders / "qa", tmp_path / "out"))
-    (out / name).unlink(missing_ok=True)
-    (out / name).mkdir()
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    assert exported(model, "--shrink", "--output_dir", out, "--overwrite") == 2
-    assert f"{name} is a folder" in capsys.readouterr().err
-    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -348,7 +336,7 @@ def test_exit_heads(model, tmp_path, caplog):
     [
         ([], ["nothing to do", "--shrink, --onnx, --compact, --unpack or --import_from"]),
         (["--shrink"], ["give --output_dir"]),
-        (["--shrink", "--output_dir", "MODEL"], ["the model folder itself"]),
+        (["--shrink", "--output_dir", "MODEL"], ["stays as it is"]),
         (["--shrink", "--output_dir", "FULL"], ["something else than a model"]),
         (["--compact", "fp16", "--output_dir", "OTHER"], ["not empty", "--overwrite"]),
         (["--onnx", "--output_dir", "FULL/notes.txt"], ["is a file"]),

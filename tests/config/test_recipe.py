@@ -6,7 +6,8 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task, recipe_schema, task_of
@@ -257,7 +258,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(list(Recipe.model_fields)), JSON))
 def test_no_recipe_breaks_the_check(data):
     """Whatever JSON is given, the answer is a recipe or a ValueError in words."""
@@ -271,8 +272,14 @@ def test_a_task_is_checked_by_itself():
         parse_task({"name": "sst2", "max_seq_lenght": 3})
 
 
-def test_settings_of_language_modelling_that_cannot_work_are_told_together():
-    """Shares that do not add up, and a least length above the greatest."""
-    told = r"task: word_mask \+ .* is 0.7: make it 1\nmin_seq_length is 200 and max_seq_length is 128: every example"
-    with pytest.raises(ValueError, match=told):
-        parse_task({"name": "mlm", "dataset": "wikitext", "word_mask": 0.5, "min_seq_length": 200})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"word_mask": 0.5}, r"task: word_mask \+ .* is 0.7: make it 1"),
+        ({"min_seq_length": 200}, r"task: min_seq_length is 200 and max_seq_length is 128, so that every example"),
+    ],
+)
+def test_settings_of_language_modelling_that_cannot_work_are_refused(settings, message):
+    """Shares that do not add up to 1, and a shortest length above the longest."""
+    with pytest.raises(ValueError, match=message):
+        parse_task({"name": "mlm", "dataset": "wikitext"} | settings)

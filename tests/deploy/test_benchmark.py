@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.deploy import benchmark, benchmark_page
 from ds_trainer.deploy.benchmark import add_ratios, compile_anew, measure, random_inputs
 from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases

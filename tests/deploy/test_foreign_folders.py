@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from ds_trainer import load_model
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.models.layers import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer, load_trained
@@ -277,7 +277,7 @@ MASKED = ("masked_bert", "--threshold", "0.15")
 CASES: dict[str, tuple[tuple[str, ...], Callable[[Path], Any], str]] = {
     "no threshold": (("masked_bert",), lambda folder: None, "--threshold is missing"),
     "a share of 15": (("masked_bert", "--threshold", "15"), lambda folder: None, "takes the share to keep"),
-    "no number": (("masked_bert", "--threshold", "nan"), lambda folder: None, "nan is no threshold"),
+    "no number": (("masked_bert", "--threshold", "nan"), lambda folder: None, "--threshold is nan"),
     "a threshold of gates": (MASKED, of_config(pruning_method="l0"), "l0 has none"),
     "another program's": (MASKED, of_config(model_type="bert"), 'says model_type "bert"'),
     "no program's": (MASKED, of_config(model_type=None), "says model_type null"),
@@ -356,7 +356,7 @@ def test_a_threshold_alone_and_a_folder_of_its_own(
     assert exported(sound, "--onnx", "--threshold", 0.1) == 2
     assert "--threshold goes with --import_from masked_bert" in capsys.readouterr().err
     assert exported(sound, "--import_from", *MASKED) == 2
-    assert "--import_from write a model folder: give --output_dir" in capsys.readouterr().err
+    assert "stays as it is: give --output_dir" in capsys.readouterr().err
 
 
 def test_the_pickle_runs_no_code(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

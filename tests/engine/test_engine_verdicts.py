@@ -273,7 +273,7 @@ def test_shipped_files_have_nothing_without_effect(path):
 def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_path):
     """An autotuning block, with which DeepSpeed ends a training midway, is one line and exit code 2, without output."""
     code = (
-        "import sys; from ds_trainer.cli.train import run_command, train_command; "
+        "import sys; from ds_trainer.cli.command import run_command; from ds_trainer.cli.train import train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
     engine = write_json("engine.json", {"autotuning": {"enabled": True}, "aio": {"queue_depth": 32}})

@@ -105,7 +105,8 @@ def test_what_a_secret_variable_holds_is_hidden_wherever_it_is(monkeypatch):
 
 def test_the_error_of_a_command_shows_no_secret(capfd, monkeypatch, tiny_recipe, write_json):
     """Through the command's own end: neither a mistake of the engine file, nor one of --set, nor a traceback."""
-    from ds_trainer.cli.train import read_train_job, run_command
+    from ds_trainer.cli.command import run_command
+    from ds_trainer.cli.train import read_train_job
 
     monkeypatch.setenv("HF_TOKEN", "hush-hush-hush")
     engine = write_json("engine.json", {"train_batch_size": 8, "comet": {"enabled": True, "api_key": ["hush"]}})

@@ -1,12 +1,10 @@
-"""What a recipe's or an engine file's text can have written, and where: only inside the output folder."""
+"""Where a recipe or an engine file can have things written: inside the output folder, unless the user allows more."""
 
 from __future__ import annotations
 
 import copy
 import json
-import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,142 +13,92 @@ from support.launching import ROOT, run_python
 
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.cli.train import read_train_job
-from ds_trainer.engine.keys import key_table
 from ds_trainer.files.write_places import (
     DEFAULT_CACHE,
     cache_place,
-    engine_place_mistakes,
     environment_of,
-    output_place_mistakes,
     placed_engine_file,
     result_place_mistakes,
 )
-
-
-def config_of(path: str, value: Any) -> dict[str, Any]:
-    """An engine file that says one thing, in sections that are switched on."""
-    config: dict[str, Any] = {}
-    inner = config
-    *sections, last = path.split(".")
-    for section in sections:
-        inner[section] = {"enabled": True, "device": "nvme"}
-        inner = inner[section]
-    inner[last] = value
-    return config
-
+from ds_trainer.ranks.failures import UserError
 
 WRITTEN = [
-    "tensorboard.output_path",
-    "csv_monitor.output_path",
-    "flops_profiler.output_file",
-    "autotuning.exps_dir",
-    "autotuning.results_dir",
-    "autotuning.metric_path",
-    "autotuning.model_info_path",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.nvme_path",
-    "data_efficiency.data_sampling.curriculum_learning.data_cluster_path",
+    ("tensorboard", "output_path"),
+    ("csv_monitor", "output_path"),
+    ("flops_profiler", "output_file"),
+    ("autotuning", "exps_dir"),
+    ("autotuning", "results_dir"),
+    ("autotuning", "metric_path"),
+    ("autotuning", "model_info_path"),
 ]
-OUTSIDE = ["/elsewhere", "../x", "a/../../../x", "..", "/", "/etc/passwd"]
 
 
-@pytest.mark.parametrize("path", WRITTEN)
-@pytest.mark.parametrize("value", OUTSIDE)
-def test_a_place_outside_is_refused_by_its_key(path, value, tmp_path):
-    """Named are the key, what was found, and the two cures; --allow_write of its folder is one of them."""
-    config = config_of(path, value)
-    (mistake,) = engine_place_mistakes(config, config, tmp_path / "out", [])
-    assert all(word in mistake for word in (path, repr(value), "relative path", "--allow_write"))
-    assert engine_place_mistakes(config, config, tmp_path / "out", ["/"]) == []
+def config_of(section: str, key: str, value: str) -> dict[str, Any]:
+    """An engine file with one section that is enabled."""
+    return {section: {"enabled": True, "output_path": "logs", key: value}}
 
 
-@pytest.mark.parametrize("path", WRITTEN)
-def test_a_relative_place_is_moved_into_the_output_folder(path, tmp_path):
-    """And told; the config that was given stays as it is."""
-    config = config_of(path, "a/./b")
+@pytest.mark.parametrize(("section", "key"), [*WRITTEN, ("tensorboard", "job_name")])
+@pytest.mark.parametrize("value", ["/elsewhere", "../x", "a/../../../x"])
+def test_a_path_that_leads_out_of_the_output_folder_is_refused(section, key, value, tmp_path):
+    """The error names the key, the value and both ways out; one of them is --allow_write with its folder."""
+    config = config_of(section, key, value)
+    with pytest.raises(UserError) as caught:
+        placed_engine_file(config, config, tmp_path / "out", [])
+    words = (f"{section}.{key}", repr(value), "relative path", "--allow_write")
+    assert all(word in str(caught.value) for word in words)
+    placed_engine_file(config, config, tmp_path / "out", ["/"])
+
+
+@pytest.mark.parametrize(("section", "key"), WRITTEN)
+def test_a_relative_path_is_taken_inside_the_output_folder(section, key, tmp_path):
+    """A note says so, and the config that was given stays as it is."""
+    config = config_of(section, key, "a/./b")
     before = copy.deepcopy(config)
-    assert engine_place_mistakes(config, config, tmp_path, []) == []
-    placed, told = placed_engine_file(config, config, tmp_path)
-    assert f"the engine file's {path} is {tmp_path / 'deepspeed/a/b'}" in told
-    value: Any = placed
-    for key in path.split("."):
-        value = value[key]
-    assert value == str(tmp_path / "deepspeed/a/b")
+    placed, notes = placed_engine_file(config, config, tmp_path, [])
+    assert f"the engine file's {section}.{key} is {tmp_path / 'deepspeed/a/b'}" in notes
+    assert placed[section][key] == str(tmp_path / "deepspeed/a/b")
     assert config == before
 
 
-def test_what_the_user_sets_is_the_users_word(tmp_path):
-    """A value of --set is neither refused nor moved; the same one in the file is."""
+def test_a_path_of_set_is_taken_as_it_is(tmp_path):
+    """A value of --set is neither refused nor changed."""
     for value in ("/elsewhere", "here"):
-        config = config_of("tensorboard.output_path", value)
-        as_read = config_of("tensorboard.output_path", "other")
-        assert engine_place_mistakes(config, as_read, tmp_path, []) == []
-        assert placed_engine_file(config, as_read, tmp_path)[0] == config
+        config = config_of("tensorboard", "output_path", value)
+        as_read = config_of("tensorboard", "output_path", "other")
+        assert placed_engine_file(config, as_read, tmp_path, []) == (config, [])
 
 
 def test_a_link_does_not_lead_out(tmp_path):
-    """Of a folder inside the output folder that is a link to another place, and of an allowed one's."""
+    """A link inside the output folder to another place is refused, unless that place is allowed."""
     (tmp_path / "out/deepspeed").mkdir(parents=True)
     (tmp_path / "out/deepspeed/logs").symlink_to(tmp_path / "elsewhere")
-    config = config_of("tensorboard.output_path", "logs/x")
-    assert engine_place_mistakes(config, config, tmp_path / "out", [])
-    assert not engine_place_mistakes(config, config, tmp_path / "out", [str(tmp_path / "elsewhere")])
-
-
-def test_what_writes_nothing_is_left_alone(tmp_path):
-    """A section that is not enabled, offload to memory, indices that are only read, "auto"."""
-    for config in (
-        {"tensorboard": {"enabled": False, "output_path": "/x"}},
-        {"tensorboard": {"output_path": "/x"}},
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}},
-        config_of("data_efficiency.data_sampling.curriculum_learning.index_to_sample_path", "/x"),
-    ):
-        assert engine_place_mistakes(config, config, tmp_path, []) == []
-        assert placed_engine_file(config, config, tmp_path) == (config, [])
+    config = config_of("tensorboard", "output_path", "logs/x")
+    with pytest.raises(UserError):
+        placed_engine_file(config, config, tmp_path / "out", [])
+    placed_engine_file(config, config, tmp_path / "out", [str(tmp_path / "elsewhere")])
 
 
 @pytest.mark.parametrize(
-    ("path", "default"),
+    "config",
     [
-        ("tensorboard.output_path", "."),
-        ("csv_monitor.output_path", "."),
+        {"tensorboard": {"enabled": False, "output_path": "/x"}},
+        {"tensorboard": {"output_path": "/x"}},
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}},
     ],
 )
-def test_what_would_go_to_the_current_folder_goes_to_the_output_folder(path, default, tmp_path):
-    """Where nothing is said of it: DeepSpeed's own default is the current folder."""
-    section, key = path.split(".")
-    for said in ({}, {key: ""}):
-        placed, told = placed_engine_file({section: {"enabled": True, **said}}, {}, tmp_path)
-        assert Path(placed[section][key]) == tmp_path / "deepspeed" / default
-        assert len([line for line in told if path in line]) == 1
+def test_other_paths_are_left_alone(config, tmp_path):
+    """A section that is not enabled writes nothing, and nvme_path is there to name another disk."""
+    assert placed_engine_file(config, config, tmp_path, []) == (config, [])
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", ""])
-def test_a_job_name_is_a_name(name, tmp_path):
-    """DeepSpeed appends it to the path."""
-    config = {"tensorboard": {"enabled": True, "job_name": name}}
-    found = engine_place_mistakes(config, config, tmp_path, [])
-    assert bool(found) == bool(name), "an empty one adds nothing"
-    assert all("tensorboard.job_name" in mistake and "a name, not a path" in mistake for mistake in found)
-    named = {"tensorboard": {"enabled": True, "job_name": "x"}}
-    assert placed_engine_file(named, named, tmp_path)[0]["tensorboard"]["job_name"] == "x"
-
-
-def test_every_key_that_deepspeed_names_like_a_place_is_held_to_it(tmp_path):
-    """Of the table of all its keys: none that takes text and is named like a path or a folder is passed over."""
-
-    def paths(keys: dict[str, Any], above: str) -> Iterator[str]:
-        for key, entry in keys.items():
-            if entry.get("types") is None or "str" in entry["types"]:
-                yield above + key
-            yield from paths(entry.get("keys", {}), f"{above}{key}.")
-
-    named = re.compile(r"path|dir(_|$|s)|file$|folder|job_name")
-    found = [path for path in paths(key_table()["keys"], "") if named.search(path.split(".")[-1])]
-    assert set(found) >= set(WRITTEN[:-1]), "the pattern finds the known ones"
-    for path in found:
-        config = config_of(path, "/elsewhere/x")
-        assert engine_place_mistakes(config, config, tmp_path, []), path
+@pytest.mark.parametrize("section", ["tensorboard", "csv_monitor"])
+def test_what_would_go_to_the_current_folder_goes_to_the_output_folder(section, tmp_path):
+    """DeepSpeed's own default is the current folder."""
+    for values in ({}, {"output_path": ""}):
+        placed, notes = placed_engine_file({section: {"enabled": True, **values}}, {}, tmp_path, [])
+        assert placed[section]["output_path"] == str(tmp_path / "deepspeed")
+        assert len([line for line in notes if f"{section}.output_path" in line]) == 1
 
 
 def test_monitors_without_a_key_are_told_by_the_environment(tmp_path, monkeypatch):
@@ -181,31 +129,15 @@ def test_a_recipes_cache_lies_in_the_output_folder_or_the_users_cache(tmp_path, 
             of_file(said)
 
 
-def test_a_recipes_output_folder_is_its_own(tmp_path):
-    """Absent, empty, or of a run; what flags say is the user's word."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/.ds_trainer.json").write_text("[]")
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis/chapter.tex").write_text("x")
-    for name in ("absent", "empty", "run"):
-        assert output_place_mistakes(tmp_path / name, True) == []
-    assert "holds something else" in output_place_mistakes(tmp_path / "thesis", True)[0]
-    assert output_place_mistakes(tmp_path / "thesis", False) == []
-
-
-def test_results_are_not_worked_for_where_they_cannot_be_written(tmp_path, monkeypatch):
-    """Told before: a folder without permission, also of one that is to be made in it, and a file without."""
+def test_results_are_not_computed_where_they_cannot_be_written(tmp_path, monkeypatch):
+    """A folder without permission, also as the parent of a new one, is an error before anything is scored."""
     assert result_place_mistakes(tmp_path / "scores.json", tmp_path / "a/b") == []
-    (tmp_path / "old.json").write_text("")
-    closed = {tmp_path, tmp_path / "old.json"}  # not by permissions: the superuser needs none
-    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) not in closed)
-    for name in ("scores.json", "old.json"):
-        (mistake,) = result_place_mistakes(tmp_path / name, None)
-        assert "--output_file" in mistake
-        assert "cannot be written" in mistake
+    # not by permissions: the superuser needs none
+    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) != tmp_path)
+    (mistake,) = result_place_mistakes(tmp_path / "scores.json", None)
+    assert "--output_file" in mistake
     (mistake,) = result_place_mistakes(None, tmp_path / "a/b")
-    assert f"--predictions_dir: {tmp_path} cannot be written to" in mistake
+    assert f"{tmp_path} is no folder that can be written to" in mistake
 
 
 @pytest.fixture
@@ -230,14 +162,14 @@ def test_a_command_tells_all_of_them_at_once(command, tmp_path):
     assert (job.recipe.cache_dir, job.engine_config["csv_monitor"]["output_path"]) == (str(tmp_path / "c"), "t")
 
 
-def test_an_evaluation_takes_a_runs_own_cache_and_refuses_others(command, tmp_path, tiny_recipe):
+def test_an_evaluation_takes_a_cache_beside_the_recipe_and_refuses_others(write_json, tmp_path, tiny_recipe):
     """The resolved recipe of a run names the cache that lies in its folder."""
+    flags = ["name", "--recipe", write_json("other.json", tiny_recipe | {"cache_dir": "/elsewhere"})]
     with pytest.raises(ValueError, match="cache_dir"):
-        read_evaluate_job(["name", *command[2:]])
-    assert read_evaluate_job(["name", *command[2:], "--cache_dir", "c"]).cache_dir == "c"
+        read_evaluate_job(flags)
+    assert read_evaluate_job([*flags, "--cache_dir", "c"]).cache_dir == "c"
     run = tmp_path / "run"
     run.mkdir()
-    (run / ".ds_trainer.json").write_text("[]")
     (run / "recipe.json").write_text(json.dumps(tiny_recipe | {"cache_dir": str(run / "cache")}))
     assert read_evaluate_job(["name", "--recipe", str(run / "recipe.json")]).cache_dir == str(run / "cache")
 

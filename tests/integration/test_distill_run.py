@@ -222,7 +222,8 @@ FP16_ON_CPU = """
 import sys
 from deepspeed.accelerator import get_accelerator
 get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
-from ds_trainer.cli.train import run_command, train_command
+from ds_trainer.cli.command import run_command
+from ds_trainer.cli.train import train_command
 sys.exit(run_command(train_command, sys.argv[1:]))
 """
 

@@ -212,7 +212,7 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, 
 
 def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
     """`launch/evaluate.py` has the same exit code, and its own batch size."""
-    imports = "\nfrom ds_trainer.cli.train import *\nfrom ds_trainer.cli.evaluate import *"
+    imports = "\nimport sys\nfrom ds_trainer.cli.command import *\nfrom ds_trainer.cli.evaluate import *"
     code = ASKS_FOR_TOO_MUCH["an evaluation"] + imports + "\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
     done = run_python("-c", code, str(whole / "model"), "--recipe", str(whole / "recipe.json"))
     (told,) = [line for line in done.stderr.splitlines() if "error" in line]

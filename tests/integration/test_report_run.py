@@ -11,7 +11,7 @@ from support.launching import run_deepspeed, run_python
 
 from ds_trainer.checkpoint_model import export_checkpoint
 from ds_trainer.config.saved_checkpoint import read_checkpoint
-from ds_trainer.techniques.exits.early_exit import load_model
+from ds_trainer.techniques.exits.early_exit import load_for_inference
 
 NAMES = ["dense", "compress", "exits"]
 LAYERS = 3
@@ -55,7 +55,7 @@ def test_the_thresholds_are_those_found_on_held_out_examples(output):
     saved = json.loads((output / "model" / "exits.json").read_text())
     assert saved["policy"] == exits["policy"]
     assert saved["held_out"] == 0.2
-    assert load_model(output / "model").policy.thresholds == exits["policy"]["thresholds"]
+    assert load_for_inference(output / "model").policy.thresholds == exits["policy"]["thresholds"]
     best = exits["calibration"]
     assert best["scores"]["accuracy"] >= best["full_scores"]["accuracy"] - 0.05 - 1e-6
 

@@ -13,9 +13,9 @@ from PIL import Image
 from support.launching import SHARED, run_deepspeed, run_python
 from support.trained_runs import becomes_model, read, train
 
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.cli.train import run_command
 from ds_trainer.config.saved_checkpoint import is_checkpoint
 from ds_trainer.files.checkpoint_files import read_marker, write_marker
 from ds_trainer.files.run_folder import RunFolder
@@ -247,7 +247,7 @@ def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):
 EVALUATE = """
 import os, sys
 import ds_trainer.run  # loaded once for all
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.ranks.distributed import leave
 from ds_trainer.cli.evaluate import evaluate_command
 for words in sys.argv[1].split("|"):
@@ -335,7 +335,7 @@ HOSTILE = {
     ),
     "other phase": (
         lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
-        "was written by the phase prune, and lies where ",
+        "was written by the phase prune, but lies in the folder of ",
     ),
     "other model": (
         lambda run: edit_recipe(run, lambda recipe: recipe["phases"][0].update(name="fine")),
@@ -348,7 +348,7 @@ HOSTILE = {
         ),
         "do not go into the model that ",
     ),
-    "older": (forget_phase, "was written by an older version of this library, which did not note the phase"),
+    "older": (forget_phase, "was written by an older version of this library, which did not store the phase"),
     "no task files": (
         lambda run: edit_recipe(run, lambda recipe: recipe["task"].update(data_dir=str(run / "nowhere"))),
         "nowhere/validation.csv",
@@ -388,14 +388,14 @@ def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypa
     """Where there are none, heads that a phase does not have, several ranks, an output in the checkpoint itself."""
     for words, said in (
         ((alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder of a run"),
-        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, and so no heads to exit at"),
+        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, so no heads to exit at"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_evaluate_job([str(word) for word in words])
     for words, said in (
-        (("--onnx",), "is a checkpoint, which stays as it is: give --output_dir"),
+        (("--onnx",), "is what is exported, and stays as it is: give --output_dir"),
         (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: drop the flag"),
-        (("--onnx", "--output_dir", alone / "checkpoint-4"), "which stays as it is: give another"),
+        (("--onnx", "--output_dir", alone / "checkpoint-4"), "stays as it is: give --output_dir with another folder"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])

@@ -20,7 +20,7 @@ from support.launching import ROOT
 from transformers import BertConfig, BertForSequenceClassification
 
 import ds_trainer
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.trust import Trust
 from ds_trainer.models.layers import save_folder, train_tokenizer

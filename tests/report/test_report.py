@@ -92,24 +92,21 @@ def test_a_term_that_is_not_finite_is_found_after_settled_ones(tmp_path):
         report.check_finite()
 
 
-def test_the_heads_losses_do_not_grow_either(monkeypatch):
-    """Exits keep a bounded number, and read the mean of all; a state carries both."""
-    monkeypatch.setattr(exits, "_MOST_PENDING", 4)
+def test_the_heads_losses_are_the_same_however_a_run_is_cut():
+    """Exits read the mean of all losses since the last record, also where a checkpoint lies between them."""
 
     def heads() -> exits.Exits:
-        made = exits.Exits(
-            SimpleNamespace(terms=["heads"]), None, SimpleNamespace(loss_unit="example", logits_unit="example")
-        )
-        made.layers = [1, 2]
+        task = SimpleNamespace(loss_unit="example", logits_unit="example", loss=lambda out, batch: out.logits)
+        made = exits.Exits(SimpleNamespace(terms=["heads"], training="heads"), None, task)
+        made.layers, made._weights = [1, 2], [1.0, 1.0]
         return made
 
     whole, second = heads(), None
     rows = torch.rand(11, 2, generator=torch.Generator().manual_seed(1))
     for step, row in enumerate(rows):
         for technique in filter(None, (whole, second)):
-            technique.on_step(step)
-            technique._losses.append(row)
-            assert len(technique._losses) <= 4
+            technique._logits = lambda _, row=row: dict(enumerate(row))
+            technique.terms(SimpleNamespace(batch=None))
         if step == 5:
             second = heads()
             second.resume(json.loads(json.dumps(whole.state())))
@@ -118,3 +115,6 @@ def test_the_heads_losses_do_not_grow_either(monkeypatch):
     assert list(readings.values()) == pytest.approx(expected, rel=1e-12)
     assert second.readings() == readings
     assert whole.readings() == {}
+    first_version = heads()  # kept a row for each micro-batch
+    first_version.resume({"losses": rows.tolist()})
+    assert first_version.readings() == readings

@@ -8,8 +8,8 @@ import pytest
 from support.launching import run_python
 from support.report_runs import FIGURES, draw_only_losses, figures_of, write_run
 
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.report import report_command
-from ds_trainer.cli.train import run_command
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.report.page import write_report
 

@@ -217,7 +217,8 @@ def _be_rank(request: dict, rank: int) -> NoReturn:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(_place(request, rank))
-    from ds_trainer.cli.train import run_command, train_command
+    from ds_trainer.cli.command import run_command
+    from ds_trainer.cli.train import train_command
     from ds_trainer.ranks.distributed import leave
 
     exec(request["sabotage"].get(str(rank), ""), {})

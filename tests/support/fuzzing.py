@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from ds_trainer.cli.train import run_command
+from ds_trainer.cli.command import run_command
 
 MOST_CHARACTERS = 4000
 """Of a message: the user is to read it, whatever stands in the file."""

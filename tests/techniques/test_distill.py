@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,8 @@ from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
-from ds_trainer.techniques.distill import distill, teacher_cache
 from ds_trainer.techniques.distill.distill import Distill
-from ds_trainer.techniques.distill.teacher import Teacher, Wanted
+from ds_trainer.techniques.distill.teacher import ComparedLayers, Teacher
 from ds_trainer.techniques.technique import Clock
 
 CLOCK = Clock(total=4, warmup=0, seed=0)
@@ -166,7 +166,7 @@ def test_cached_answers_are_the_live_ones(spec, student, teacher, layers, tmp_pa
     model.eval()
     for rows in ([0, 5, 9], [23], list(range(24))):
         batch = task.collate(task.examples("train"), rows)
-        one, two = (live._says(batch), cached._says(batch))
+        one, two = (live._targets(batch), cached._targets(batch))
         torch.testing.assert_close(one.logits, two.logits, rtol=2e-3, atol=1e-3)
         mask = batch.inputs["attention_mask"][..., None]
         for layer in one.hidden:
@@ -191,29 +191,31 @@ def test_a_second_run_asks_the_teacher_nothing(spec, student, teacher, tmp_path,
 
 
 def test_the_size_of_a_cache_is_checked_before_it_is_written(spec, student, teacher, tmp_path, monkeypatch, caplog):
-    """24 examples x 2 classes x 2 bytes; a full disk is a clear error, and nothing is left."""
+    """Its room is reserved before a value is written: a full disk is one clear error, and nothing is left of it."""
     with caplog.at_level("INFO", logger="ds_trainer"):
         distillation(spec, student, teacher, tmp_path, cache_teacher=True)
-    assert "0.0 MB of the teacher's outputs go to" in caplog.text
-    usage = SimpleNamespace(free=95)
-    monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match="are free: set cache_dir to another disk"):
+    assert "0.0 MB of the teacher's outputs are kept in" in caplog.text
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        assert size >= 24 * 2 * 2  # examples x classes x bytes
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"cannot be written: .*No space left on device"):
         distillation(spec, student, teacher, tmp_path / "full", cache_teacher=True)
     assert not list((tmp_path / "full").glob("teacher-*"))
-    usage.free = 96
-    distillation(spec, student, teacher, tmp_path / "full", cache_teacher=True)
 
 
 def test_a_broken_cache_is_made_again(spec, student, teacher, tmp_path):
     """A truncated file of it is noticed by its checksum."""
     *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
-    expected = technique._says(batch).logits
+    expected = technique._targets(batch).logits
     (file,) = tmp_path.glob("teacher-*/logits.0.npy")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
     *_, technique, batch = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
-    torch.testing.assert_close(technique._says(batch).logits, expected)
+    torch.testing.assert_close(technique._targets(batch).logits, expected)
 
 
 def test_inputs_that_vary_cannot_be_cached(spec, student, teacher, tmp_path):
@@ -228,7 +230,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(spec, student, tokenizer, tm
     """The error says how many tokens differ and shows some with both their numbers."""
     other = train_tokenizer([*SENTENCES, "zebras zigzag"], 60, True)
     wrong = save(bert(other), other, tmp_path / "wrong")
-    with pytest.raises(ValueError, match=r"differ, '.+' \(\w+ and \w+\).*take a teacher with the student's tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"differ, such as '.+' \(\w+ and \w+\).*take a teacher with the student's tokenizer"
+    ):
         distillation(spec, student, wrong, tmp_path)
 
 
@@ -254,7 +258,7 @@ def test_a_bert_teacher_of_a_distilbert_student_sees_token_types(spec, teacher, 
     with torch.no_grad():
         expected = model(**batch.inputs, token_type_ids=types).logits
         without = model(**batch.inputs).logits
-    torch.testing.assert_close(technique._says(batch).logits[0], expected)
+    torch.testing.assert_close(technique._targets(batch).logits[0], expected)
     assert not torch.allclose(expected, without, atol=1e-5)
 
 
@@ -347,8 +351,8 @@ def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, s
     for pair in ([2, 2], [3, 2], [-1, 3], [2, -1]):
         asked = {"terms": ["attention"], "layer_pairs": [pair]}
         _, model, technique, batch = distillation(spec, *folders, tmp_path, **asked)
-        models = [model.eval(), technique._teacher._loaded()]
-        found = terms_of(model, technique, batch)["distill.attention"]
+        found = terms_of(model.eval(), technique, batch)["distill.attention"]
+        models = [model, technique._teacher._model]
         models[side] = masked  # which has all maps
         maps = []
         for each, layer in zip(models, pair, strict=True):
@@ -364,7 +368,9 @@ def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, s
     wrong = [2, 2]
     wrong[side] = 1
     who = ("student", "teacher")[side]
-    with pytest.raises(ValueError, match=f"layer 1 of the {who}, which has no attention left .*: write one of 2, 3"):
+    with pytest.raises(
+        ValueError, match=f"layer 1 of the {who}, which has no attention heads left: layers without are 1;"
+    ):
         distillation(spec, *folders, tmp_path, terms=["attention"], layer_pairs=[wrong])
     distillation(spec, *folders, tmp_path, terms=["cos"], layer_pairs=[wrong])
 
@@ -373,9 +379,9 @@ def test_the_teachers_precision_is_its_own(spec, student, teacher, tmp_path):
     """bf16 weights and answers, near those of fp32; the student's loss stays fp32."""
     _, model, half, batch = distillation(spec, student, teacher, tmp_path, teacher_dtype="bf16")
     _, _, whole, _ = distillation(spec, student, teacher, tmp_path)
-    said = half._says(batch).logits[0]
+    said = half._targets(batch).logits[0]
     assert said.dtype == torch.bfloat16
-    torch.testing.assert_close(said.float(), whole._says(batch).logits[0], rtol=0.05, atol=0.02)
+    torch.testing.assert_close(said.float(), whole._targets(batch).logits[0], rtol=0.05, atol=0.02)
     assert terms_of(model, half, batch)["distill.logits"].dtype == torch.float32
 
 
@@ -383,7 +389,7 @@ def test_only_asked_layers_are_kept(spec, student, teacher, tmp_path):
     """Without a term on layers the student gives no hidden states: they would cost memory."""
     _, model, technique, batch = distillation(spec, student, teacher, tmp_path, terms=["logits"])
     assert model(**batch.inputs).hidden_states is None
-    assert distill._layers_wanted(technique.spec, side=0) == Wanted()
+    assert technique._student_layers == ComparedLayers()
 
 
 def test_a_cached_teacher_is_not_kept_in_memory(spec, student, teacher, tmp_path):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_trainer.config.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
-from ds_trainer.techniques.exits.curves import AllHeads, Point, choose, choose_per_head, curve
-from ds_trainer.techniques.exits.policy import confidence, entropy, exit_heads
+from ds_trainer.techniques.exits.curves import AllHeads, OperatingPoint, choose, choose_per_head, curve
+from ds_trainer.techniques.exits.policy import confidence, entropy, exit_at
 
 OF_CLASSES: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
 SINGLE: tuple[tuple[Criterion, int], ...] = (("entropy", 3), ("confidence", 3), ("patience", 1))
@@ -68,14 +68,14 @@ def policy(criterion: Criterion, threshold: float, heads: AllHeads) -> ExitPolic
 
 def exits(criterion: Criterion, threshold: float, heads: AllHeads) -> list[int]:
     regression = heads.logits.shape[-1] == 1
-    return exit_heads(policy(criterion, threshold, heads), heads.logits, regression).tolist()
+    return exit_at(policy(criterion, threshold, heads), heads.logits, regression).tolist()
 
 
-def by_force(criterion: Criterion, threshold: float, heads: AllHeads) -> Point:
+def by_force(criterion: Criterion, threshold: float, heads: AllHeads) -> OperatingPoint:
     """One row at a time."""
     left = exits(criterion, threshold, heads)
     chosen = torch.stack([heads.logits[head, row] for row, head in enumerate(left)])
-    return Point(threshold, sum(heads.layers[head] for head in left) / len(left), told(chosen))
+    return OperatingPoint(threshold, sum(heads.layers[head] for head in left) / len(left), told(chosen))
 
 
 def check_against_force(criterion: Criterion, heads: AllHeads) -> None:
@@ -139,9 +139,9 @@ def test_thresholds_survive_json_and_the_policy(heads: AllHeads, criterion: Crit
     criterion = "patience" if heads.regression else criterion
     for point in curve(criterion, heads):
         read = json.loads(json.dumps(asdict(point), allow_nan=False))
-        assert Point(**read) == point
+        assert OperatingPoint(**read) == point
         again = ExitPolicy.model_validate_json(policy(criterion, point.threshold, heads).model_dump_json())
-        assert exit_heads(again, heads.logits, heads.regression).tolist() == exits(criterion, point.threshold, heads)
+        assert exit_at(again, heads.logits, heads.regression).tolist() == exits(criterion, point.threshold, heads)
 
 
 @pytest.mark.parametrize(("criterion", "classes"), SINGLE)
@@ -198,8 +198,11 @@ points_of_a_curve = st.lists(
 )
 
 
-def as_points(values: Sequence[tuple[float, float]], full: float) -> list[Point]:
-    return [Point(0.0, 12.0, {"f1": full}), *(Point(1.0, layers, {"f1": score}) for layers, score in values)]
+def as_points(values: Sequence[tuple[float, float]], full: float) -> list[OperatingPoint]:
+    return [
+        OperatingPoint(0.0, 12.0, {"f1": full}),
+        *(OperatingPoint(1.0, layers, {"f1": score}) for layers, score in values),
+    ]
 
 
 @settings(max_examples=200, deadline=None)
@@ -210,9 +213,9 @@ def test_for_a_speedup_the_best_score_is_chosen(values: list[tuple[float, float]
     allowed = [p for p in points if 12 / p.mean_layers >= target and not math.isnan(p.scores["f1"])]
     if not allowed:
         with pytest.raises(ValueError, match="no threshold reaches target_speedup"):
-            choose(points, 12, target_speedup=target)
+            choose(points, 12, ExitsSpec(target_speedup=target))
         return
-    found = choose(points, 12, target_speedup=target)
+    found = choose(points, 12, ExitsSpec(target_speedup=target))
     assert found in allowed
     assert not [p for p in allowed if p.scores["f1"] > found.scores["f1"]]
     equals = [p for p in allowed if p.scores == found.scores]
@@ -225,7 +228,7 @@ def test_for_a_drop_the_fewest_layers_are_chosen(values: list[tuple[float, float
     """Among those that lose so little none has fewer layers, and none of as many a higher score; always feasible."""
     points = as_points(values, full)
     allowed = [p for p in points if p.scores["f1"] >= full - drop / 100 - 1e-6]
-    found = choose(points, 12, max_drop=drop)
+    found = choose(points, 12, ExitsSpec(max_drop=drop))
     assert found in allowed
     assert found.mean_layers == min(p.mean_layers for p in allowed)
     equals = [p for p in allowed if p.mean_layers == found.mean_layers]
@@ -235,31 +238,31 @@ def test_for_a_drop_the_fewest_layers_are_chosen(values: list[tuple[float, float
 def test_a_drop_of_just_the_limit_is_allowed_in_fp32() -> None:
     """1 of 200 answers is half a point, as a metric that was computed in fp32 says it."""
     full, one_less, two_less = (float(torch.tensor(right) / 200) for right in (107, 106, 105))
-    points = [Point(float(i), 12.0 - i, {"accuracy": s}) for i, s in enumerate([full, one_less, two_less])]
-    assert choose(points, 12, max_drop=0.5) is points[1]
-    assert choose(points, 12, max_drop=0.0) is points[0]
+    points = [OperatingPoint(float(i), 12.0 - i, {"accuracy": s}) for i, s in enumerate([full, one_less, two_less])]
+    assert choose(points, 12, ExitsSpec(max_drop=0.5)) is points[1]
+    assert choose(points, 12, ExitsSpec(max_drop=0.0)) is points[0]
 
 
 def test_an_impossible_speedup_tells_the_fastest_that_can_be_had() -> None:
     """What it tells is possible, and a point whose score is NaN does not count."""
     points = [
-        Point(0, 6.0, {"accuracy": 0.9}),
-        Point(1, 3.1, {"accuracy": 0.8}),
-        Point(2, 1.0, {"accuracy": math.nan}),
+        OperatingPoint(0, 6.0, {"accuracy": 0.9}),
+        OperatingPoint(1, 3.1, {"accuracy": 0.8}),
+        OperatingPoint(2, 1.0, {"accuracy": math.nan}),
     ]
     with pytest.raises(ValueError, match=r"target_speedup 2: the fastest is 1\.93; set it to that or less"):
-        choose(points, 6, target_speedup=2)
-    assert choose(points, 6, target_speedup=1.93) is points[1]
+        choose(points, 6, ExitsSpec(target_speedup=2))
+    assert choose(points, 6, ExitsSpec(target_speedup=1.93)) is points[1]
 
 
 def test_scores_that_are_no_numbers_leave_nothing_to_choose() -> None:
     """A full model of NaN has no drop to measure; for a speed-up another point will do, if there is one."""
-    points = [Point(0, 6.0, {"matthews": math.nan}), Point(1, 3.0, {"matthews": 0.1})]
+    points = [OperatingPoint(0, 6.0, {"matthews": math.nan}), OperatingPoint(1, 3.0, {"matthews": 0.1})]
     with pytest.raises(ValueError, match="NaN"):
-        choose(points, 6, max_drop=100)
-    assert choose(points, 6, target_speedup=1) is points[1]
+        choose(points, 6, ExitsSpec(max_drop=100))
+    assert choose(points, 6, ExitsSpec(target_speedup=1)) is points[1]
     with pytest.raises(ValueError, match="NaN"):
-        choose(points[:1], 6, target_speedup=1)
+        choose(points[:1], 6, ExitsSpec(target_speedup=1))
 
 
 @settings(max_examples=40, deadline=None)
@@ -282,10 +285,10 @@ def test_a_threshold_a_head_is_never_worse_than_one_for_all(
 
     heads = AllHeads(heads.logits, [1, 2, 3, 4], accuracy, patience=1)
     points = curve(criterion, heads)
-    single = choose(points, 4, **limit)
+    single = choose(points, 4, ExitsSpec(**limit))
     found = choose_per_head(criterion, heads, points, ExitsSpec(**limit))
     assert len(found.thresholds) == 3
-    own = heads.point(0.0, exit_heads(found, heads.logits, heads.regression))
+    own = heads.point(0.0, exit_at(found, heads.logits, heads.regression))
     if "max_drop" in limit:
         assert own.mean_layers <= single.mean_layers
         assert own.scores["accuracy"] >= 1 - 0.02 - 1e-6
@@ -304,6 +307,6 @@ def test_a_threshold_a_head_helps_where_one_head_is_wrongly_sure() -> None:
         lambda logits: {"accuracy": float((logits.argmax(-1) == labels).double().mean())},
     )
     points = curve("entropy", heads)
-    assert choose(points, 6, max_drop=0).mean_layers == 6
+    assert choose(points, 6, ExitsSpec(max_drop=0)).mean_layers == 6
     found = choose_per_head("entropy", heads, points, ExitsSpec(max_drop=0))
-    assert exit_heads(found, heads.logits, False).tolist() == [1] * 20
+    assert exit_at(found, heads.logits, False).tolist() == [1] * 20

@@ -18,7 +18,7 @@ from ds_trainer.config.recipe import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_model
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
 from ds_trainer.techniques.exits.exit_evaluation import (
     all_logits,
     calibrate,
@@ -29,7 +29,7 @@ from ds_trainer.techniques.exits.exit_evaluation import (
     without_curves,
 )
 from ds_trainer.techniques.exits.heads import read_exits
-from ds_trainer.techniques.exits.policy import exit_heads
+from ds_trainer.techniques.exits.policy import exit_at
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_what_is_found_offline_is_what_the_model_does(task: Task, classifier: Pa
         logits, layers = run_early(exiting(task, classifier, policy), task, "validation")
         assert point["mean_layers"] == pytest.approx(layers.float().mean().item())
         assert point["scores"] == score_of(task, "validation", logits)
-    offline = exit_heads(model.policy, all_logits(model, task, "validation", 8), False)
+    offline = exit_at(model.policy, all_logits(model, task, "validation", 8), False)
     assert early["exit_counts"] == {str(n): int((offline == n - 1).sum()) for n in range(1, 5)}
 
 
@@ -353,7 +353,7 @@ def test_a_calibrated_folder_runs_under_what_was_found(task: Task, classifier: P
     assert saved.policy == ExitPolicy(criterion="confidence", thresholds=[told["threshold"]] * 3)
     assert saved.calibration == told
     assert saved.model_copy(update={"policy": before.policy, "calibration": None}) == before
-    loaded: Any = load_model(folder)
+    loaded: Any = load_for_inference(folder)
     assert loaded.policy == saved.policy
     assert evaluate_exits(exiting(task, folder), task, 64)["calibration"] == told
     assert evaluate_exits(exiting(task, folder, ENTROPY), task, 64)["calibration"] is None

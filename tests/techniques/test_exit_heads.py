@@ -19,8 +19,8 @@ from ds_trainer.techniques.exits.heads import (
     LayerStates,
     has_exits,
     load_heads,
+    model_head,
     new_heads,
-    own_head,
     read_exits,
     save_heads,
 )
@@ -50,7 +50,7 @@ def test_the_own_head_says_what_the_model_says(family, num_labels):
     hidden, logits = last_states(model, ids, mask)
     assert logits.shape == (16, num_labels)
     assert logits.std(0).min() > 0.01
-    torch.testing.assert_close(own_head(model)(hidden, mask), logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model_head(model)(hidden, mask), logits, atol=1e-5, rtol=1e-5)
 
 
 PARTS = {
@@ -70,7 +70,7 @@ def test_a_head_has_the_parts_of_the_models_own(family):
     (head,) = new_heads(model, [1], None).values()
     parts = [type(module).__name__ for module in head.modules() if not list(module.children())]
     assert parts == PARTS[family]
-    assert [p.shape for p in head.parameters()] == [p.shape for p in own_head(model).parameters()]
+    assert [p.shape for p in head.parameters()] == [p.shape for p in model_head(model).parameters()]
 
 
 def test_a_head_drops_out_while_training_alone():
@@ -87,7 +87,7 @@ def test_new_heads_are_copies_that_share_nothing(family):
     model = classifier(family)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     heads = new_heads(model, [1, 2], None)
-    own = own_head(model)
+    own = model_head(model)
     for head in heads.values():
         assert all(torch.equal(a, b) for a, b in zip(head.parameters(), own.parameters(), strict=True))
     places = {p.data_ptr() for module in (model, *heads.values()) for p in module.parameters()}
@@ -132,7 +132,7 @@ def test_mean_pooling_ignores_padding(family):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_mean_pooling_in_16_bits_is_that_of_fp32(dtype):
     """A sum over 301 tokens of 300 is beyond fp16, and 301 is no number of bf16: neither is rounded before the end."""
-    head = ExitHead([], "mean", None, of_tokens=False)
+    head = ExitHead([], "mean", None, takes_tokens=False)
     hidden = torch.full((2, 310, 3), 300.0, dtype=dtype)
     hidden[:, 301:] = 7.0
     mask = torch.cat([torch.ones(2, 301), torch.zeros(2, 9)], dim=1).long()
@@ -145,17 +145,17 @@ def test_pooling_is_the_models_own_or_the_one_asked_for():
     """First token for a BERT, mean for a ModernBERT of classifier_pooling mean; asked for, it is the other."""
     for family, own in (("bert", "first"), ("modernbert", "first"), ("modernbert-mean", "mean")):
         model = classifier(family)
-        assert own_head(model).pooling == own
+        assert model_head(model).pooling == own
         for asked, expected in ((None, own), ("first", "first"), ("mean", "mean")):
             (head,) = new_heads(model, [2], asked).values()
             assert head.pooling == expected
     hidden, mask = torch.randn(2, 6, WIDTH), torch.ones(2, 6)
-    head = own_head(classifier("modernbert-mean")).eval()
+    head = model_head(classifier("modernbert-mean")).eval()
     mean = head.norm(hidden).mean(1)
     torch.testing.assert_close(head(hidden, mask), head.steps[-1](head.steps[0](mean)))
     changed = hidden.clone()
     changed[:, 1:] = 0
-    first = own_head(classifier("bert")).eval()
+    first = model_head(classifier("bert")).eval()
     assert torch.equal(first(changed, mask), first(hidden, mask))
 
 
@@ -171,7 +171,7 @@ def test_a_head_of_a_form_that_is_not_known_is_refused(kind):
     }[kind]
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **fields | small)).eval()
     with pytest.raises(ValueError, match=rf"exits: .*{type(model).__name__}"):
-        own_head(model)
+        model_head(model)
 
 
 def test_states_are_those_that_transformers_gives():
@@ -246,14 +246,9 @@ def broken(folder: Path, what: str) -> None:
     data = json.loads(exits.read_text())
     changes: dict[str, dict[str, Any]] = {
         "layer": {"layers": [1, 4]},
-        "far": {"layers": [1, 99]},
         "order": {"layers": [3, 1]},
-        "twice": {"layers": [1, 1]},
-        "none": {"layers": []},
         "other layers": {"layers": [1, 2]},
         "thresholds": {"policy": {"criterion": "entropy", "thresholds": [0.1]}},
-        "no thresholds": {"policy": {"criterion": "confidence"}},
-        "no patience": {"policy": {"criterion": "patience"}},
         "criterion": {"policy": {"criterion": "hope", "thresholds": [0.1, 0.1]}},
         "negative": {"policy": {"criterion": "entropy", "thresholds": [-0.1, 0.1]}},
         "version": {"version": 2},
@@ -263,19 +258,13 @@ def broken(folder: Path, what: str) -> None:
         exits.write_text(json.dumps(data | changes[what]))
     elif what == "cut json":
         exits.write_text(exits.read_text()[:40])
-    elif what == "list":
-        exits.write_text("[]")
     elif what == "cut heads":
         heads.write_bytes(heads.read_bytes()[:-100])
-    elif what == "empty heads":
-        heads.write_bytes(b"")
     elif what == "no heads":
         heads.unlink()
     elif what == "other shape":
         wide = classifier("bert", hidden_size=64)
         save_heads(folder, new_heads(wide, [1, 3], None), saved_exits())
-    elif what == "other classes":
-        save_heads(folder, new_heads(classifier("bert", num_labels=5), [1, 3], None), saved_exits())
     elif what == "other family":
         save_heads(folder, new_heads(classifier("roberta"), [1, 3], None), saved_exits())
 
@@ -284,25 +273,17 @@ def broken(folder: Path, what: str) -> None:
     ("what", "file", "words"),
     [
         ("layer", EXITS_FILE, "a head after layer 4, and the model has 4"),
-        ("far", EXITS_FILE, "a head after layer 99, and the model has 4"),
         ("order", EXITS_FILE, "from first to last"),
-        ("twice", EXITS_FILE, "from first to last"),
-        ("none", EXITS_FILE, "layers"),
         ("other layers", HEADS_FILE, "does not hold the heads of this model"),
         ("thresholds", EXITS_FILE, "1 thresholds for 2 heads"),
-        ("no thresholds", EXITS_FILE, "0 thresholds for 2 heads"),
-        ("no patience", EXITS_FILE, "patience is not set"),
         ("criterion", EXITS_FILE, '"hope"'),
         ("negative", EXITS_FILE, "-0.1"),
         ("version", EXITS_FILE, "version"),
         ("key", EXITS_FILE, 'did you mean "layers"'),
         ("cut json", EXITS_FILE, ""),
-        ("list", EXITS_FILE, ""),
         ("cut heads", HEADS_FILE, "does not hold the heads of this model"),
-        ("empty heads", HEADS_FILE, "does not hold the heads of this model"),
         ("no heads", HEADS_FILE, "does not hold the heads of this model"),
         ("other shape", HEADS_FILE, "size mismatch"),
-        ("other classes", HEADS_FILE, "size mismatch"),
         ("other family", HEADS_FILE, "does not hold the heads of this model"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_trainer.config.exit_specs import ExitPolicy
-from ds_trainer.techniques.exits.policy import Decisions, confidence, entropy, exit_heads
+from ds_trainer.techniques.exits.policy import RunningPolicy, confidence, entropy, exit_at
 
 ANSWERS = 3
 
@@ -58,7 +58,7 @@ def test_a_sample_at_the_threshold_stays(criterion, measure):
     logits = of_probabilities(0.8, 0.1, 0.1)
     at = float(measure(logits))
     surer = of_probabilities(0.81, 0.1, 0.09)
-    decisions = Decisions(ExitPolicy(criterion=criterion, thresholds=[at]), regression=False)
+    decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[at]), regression=False)
     assert decisions.sure(0, torch.cat([logits, surer])).tolist() == [False, True]
 
 
@@ -67,14 +67,14 @@ def test_nobody_is_sure_beyond_certainty(criterion, never):
     """Entropy 0 and confidence 1 let no sample leave, not one that is certain."""
     policy = ExitPolicy(criterion=criterion, thresholds=[never] * 2)
     certain = torch.tensor([[[500.0, 0.0]], [[0.0, 500.0]], [[500.0, 0.0]]])
-    assert exit_heads(policy, certain, regression=False).tolist() == [2]
+    assert exit_at(policy, certain, regression=False).tolist() == [2]
 
 
 @pytest.mark.parametrize(("criterion", "limits"), [("entropy", [0.1, 0.9, 0.1]), ("confidence", [0.9, 0.6, 0.9])])
 def test_each_head_has_its_own_threshold(criterion, limits):
     """A row that every head is as sure of leaves at the one that asks the least."""
     logits = of_probabilities(0.7, 0.2, 0.1).expand(4, 1, 3)  # entropy 0.80
-    assert exit_heads(ExitPolicy(criterion=criterion, thresholds=limits), logits, regression=False).tolist() == [1]
+    assert exit_at(ExitPolicy(criterion=criterion, thresholds=limits), logits, regression=False).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_each_head_has_its_own_threshold(criterion, limits):
 )
 def test_patience_counts_heads_in_a_row_that_agree_with_the_one_before(patience, answers, leaves):
     """At the earliest patience + 1 heads are asked; where they never agree long enough, the own head answers."""
-    assert exit_heads(patient(patience), says(*answers), regression=False).tolist() == [leaves]
+    assert exit_at(patient(patience), says(*answers), regression=False).tolist() == [leaves]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_patience_counts_heads_in_a_row_that_agree_with_the_one_before(patience,
 )
 def test_scores_agree_within_the_tolerance(tolerances, values, leaves):
     """A regression's patience 2: two heads in a row, each nearer to the one before than its own threshold."""
-    assert exit_heads(patient(2, *tolerances), scores(*values), regression=True).tolist() == [leaves]
+    assert exit_at(patient(2, *tolerances), scores(*values), regression=True).tolist() == [leaves]
 
 
 @pytest.mark.parametrize("regression", [False, True])
@@ -117,7 +117,7 @@ def test_rows_that_are_not_kept_are_forgotten(regression):
     """After `keep` the counts of the rows that stay are theirs, in their order."""
     said = torch.cat([scores(0.0, 0.0, 0.0), scores(0.0, 1.0, 0.0), scores(0.0, 0.0, 0.0)], dim=1)
     logits = said if regression else torch.nn.functional.one_hot(said.long().squeeze(-1), 2).float()
-    decisions = Decisions(patient(2, *[0.5] * 3 * regression), regression)
+    decisions = RunningPolicy(patient(2, *[0.5] * 3 * regression), regression)
     assert not decisions.sure(0, logits[0]).any()
     assert not decisions.sure(1, logits[1]).any()
     kept = torch.tensor([2, 1])
@@ -128,19 +128,19 @@ def test_rows_that_are_not_kept_are_forgotten(regression):
 def test_keeping_before_the_first_head_is_no_error():
     """There is nothing to forget: entropy and confidence remember nothing at all."""
     for policy in (patient(1), ExitPolicy(criterion="entropy", thresholds=[1.0])):
-        decisions = Decisions(policy, regression=False)
+        decisions = RunningPolicy(policy, regression=False)
         decisions.keep(torch.tensor([0]))
         assert decisions.sure(0, torch.zeros(2, 3)).shape == (2,)
 
 
 def test_without_inner_heads_all_leave_at_the_own():
     """One head's logits are the own head's: index 0 for every row."""
-    assert exit_heads(patient(1), torch.zeros(1, 5, 3), regression=False).tolist() == [0] * 5
+    assert exit_at(patient(1), torch.zeros(1, 5, 3), regression=False).tolist() == [0] * 5
 
 
 def online(policy: ExitPolicy, logits: Tensor, regression: bool) -> list[int]:
     """Where the rows of a batch leave, if those who leave are gone for the next head."""
-    decisions, last = Decisions(policy, regression), len(logits) - 1
+    decisions, last = RunningPolicy(policy, regression), len(logits) - 1
     there = torch.arange(logits.shape[1])
     left = [last] * logits.shape[1]
     for head in range(last):
@@ -177,7 +177,7 @@ def cases(draw) -> tuple[ExitPolicy, Tensor, bool, list[list[int]]]:
 def test_decisions_while_running_are_those_made_afterwards(case):
     """In any batches, in any order, with those who leave gone, each row leaves where `exit_heads` says."""
     policy, logits, regression, batches = case
-    expected = exit_heads(policy, logits, regression).tolist()
+    expected = exit_at(policy, logits, regression).tolist()
     for rows in batches:
         assert online(policy, logits[:, rows], regression) == [expected[row] for row in rows]
 
@@ -187,7 +187,7 @@ def test_decisions_while_running_are_those_made_afterwards(case):
 def test_decisions_are_those_of_the_papers_words(case):
     """One row at a time, in plain Python: the first head whose answer is sure, or the own one."""
     policy, logits, regression, _ = case
-    found = exit_heads(policy, logits, regression).tolist()
+    found = exit_at(policy, logits, regression).tolist()
     for row, where in enumerate(found):
         assert where == by_the_paper(policy, logits[:, row], regression)
 
@@ -216,11 +216,11 @@ def test_a_single_row_is_decided_as_in_a_batch(row, criterion):
     logits = torch.tensor([row])
     at = float((entropy if criterion == "entropy" else confidence)(logits))
     for limit in (at - 1e-9, at + 1e-9):
-        decisions = Decisions(ExitPolicy(criterion=criterion, thresholds=[max(limit, 0.0)]), regression=False)
+        decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[max(limit, 0.0)]), regression=False)
         assert decisions.one_is_sure(0, logits) == bool(decisions.sure(0, logits))
 
 
 def test_a_single_row_is_patient_too():
     """Asked head by head, its streak is remembered."""
-    decisions = Decisions(patient(2), regression=False)
+    decisions = RunningPolicy(patient(2), regression=False)
     assert [decisions.one_is_sure(head, logits) for head, logits in enumerate(says(1, 1, 1))] == [False, False, True]

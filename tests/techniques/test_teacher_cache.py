@@ -44,11 +44,12 @@ def test_cached_answers_equal_live_ones(told):
         for cached in (False, True)
     ]
     for technique in techniques:
+        technique.attach(task.build_model(source))
         technique.start(torch.device("cpu"))
     examples = task.examples("train")
     for rows in ([0], [7, 3, 30], list(range(len(examples)))):
         batch = task.collate(examples, rows)
-        live, cached = (technique._says(batch) for technique in techniques)
+        live, cached = (technique._targets(batch) for technique in techniques)
         torch.testing.assert_close(cached.logits, live.logits, rtol=2e-3, atol=1e-3)
         mask = batch.inputs["attention_mask"][..., None]
         for layer, states in live.hidden.items():

@@ -1,13 +1,13 @@
-"""A frozen model that says what a student should: whole on each rank, or partitioned by ZeRO-3 over all of them.
+"""The teacher: a frozen model, whole on each rank, or partitioned by ZeRO-3 over all of them.
 
-It has no optimizer and no gradient, and is no part of the student's module: no checkpoint holds it.
+It has no optimizer and no gradient, and is not a part of the student's module: no checkpoint holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ from ds_trainer.models.shrunk_model import FIELD
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch, Task
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says of a batch: `Task.logits`, and the states and attention maps of the layers asked for.
+    """A model's answers to a batch: `Task.logits`, and the states and attention maps of the layers that are compared.
 
-    States are (rows, length, width), maps (rows, heads, length, length), by layer: 1 is the first, -1 the last, 0 the
-    embeddings.
+    States are (batch, length, width), maps (batch, heads, length, length), by layer: 1 is the first, -1 the last, 0
+    the embeddings.
     """
 
     logits: tuple[Tensor, ...]
@@ -34,36 +34,22 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The layers whose states and attention maps are compared; `emptied` ones, counted from 1, give no maps."""
+class ComparedLayers:
+    """The layers of one model whose states and attention maps are compared; see `Outputs` for their numbers.
+
+    Pruning may have cut all attention heads of a layer: those in `headless`, from 1, give no map.
+    """
 
     hidden: tuple[int, ...] = ()
     attention: tuple[int, ...] = ()
-    emptied: tuple[int, ...] = ()
+    headless: tuple[int, ...] = ()
 
-    def of_model(self, config: Any, who: str) -> Wanted:
-        """The same of a model with such a config; ValueError where a map is wanted of a layer that has none."""
-        heads = (getattr(config, FIELD, None) or {}).get("heads", ())
-        emptied = tuple(layer for layer, left in enumerate(heads, 1) if not left)
-        for layer in self.attention:
-            if layer % (len(heads) + 1) in emptied:
-                left = ", ".join(str(number) for number in range(1, len(heads) + 1) if number not in emptied)
-                raise UserError(
-                    f"distill: layer_pairs names layer {layer} of the {who}, which has no attention left to compare: "
-                    + (
-                        f"write one of {left}, or take attention out of terms"
-                        if left
-                        else "take attention out of terms"
-                    )
-                )
-        return replace(self, emptied=emptied)
-
-    def ask(self, model: Any) -> Callable[[], None]:
-        """Have the model give them; call what is returned to undo that."""
+    def request(self, model: Any) -> Callable[[], None]:
+        """Have the model return these layers; return a function that undoes that."""
         config = model.config
         before = config.output_hidden_states, config.output_attentions, config._attn_implementation
         if self.attention:
-            model.set_attn_implementation("eager")  # the others never hold the maps
+            model.set_attn_implementation("eager")  # no other implementation ever has the maps
             config.output_attentions = True
         if self.hidden:
             config.output_hidden_states = True
@@ -76,44 +62,60 @@ class Wanted:
 
         return undo
 
-    def of(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
-        """A model's output, reduced to what is wanted."""
-        hidden = {layer: out.hidden_states[layer] for layer in self.hidden}
-        given = [entry for entry in out.attentions or () if entry is not None]
-        maps = {layer: given[self._place(layer, len(given) + len(self.emptied))] for layer in self.attention}
-        return Outputs(logits, hidden, maps)
+    def outputs(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
+        """Reduce a model's output to its logits and these layers."""
+        maps = [one for one in out.attentions or () if one is not None]
+        depth = len(maps) + len(self.headless)
+        with_maps = [layer for layer in range(1, depth + 1) if layer not in self.headless]
+        return Outputs(
+            logits,
+            {layer: out.hidden_states[layer] for layer in self.hidden},
+            {layer: maps[with_maps.index(layer % (depth + 1))] for layer in self.attention},
+        )
 
-    def _place(self, layer: int, layers: int) -> int:
-        """Where the map of a layer stands among those given."""
-        number = layer % (layers + 1)
-        return number - 1 - sum(emptied < number for emptied in self.emptied)
 
-
-class Teaches(Protocol):
-    """What answers for the teacher in training: the model itself, or what it said before."""
-
-    def __call__(self, batch: Batch) -> Outputs: ...
+def compared_layers(spec: DistillSpec, config: Any, who: Literal["student", "teacher"]) -> ComparedLayers:
+    """Return the layers of the student or teacher that the terms need; ValueError where the model lacks one."""
+    layers = tuple(dict.fromkeys(pair[("student", "teacher").index(who)] for pair in spec.layer_pairs))
+    depth = config.num_hidden_layers
+    kept_heads = (getattr(config, FIELD, None) or {}).get("heads", ())
+    headless = tuple(layer for layer, heads in enumerate(kept_heads, 1) if not heads)
+    for layer in layers:
+        if layer > depth:
+            raise UserError(
+                f"distill: layer_pairs names layer {layer} of the {who}, which has {depth}: write 1 to {depth}, 0 for "
+                f"the embeddings or -1 for the last"
+            )
+        if "attention" in spec.terms and layer % (depth + 1) in headless:
+            raise UserError(
+                f"distill: layer_pairs names layer {layer} of the {who}, which has no attention heads left: layers "
+                f"without are {', '.join(map(str, headless))}; name another, or take attention out of terms"
+            )
+    compares_states = bool({"cos", "hidden"} & set(spec.terms))
+    return ComparedLayers(layers if compares_states else (), layers if "attention" in spec.terms else (), headless)
 
 
 class Teacher:
-    """The model of a folder or hub name, in a precision of its own; loaded at the first call. Calls are collective."""
+    """The model of a folder or hub name, loaded at the first call, in a precision of its own. Calls are collective."""
 
-    def __init__(self, task: Task, spec: DistillSpec, wanted: Wanted, device: torch.device) -> None:
-        self.task, self.spec, self.wanted, self.device = task, spec, wanted, device
+    def __init__(self, task: Task, spec: DistillSpec, layers: ComparedLayers, device: torch.device) -> None:
+        self.task, self.spec, self.layers, self.device = task, spec, layers, device
         self._model: Any = None
         self._engine: Any = None
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
+        """Return the teacher's answers to a batch, in its precision, without gradient."""
         out = self.predict(batch)
-        return self.wanted.of(out, self.task.logits(out, batch))
+        return self.layers.outputs(out, self.task.logits(out, batch))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """The model's output; every rank must ask, where it is partitioned."""
-        model = self._loaded()
+        """Return the model's output; every rank must call, since the weights may be partitioned."""
+        if self._model is None:
+            self._load()
         with torch.autocast(self.device.type, enabled=False):
-            return (self._engine or model)(**self.task.inputs_for(model, batch))
+            return (self._engine or self._model)(**self.task.inputs_for(self._model, batch))
 
     def close(self) -> None:
         """Free the model."""
@@ -121,21 +123,18 @@ class Teacher:
             self._engine.destroy()
         self._model = self._engine = None
 
-    def _loaded(self) -> Any:
-        if self._model is None:
-            model: Any = self.task.build_model(self.spec.teacher)
-            self.wanted.ask(model)
-            dtype = DTYPES[self.spec.teacher_dtype]
-            self._model = model.to(dtype).eval().requires_grad_(False)
-            if self.spec.teacher_zero_stage == 3:
-                self._engine = _partitioned(self._model, self.spec.teacher_dtype)
-            else:
-                self._model.to(self.device)
-        return self._model
+    def _load(self) -> None:
+        model: Any = self.task.build_model(self.spec.teacher)
+        self.layers.request(model)
+        self._model = model.to(_DTYPES[self.spec.teacher_dtype]).eval().requires_grad_(False)
+        if self.spec.teacher_zero_stage == 3:
+            self._engine = _partitioned(self._model, self.spec.teacher_dtype)
+        else:
+            self._model.to(self.device)
 
 
 def _partitioned(model: nn.Module, dtype: str) -> Any:
-    """An inference-only engine: each rank holds its part of the weights, gathered layer by layer."""
+    """Start an engine for inference only: each rank holds its part of the weights, gathered layer by layer."""
     import deepspeed
 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -147,12 +146,12 @@ def _partitioned(model: nn.Module, dtype: str) -> Any:
 
 
 def check_vocabulary(task: Task, teacher_tokenizer: Any, teacher: str) -> None:
-    """Refuse a teacher that reads other tokens than the student; says which differ."""
+    """Refuse a teacher whose tokens differ from the student's; the message names some of them."""
     ours, theirs = task.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differ:
         some = ", ".join(f"{token!r} ({ours.get(token)} and {theirs.get(token)})" for token in differ[:5])
         raise UserError(
-            f"the teacher {teacher} reads other tokens than the student: {len(differ):,} differ, {some}"
-            f"{', ...' if len(differ) > 5 else ''}: take a teacher with the student's tokenizer"
+            f"the teacher {teacher} has other tokens than the student: {len(differ):,} differ, such as {some}: take a "
+            f"teacher with the student's tokenizer"
         )

@@ -1,8 +1,8 @@
-"""What every threshold of early exit would cost and save, and the choice of one: by all heads' logits, without a model.
+"""The score and the cost of every exit threshold, and the choice of one, from the logits of all heads.
 
-A sample leaves at the first head where it is sure enough, so that its layer changes with a single threshold only at the
-running minima of its uncertainty over the heads: all thresholds that matter are found exactly. Decisions are those of
-`exit_policy.exit_heads`. Knows no ranks and no files.
+A sample leaves at the first head where its uncertainty is below the threshold. For one threshold common to all heads
+its exit thus changes only at the running minima of its uncertainty over the heads, so that every threshold that makes
+a difference is found exactly. No model, file or other rank is needed.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from torch import Tensor
 from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import spread
-from ds_trainer.techniques.exits.policy import confidence, entropy, exit_heads
+from ds_trainer.techniques.exits.policy import confidence, entropy, exit_at
 
-_ROUNDING = 1e-6  # metrics are computed in fp32: a drop of just max_drop is allowed
-_CANDIDATES, _PASSES = 20, 3  # of a head's threshold, and over the heads, where each is given its own
+_ROUNDING = 1e-6  # scores are computed in fp32: a drop of exactly max_drop is allowed
+_CANDIDATES, _PASSES = 20, 3  # thresholds tried for each head, and rounds over the heads, with one threshold per head
 
 
 @dataclass(frozen=True)
-class Point:
-    """A threshold, the layers that a sample goes through on average, and the metrics, the main one first."""
+class OperatingPoint:
+    """A threshold, the mean number of layers that a sample goes through, and the scores, the main one first."""
 
     threshold: float
     mean_layers: float
     scores: dict[str, float]
 
+    @property
+    def main_score(self) -> float:
+        return next(iter(self.scores.values()))
+
 
 @dataclass(frozen=True)
 class AllHeads:
-    """What every head says of the same examples: `logits` (heads, n, classes) fp32, those of the model's own last.
+    """The logits of every head for the same examples: (heads, examples, classes) fp32, those of the model's own last.
 
-    `layers` are the heads', the last one all that the model has. `score` gives the metrics, the main one first, of a
-    choice of logits (n, classes). `patience` is a regression's, whose thresholds are tolerances.
+    `layers` has the layer of each head; the last is the depth of the model. `score` turns logits (examples, classes)
+    into scores. `patience` matters for a regression, whose thresholds are tolerances.
     """
 
     logits: Tensor
@@ -49,178 +53,167 @@ class AllHeads:
     def regression(self) -> bool:
         return self.logits.shape[-1] == 1
 
-    def point(self, threshold: float, heads: Tensor) -> Point:
-        """What comes of leaving at these heads, (n,) by index."""
-        count = heads.numel()
-        layers = torch.tensor(self.layers, device=heads.device)[heads]
-        chosen = self.logits[heads, torch.arange(count, device=heads.device)]
-        return Point(threshold, int(layers.sum()) / count, self.score(chosen))
+    def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
+        """Return the policy with this threshold for every head; for a classification's patience it is the patience."""
+        if criterion == "patience" and not self.regression:
+            return ExitPolicy(criterion=criterion, patience=int(threshold))
+        patience = self.patience if criterion == "patience" else None
+        return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
 
-    def policy(self, criterion: Criterion, thresholds: Sequence[float]) -> ExitPolicy:
-        """Of thresholds, one a head; for the patience of a classification they are that, all the same."""
-        if criterion != "patience":
-            return ExitPolicy(criterion=criterion, thresholds=list(thresholds))
-        if self.regression:
-            return ExitPolicy(criterion=criterion, thresholds=list(thresholds), patience=self.patience)
-        return ExitPolicy(criterion=criterion, patience=int(thresholds[0]))
+    def point(self, threshold: float, exits: Tensor) -> OperatingPoint:
+        """Return the point at which examples leave at these heads, (examples,) by index."""
+        count = exits.numel()
+        layers = torch.tensor(self.layers, device=exits.device)[exits]
+        chosen = self.logits[exits, torch.arange(count, device=exits.device)]
+        return OperatingPoint(threshold, int(layers.sum()) / count, self.score(chosen))
 
-    def same_for_all(self, threshold: float) -> list[float]:
-        """The threshold for every head but the own."""
-        return [threshold] * (len(self.layers) - 1)
+    def point_of(self, policy: ExitPolicy, threshold: float) -> OperatingPoint:
+        """Return the point of a policy; `threshold` is recorded in it."""
+        return self.point(threshold, exit_at(policy, self.logits, self.regression))
 
 
-def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Point]:
-    """A point for every threshold, the same for all heads, that changes a decision; from nobody leaving to all.
+def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
+    """Return a point for each common threshold that changes an exit, from nobody leaving to the earliest exits.
 
-    Where they are more than `most`, about so many, evenly spaced in mean layers, with both ends. A classification's
-    thresholds of patience are 1 to heads - 1. Python and JSON numbers hold them exactly.
+    Beyond `most` of them about so many are kept, evenly spaced by mean layers, with both ends. The thresholds of a
+    classification's patience are 1 to the number of exit heads. A threshold survives JSON exactly.
     """
     if criterion == "patience" and not heads.regression:
-        return [_under(criterion, heads, float(patience)) for patience in range(len(heads.layers) - 1, 0, -1)]
+        patiences = map(float, range(len(heads.layers) - 1, 0, -1))
+        return [heads.point_of(heads.policy(criterion, patience), patience) for patience in patiences]
     unsure = _uncertainty(criterion, heads.logits)
     if criterion == "patience":
-        unsure = _worst_of(unsure, heads.patience)
+        unsure = _worst_of_last(unsure, heads.patience)
     least = unsure.cummin(0).values
-    cuts, total_layers = _cuts(least, heads.layers)
-    kept = _evenly(total_layers, most)
-    # who is still unsure after k heads leaves at the next
-    return [heads.point(abs(cut), (least >= cut).sum(0)) for cut in cuts[kept].tolist()]
+    thresholds, layers_used = _thresholds_and_layers(least, heads.layers)
+    kept = _evenly(layers_used, most)
+    # a sample that is still unsure after k heads leaves at the next
+    return [heads.point(abs(value), (least >= value).sum(0)) for value in thresholds[kept].tolist()]
 
 
-def choose(
-    points: Sequence[Point], depth: int, target_speedup: float | None = None, max_drop: float | None = None
-) -> Point:
-    """The best main metric at `depth` / mean layers of at least `target_speedup`; or the fewest mean layers where that
-    metric is at most `max_drop` points (hundredths) below the one with most layers.
+def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> OperatingPoint:
+    """Return the best point under the specification's `target_speedup` or `max_drop`.
 
-    Of equals the one of higher score, then of fewer layers. A score that is NaN is never chosen. Raises ValueError
-    where nothing is left to choose.
+    With a target it is the best main score where `depth` / mean layers reaches the target; with a drop the fewest
+    layers where the main score is at most so many hundredths below that with the most layers. Ties go to the better
+    score, then to fewer layers. NaN is never chosen; ValueError where nothing remains.
     """
-    assert (target_speedup is None) != (max_drop is None), "one of the two"
-    sound = [point for point in points if not math.isnan(_main(point))]
-    full = max(points, key=_most_layers)
-    if not sound or (max_drop is not None and math.isnan(_main(full))):
+    valid = [point for point in points if not math.isnan(point.main_score)]
+    full = max(points, key=lambda point: point.mean_layers)
+    if not valid or (spec.max_drop is not None and math.isnan(full.main_score)):
         raise UserError("exits: the score of the full model, or of all thresholds, is NaN: there is nothing to choose")
-    if max_drop is not None:
-        least = _main(full) - max_drop / 100 - _ROUNDING
-        return min((p for p in sound if _main(p) >= least), key=lambda p: (p.mean_layers, -_main(p)))
-    assert target_speedup is not None
-    fast = [point for point in sound if depth / point.mean_layers >= target_speedup]
+    if spec.max_drop is not None:
+        least = full.main_score - spec.max_drop / 100 - _ROUNDING
+        allowed = [point for point in valid if point.main_score >= least]
+        return min(allowed, key=lambda point: (point.mean_layers, -point.main_score))
+    assert spec.target_speedup is not None, "one of the two is set"
+    fast = [point for point in valid if depth / point.mean_layers >= spec.target_speedup]
     if not fast:
-        fastest = max(depth / point.mean_layers for point in sound)
+        fastest = math.floor(100 * max(depth / point.mean_layers for point in valid)) / 100
         raise UserError(
-            f"exits: no threshold reaches target_speedup {target_speedup:g}: the fastest is {_down(fastest)}; set it "
+            f"exits: no threshold reaches target_speedup {spec.target_speedup:g}: the fastest is {fastest}; set it "
             f"to that or less, or add heads after earlier layers"
         )
-    return max(fast, key=lambda point: (_main(point), -point.mean_layers))
+    return max(fast, key=lambda point: (point.main_score, -point.mean_layers))
 
 
-def choose_per_head(criterion: Criterion, heads: AllHeads, points: Sequence[Point], spec: ExitsSpec) -> ExitPolicy:
-    """From the best single threshold of the curve on, move one head's at a time as long as what is aimed at gains.
+def choose_per_head(
+    criterion: Criterion, heads: AllHeads, points: Sequence[OperatingPoint], spec: ExitsSpec
+) -> ExitPolicy:
+    """Return a policy with one threshold per head, found by coordinate descent from the best common threshold.
 
-    Coordinate descent: at least as good on these examples, under the same constraint. `points` are the curve's; what is
-    aimed at is the specification's `target_speedup` or `max_drop`.
+    On these examples it is at least as good under the same constraint. `points` are those of the curve.
     """
     depth = heads.layers[-1]
-    best = choose(points, depth, spec.target_speedup, spec.max_drop)
-    thresholds = heads.same_for_all(best.threshold)
-    full = max(points, key=_most_layers)
+    best = choose(points, depth, spec)
+    policy = heads.policy(criterion, best.threshold)
+    full = max(points, key=lambda point: point.mean_layers)  # a drop is measured from its score
     candidates = _candidates(criterion, heads.logits)
     for _ in range(_PASSES):
         before = best
         for head, values in enumerate(candidates):
-            moved = {value: [*thresholds[:head], value, *thresholds[head + 1 :]] for value in values}
-            tried = [_under(criterion, heads, value, chosen) for value, chosen in moved.items()]
-            better = choose([best, *tried, full], depth, spec.target_speedup, spec.max_drop)
+            moved = {value: _with_threshold(policy, head, value) for value in values}
+            tried = [heads.point_of(each, value) for value, each in moved.items()]
+            better = choose([best, *tried, full], depth, spec)
             if better is not best and better is not full:
-                best, thresholds = better, moved[better.threshold]
+                best, policy = better, moved[better.threshold]
         if best is before:
             break
-    return heads.policy(criterion, thresholds)
+    return policy
 
 
-def _main(point: Point) -> float:
-    return next(iter(point.scores.values()))
-
-
-def _most_layers(point: Point) -> float:
-    return point.mean_layers
-
-
-def _down(value: float) -> float:
-    """To hundredths, never above the value: what is told as possible is."""
-    return math.floor(value * 100) / 100
-
-
-def _under(criterion: Criterion, heads: AllHeads, threshold: float, thresholds: Sequence[float] | None = None) -> Point:
-    """The point of this threshold for all heads, or of one a head, under which name it goes."""
-    policy = heads.policy(criterion, thresholds or heads.same_for_all(threshold))
-    return heads.point(threshold, exit_heads(policy, heads.logits, heads.regression))
+def _with_threshold(policy: ExitPolicy, head: int, value: float) -> ExitPolicy:
+    thresholds = [*policy.thresholds[:head], value, *policy.thresholds[head + 1 :]]
+    return policy.model_copy(update={"thresholds": thresholds})
 
 
 def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
-    """(heads - 1, n): what must be below the threshold, or for confidence its negative, to leave; inf for NaN."""
+    """Return (heads - 1, examples): values that must be below the threshold for an exit. NaN becomes infinity.
+
+    That is the entropy, the negative confidence, or for a regression the distance from the score of the head before.
+    """
     inner = logits[:-1].float()
     if criterion == "entropy":
-        found = entropy(inner)
+        values = entropy(inner)
     elif criterion == "confidence":
-        found = -confidence(inner)
-    else:  # of a regression: the difference from the head before
-        answers = inner.squeeze(-1)
-        found = torch.cat([torch.full_like(answers[:1], math.inf), (answers[1:] - answers[:-1]).abs()])
-    return torch.where(found.isnan(), math.inf, found)  # no threshold is above it
+        values = -confidence(inner)
+    else:
+        scores = inner.squeeze(-1)
+        values = torch.cat([torch.full_like(scores[:1], math.inf), scores.diff(dim=0).abs()])
+    return torch.where(values.isnan(), math.inf, values)
 
 
-def _worst_of(differences: Tensor, patience: int) -> Tensor:
-    """The largest of each head's last `patience` differences; inf where they are fewer."""
-    if patience > len(differences):
-        return torch.full_like(differences, math.inf)
-    windows = differences.unfold(0, patience, 1).amax(-1)
-    return torch.cat([torch.full_like(differences[: patience - 1], math.inf), windows])
+def _worst_of_last(differences: Tensor, patience: int) -> Tensor:
+    """Return the largest of each head's last `patience` differences; infinity where it has fewer."""
+    before = differences.new_full((patience - 1, differences.shape[1]), math.inf)
+    return torch.cat([before, differences]).unfold(0, patience, 1).amax(-1)
 
 
-def _cuts(least: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rising thresholds, one between any two that differ in a decision, and the layers that all samples use at each.
+def _thresholds_and_layers(least: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return ascending thresholds, one between any two that differ in an exit, and the layers all samples use at each.
 
-    A sample goes on from a head, and through the layers up to the next, where its minimum so far is not below.
+    `least` (heads - 1, samples) is the running minimum of the uncertainty. A sample goes on from a head, through the
+    layers up to the next, unless that minimum is below the threshold.
     """
     steps = torch.tensor(layers, device=least.device).diff()[:, None].expand_as(least)
-    matters = least.isfinite()
-    values, places = least[matters].unique(return_inverse=True)
-    saved = torch.zeros(len(values), dtype=torch.int64, device=least.device).index_add_(0, places, steps[matters])
-    total = layers[-1] * least.shape[1] - torch.cat([saved.new_zeros(1), saved.cumsum(0)])
-    return _between(values), total
+    finite = least.isfinite()
+    values, index = least[finite].unique(return_inverse=True)
+    saved = torch.zeros(len(values), dtype=torch.int64, device=least.device).index_add_(0, index, steps[finite])
+    used = layers[-1] * least.shape[1] - torch.cat([saved.new_zeros(1), saved.cumsum(0)])
+    return _between(values), used
 
 
 def _between(values: Tensor) -> Tensor:
-    """From (k,) rising values (k + 1,) thresholds: at most the first, between any two, above the last."""
+    """Return k + 1 thresholds for k ascending values: at most the first, between any two, above the last."""
     if not len(values):
         return values.new_zeros(1)
-    negative = bool(values[0] < 0)  # confidences, which are above 0 and at most 1
+    negative = bool(values[0] < 0)  # these are confidences: above 0 and at most 1
     start = values[:1].clamp(max=-1.0 if negative else 0.0)
-    middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in their own precision, in which they are compared
-    middle = torch.where(middle > values[:-1], middle, values[1:])  # a value is not below itself
+    middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in the precision in which they are compared
+    middle = torch.where(
+        middle > values[:-1], middle, values[1:]
+    )  # two neighbouring floats: a value is not below itself
     above = values[-1:].nextafter(values.new_tensor(math.inf))
     end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)
     return torch.cat([start, middle, end])
 
 
 def _evenly(falling: Tensor, most: int) -> Tensor:
-    """Places of about `most` of these numbers, evenly spaced by value, with both ends."""
+    """Return the indices of about `most` of these numbers, evenly spaced by value, with both ends."""
     if len(falling) <= most:
         return torch.arange(len(falling))
     rising = -falling.double()
-    wanted = torch.linspace(float(rising[0]), float(rising[-1]), most, dtype=torch.float64, device=rising.device)
-    right = torch.searchsorted(rising, wanted).clamp(1, len(rising) - 1)
-    nearer_left = wanted - rising[right - 1] < rising[right] - wanted
-    return (right - nearer_left.long()).unique()
+    ideal = torch.linspace(float(rising[0]), float(rising[-1]), most, dtype=torch.float64, device=rising.device)
+    right = torch.searchsorted(rising, ideal).clamp(1, len(rising) - 1)
+    left_is_nearer = ideal - rising[right - 1] < rising[right] - ideal
+    return (right - left_is_nearer.long()).unique()
 
 
 def _candidates(criterion: Criterion, logits: Tensor) -> list[list[float]]:
-    """Thresholds to try for each head alone: evenly spaced over those that change a decision there."""
-    found = []
+    """Return the thresholds to try for each head: evenly spread over those that change an exit there."""
+    candidates = []
     for values in _uncertainty(criterion, logits):
-        cuts = _between(values[values.isfinite()].unique())
-        places = [*spread(len(cuts), _CANDIDATES), len(cuts) - 1]
-        found.append([abs(cuts[place].item()) for place in dict.fromkeys(places)])
-    return found
+        thresholds = _between(values[values.isfinite()].unique())
+        indices = [*spread(len(thresholds), _CANDIDATES), len(thresholds) - 1]
+        candidates.append([abs(thresholds[index].item()) for index in dict.fromkeys(indices)])
+    return candidates

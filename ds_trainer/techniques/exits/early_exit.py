@@ -1,13 +1,12 @@
-"""A model that exits early, on batches: samples that are sure leave, the rest go on as a smaller batch.
+"""A model that exits early, on batches: samples that are sure leave, and the rest go on as a smaller batch.
 
-DeeBERT (arXiv 2004.12993) exits one sample at a time; here a hook before each layer asks the head there, cuts what the
-layer is given to the rows that go on, and ends the forward once nobody is left. The model is the library's own.
-Folders: the plain model, usable by `transformers` alone, and beside it `exit_heads.safetensors` and `exits.json`.
+DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers asks the exit head, cuts the
+arguments of the next layer to the samples that go on, and ends the forward once all have left. The model inside is the
+library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie beside the weights.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -22,45 +21,38 @@ from ds_trainer.config.exit_specs import ExitPolicy, policy_mistake
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.exits.heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, own_head
-from ds_trainer.techniques.exits.policy import Decisions
+from ds_trainer.techniques.exits.heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, model_head
+from ds_trainer.techniques.exits.policy import RunningPolicy
 
-_OF_POSITIONS = frozenset({"rel_embeddings"})
-"""What a layer is given with a row for each relative position (DeBERTa): there may be as many as samples."""
+_NOT_BY_SAMPLE = frozenset({"rel_embeddings"})
+"""Arguments of a layer with a row for each relative position (DeBERTa), of which there may be as many as samples."""
 
 
 @dataclass
 class EarlyExitOutput(ModelOutput):
-    """`logits` (rows, classes), and in `exit_layers` (rows,) the layers that each sample went through."""
+    """`logits` (batch, classes), and in `exit_layers` (batch,) the number of layers that each sample went through."""
 
     logits: Tensor | None = None
     exit_layers: Tensor | None = None
 
 
 class EarlyExitModel(nn.Module):
-    """A sequence classifier with exit heads, for inference. `config`, `device` and `dtype` are the model's."""
+    """A sequence classifier with exit heads, for inference.
+
+    `layers` has the layer of each head in ascending order; the last is the depth of the model, where its own head is.
+    """
 
     def __init__(self, model: Any, heads: nn.ModuleDict, policy: ExitPolicy) -> None:
         super().__init__()
         self.model, self.exit_heads, self.policy = model, heads, policy
         last = len(encoder_layers(model))
         self.layers = [*map(int, heads), last]
-        """Where there is a head, from first to last; the last is the model's own."""
         self.regression = model.config.num_labels == 1
-        self._own = (own_head(model),)  # its modules are the model's: not registered once more
-        self._running = threading.local()
-        self._hooks = [after_layer(model, layer, partial(self._go_on, layer)) for layer in range(1, last + 1)]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EarlyExitModel:
-        """One that exits by itself, whose model does not ask the heads of this one: for torch's quantisation, say."""
-        # handles are copied to those of the copied model: this one is never without its hooks
-        model, heads, hooks = copy.deepcopy((self.model, self.exit_heads, self._hooks), memo)
-        for hook in hooks:
-            hook.remove()
-        found = EarlyExitModel(model, heads, self.policy)
-        found.training = self.training
-        memo[id(self)] = found
-        return found
+        self._model_head = (model_head(model),)  # in a tuple: its modules are registered as the model's already
+        # by thread, since the hooks of one model serve all threads; a plain dict, so that the model can be copied
+        self._forwards: dict[int, _Forward] = {}
+        for layer in range(1, last + 1):
+            after_layer(model, layer, partial(self._after_layer, layer))
 
     @property
     def config(self) -> Any:
@@ -76,8 +68,8 @@ class EarlyExitModel(nn.Module):
 
     @property
     def heads(self) -> list[ExitHead]:
-        """The heads in the order of `layers`, the own one last."""
-        return [*self.exit_heads.values(), *self._own]  # type: ignore[list-item]
+        """The heads in the order of `layers`, the model's own last."""
+        return [*self.exit_heads.values(), *self._model_head]  # type: ignore[list-item]
 
     def forward(
         self,
@@ -86,76 +78,57 @@ class EarlyExitModel(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> EarlyExitOutput:
-        """Run each sample as far as the policy wants; results are in the order of the rows. Keeps no gradient.
+        """Run each sample as far as the policy requires; results are in the order of the batch, without gradient.
 
-        There is no loss, and no hidden states or attentions of samples that have left: what asks for them is refused.
+        Labels, hidden states and attentions are refused: there is no loss, and samples leave before the last layer.
         """
-        if not len(input_ids):
-            return EarlyExitOutput(logits=self._of_nobody(), exit_layers=self._of_nobody()[:, 0].long())
-        walk = self._walk(input_ids, attention_mask, _given(token_type_ids, position_ids))
-        assert walk.logits is not None, "all have left"
-        # copies made here are plain tensors, unlike what inference mode makes
-        return EarlyExitOutput(logits=walk.logits.clone(), exit_layers=walk.exit_layers.clone())
-
-    @torch.inference_mode()
-    def _walk(self, input_ids: Tensor, attention_mask: Tensor | None, inputs: dict[str, Tensor]) -> _Walk:
         if attention_mask is not None and bool(attention_mask.all()):
-            attention_mask = None  # nothing is padded: without a mask the library's models take a shorter way
-        walk = _Walk(self, input_ids, attention_mask)
-        self._running.walk = walk
-        try:
-            self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
-        except _AllLeft:
-            pass
-        finally:
-            self._running.walk = None
-        return walk
+            attention_mask = None  # without padding the library's models take a faster way if there is no mask
+        named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
+        inputs = {name: value for name, value in named.items() if value is not None}  # not every model takes them
+        with torch.inference_mode():
+            running = self._forwards[threading.get_ident()] = _Forward(self, input_ids, attention_mask)
+            try:
+                self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+            except _AllLeft:
+                pass
+            finally:
+                del self._forwards[threading.get_ident()]
+        assert running.logits is not None, "all have left"
+        # tensors made in inference mode cannot be used in autograd later; copies made outside of it can
+        return EarlyExitOutput(logits=running.logits.clone(), exit_layers=running.exit_layers.clone())
 
     @torch.no_grad()
-    def all_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """What every head says of every sample, in one forward: (heads, rows, classes), the own head last."""
-        if not len(input_ids):
-            return self._of_nobody().expand(len(self.layers), 0, -1)
+    def all_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """Return the logits of all heads, the model's own last, from one forward: (heads, batch, classes)."""
         states = LayerStates(self.model, self.layers)
-        inputs = _given(token_type_ids, position_ids)
         try:
             self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         finally:
             states.remove()
-        found = states.take()
-        return torch.stack(
-            [head(found[layer], attention_mask) for head, layer in zip(self.heads, self.layers, strict=True)]
-        )
+        hidden = states.take()
+        pairs = zip(self.heads, self.layers, strict=True)
+        return torch.stack([head(hidden[layer], attention_mask) for head, layer in pairs])
 
-    def _of_nobody(self) -> Tensor:
-        """(0, classes) logits: the library's models cannot be run on no row at all."""
-        return torch.empty(0, self.config.num_labels, dtype=self.dtype, device=self.device)
-
-    def _go_on(self, layer: int, args: Any, kwargs: Any) -> Any:
-        walk = getattr(self._running, "walk", None)
-        return None if walk is None else walk.after(layer, args, kwargs)
+    def _after_layer(self, layer: int, args: Any, kwargs: Any) -> Any:
+        running = self._forwards.get(threading.get_ident())
+        return None if running is None else running.after(layer, args, kwargs)
 
 
-def load_model(folder: str | Path) -> nn.Module:
-    """The model of a folder, in evaluation mode, in fp32; one that exits early where the folder has exit heads.
+def load_for_inference(folder: str | Path) -> nn.Module:
+    """Load the model of a folder in fp32, in evaluation mode; it exits early where the folder has exit heads.
 
-    Exit heads are read from folders only: a hub name gives the plain model.
-    Raises ValueError where the folder holds no trained model, or exit heads that are not its own.
+    A hub name gives the plain model: exit heads are read from folders only. ValueError where the folder holds no
+    trained model, or exit heads of another one.
     """
     model = load_trained(folder).eval()
     return with_exits(model, Path(folder)).eval() if has_exits(folder) else model
 
 
 def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    """The model with the heads of the folder, and its policy where no other is given.
+    """Give the model the heads of the folder, and the policy given or else the folder's.
 
-    ValueError where the heads or the policy are none of this model.
+    ValueError where heads or policy do not fit the model.
     """
     heads, saved = load_heads(model, folder)
     early = EarlyExitModel(model, heads, policy or saved.policy)
@@ -165,90 +138,79 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     return early
 
 
-def _given(token_type_ids: Tensor | None, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """Those that are there, by name: not every model takes all."""
-    named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
-    return {name: value for name, value in named.items() if value is not None}
-
-
 class _AllLeft(Exception):  # noqa: N818
     """Ends the forward of a model whose samples have all left."""
 
 
-class _Walk:
-    """One forward: who is still there, and what was said of those who left."""
+class _Forward:
+    """One forward: which samples of the batch are still in it, and the results of those that left."""
 
     def __init__(self, model: EarlyExitModel, input_ids: Tensor, mask: Tensor | None) -> None:
-        self.size = len(input_ids)
+        self.size, self.mask = len(input_ids), mask
         self.heads = dict(zip(model.layers, model.heads, strict=True))
         self.last = model.layers[-1]
-        self.decisions = Decisions(model.policy, model.regression)
-        self.mask = mask
+        self.policy = RunningPolicy(model.policy, model.regression)
         self.exit_layers = torch.full((self.size,), self.last, device=input_ids.device)
         self.logits: Tensor | None = None
-        self._rows: Tensor | None = None  # those still there; None while all are
-        self._asked = 0
-        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
+        self._samples = torch.arange(self.size, device=input_ids.device)  # indices of those still in the batch
+        self._next_head = 0
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def after(self, layer: int, args: Any, kwargs: Any) -> Any:
-        """Ask the layer's head, if it has one; give the arguments with which those who stay go on."""
+        """Ask the head of the layer, if it has one; return the next layer's arguments, cut to the samples that stay."""
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer in self.heads:
             hidden = self._ask(layer, hidden)
-        if self._rows is None:
-            return None
-        named = {name: value if name in _OF_POSITIONS else self._of_rows(value) for name, value in kwargs.items()}
+        if len(self._samples) == self.size:
+            return None  # the arguments stay as they are
+        named = {name: value if name in _NOT_BY_SAMPLE else self._cut(value) for name, value in kwargs.items()}
         if args:
-            return (hidden, *map(self._of_rows, args[1:])), named
+            return (hidden, *map(self._cut, args[1:])), named
         return args, named | {"hidden_states": hidden}
 
     def _ask(self, layer: int, hidden: Tensor) -> Tensor:
-        """The states of those who stay; the others' logits are kept."""
-        logits = self.heads[layer](hidden, self._of_rows(self.mask))
+        """Record the logits of the samples that leave here; return the states of those that stay."""
+        logits = self.heads[layer](hidden, self._cut(self.mask))
         if layer == self.last:
-            self._leave(layer, logits, self._rows)
+            self._leave(layer, logits, self._samples)
             raise _AllLeft
-        head, self._asked = self._asked, self._asked + 1
+        head, self._next_head = self._next_head, self._next_head + 1
         if len(logits) == 1:
-            sure, leaving = None, int(self.decisions.one_is_sure(head, logits))
+            sure = None
+            leaving = int(self.policy.one_is_sure(head, logits))
         else:
-            sure = self.decisions.sure(head, logits)
+            sure = self.policy.sure(head, logits)
             leaving = int(sure.count_nonzero())
         if leaving == 0:
             return hidden
-        if leaving == len(logits):
-            self._leave(layer, logits, self._rows)
+        if sure is None or leaving == len(logits):
+            self._leave(layer, logits, self._samples)
             raise _AllLeft
-        assert sure is not None, "of a single row none or all leave"
         staying = (~sure).nonzero().squeeze(1)
-        rows = torch.arange(self.size, device=sure.device) if self._rows is None else self._rows
-        self._leave(layer, logits[sure], rows[sure])
-        self._rows = rows[staying]
-        self.decisions.keep(staying)
-        self._cut.clear()
+        self._leave(layer, logits[sure], self._samples[sure])
+        self._samples = self._samples[staying]
+        self.policy.keep(staying)
+        self._cuts.clear()
         return hidden[staying]
 
-    def _leave(self, layer: int, logits: Tensor, rows: Tensor | None) -> None:
-        if rows is None:
-            self.logits = logits
-            self.exit_layers.fill_(layer)
-            return
+    def _leave(self, layer: int, logits: Tensor, samples: Tensor) -> None:
         if self.logits is None:
             self.logits = logits.new_empty(self.size, logits.shape[-1])
-        self.logits[rows] = logits
-        self.exit_layers[rows] = layer
+        self.logits[samples] = logits
+        self.exit_layers[samples] = layer
 
-    def _of_rows(self, value: Any) -> Any:
-        """What has a row for each sample, cut to those still there; all else as it is."""
-        if self._rows is None:
+    def _cut(self, value: Any) -> Any:
+        """Cut a tensor with an entry for each sample, or a tuple of such, to the samples still in the batch.
+
+        All else is returned as it is.
+        """
+        if len(self._samples) == self.size:
             return value
         if isinstance(value, tuple):
-            return tuple(map(self._of_rows, value))
+            return tuple(map(self._cut, value))
         if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != self.size:
             return value
-        # layers are given the same tensors: cut once. The tensor is kept, so that its id stays its own
-        _, cut = self._cut.get(id(value), (None, None))
-        if cut is None:
-            cut = value.index_select(0, self._rows)
-            self._cut[id(value)] = (value, cut)
-        return cut
+        # all layers are given the same tensors, which are cut once; keeping the tensor keeps its id from being reused
+        if id(value) not in self._cuts:
+            self._cuts[id(value)] = (value, value.index_select(0, self._samples))
+        return self._cuts[id(value)][1]

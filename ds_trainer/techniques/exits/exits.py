@@ -1,8 +1,8 @@
-"""Early exits while training: a head after every layer, in a second stage or with the model.
+"""Train exit heads: a classifier after every layer, in a second stage or together with the model.
 
-DeeBERT (arXiv 2004.12993) trains the heads alone, all else frozen, by the sum of their losses; PABEE (arXiv 2006.04152)
-all together, by a mean weighted by the number of the layer. `exits.distill` has the model's own head teach the others.
-Who leaves where is decided in `exit_policy.py`, and the model that does it is in `early_exit.py`.
+DeeBERT (arXiv 2004.12993) trains the heads alone, all else frozen, on the sum of their losses; PABEE (arXiv 2006.04152)
+trains all together, on a mean weighted by the number of the layer. With `exits.distill` the model's own head teaches
+the others. `policy.py` decides where a sample leaves, and `early_exit.py` has the model that runs so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads
 from ds_trainer.techniques.technique import Clock, Technique
 
 _HEADS = "exit_heads"
-_MOST_PENDING = 1000
-"""Micro-batches whose losses wait on the device at most, before they are summed up."""
 
 
 class Exits(Technique):
@@ -40,17 +38,22 @@ class Exits(Technique):
         self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
         self.layers: list[int] = []
         self.heads: dict[int, nn.Module] = {}
+        self._weights: list[float] = []  # one per head, and in joint training one for the model's own
         self._module = nn.ModuleDict()
-        self._source = self._told = ""
+        self._source = self._news = ""
         self._states: LayerStates | None = None
-        self._losses: list[Tensor] = []
-        self._sums, self._summed = torch.zeros(()), 0
+        # sums in fp64 of numbers in fp32 are exact, so that no cut of a run into several changes what is logged
+        self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Add the heads: those of the folder the model comes from, where it has them, or copies of its own."""
-        self.layers = self._asked_layers(len(encoder_layers(model)))
-        self._check_policy()
-        self._check_weights()
+        """Add the heads: those of the folder that the model comes from, or copies of the model's own head."""
+        depth = len(encoder_layers(model))
+        self.layers = self._layers_below(depth)
+        policy = policy_of(self.spec, len(self.layers), self.task.regression)
+        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, depth, self.task.regression)
+        if mistakes:
+            raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
+        self._weights = self._head_weights(depth)
         self._source = str(getattr(model, "name_or_path", ""))
         self._module = self._heads_for(model)
         model.add_module(_HEADS, self._module)
@@ -59,9 +62,9 @@ class Exits(Technique):
         return model
 
     def start(self, device: torch.device) -> None:
-        """Tell of the heads, and refuse to train them alone on what an untrained head of the model's own would say."""
-        if self._told:
-            distributed.info(self._told)
+        """Log where the heads come from; refuse to train them beside a model head that is untrained and frozen."""
+        if self._news:
+            distributed.info(self._news)
         if self.spec.training == "joint":
             return
         try:
@@ -75,51 +78,43 @@ class Exits(Technique):
         heads = GroupRule(params=f"{_HEADS}.*")
         return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)
 
-    def on_step(self, step: int) -> None:
-        """Sum up the heads' losses once they are many, as the next readings may be far; collective."""
-        if len(self._losses) >= _MOST_PENDING:
-            self._sums, self._summed = self._totals()
-            self._losses = []
-
     def terms(self, forward: Forward) -> dict[str, Tensor]:
+        """Return `exits.heads`, the loss of every head on the labels, and `exits.distill`, on the model's own head.
+
+        Both are a sum over the heads, or in joint training a mean; the model's own head counts in `exits.heads` then.
+        """
         logits = self._logits(forward)
-        found = {}
+        terms = {}
         if "heads" in self.spec.terms:
-            found["exits.heads"] = self._labels_term(forward, logits)
+            values = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
+            self._loss_sums = self._loss_sums + torch.stack(values).detach().double()
+            self._loss_count += 1
+            if self.spec.training == "joint":
+                values.append(self.task.loss(forward.out, forward.batch))
+            terms["exits.heads"] = self._weighted(values)
         if "distill" in self.spec.terms:
-            (own,) = self.task.logits(forward.out, forward.batch)
-            found["exits.distill"] = self._weighted([self._taught(one, own) for one in logits.values()])
-        return found
+            (teacher,) = self.task.logits(forward.out, forward.batch)
+            terms["exits.distill"] = self._weighted([self._taught(one, teacher) for one in logits.values()])
+        return terms
 
     def readings(self) -> dict[str, float]:
-        """Each head's loss on the labels, mean since the last time over all ranks; collective."""
-        sums, summed = self._totals()
-        if not summed:
+        """Return each head's loss on the labels, the mean since the last readings over all ranks; collective."""
+        if not self._loss_count:
             return {}
-        self._losses, self._sums, self._summed = [], torch.zeros(()), 0
-        means = (sums / summed).tolist()
+        means = (distributed.mean(self._loss_sums) / self._loss_count).tolist()
+        self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
         return {f"exits/loss/{layer}": value for layer, value in zip(self.layers, means, strict=True)}
 
     def state(self) -> dict[str, Any]:
-        """The heads' losses since the last readings; collective."""
-        return {"losses": self._mean_losses().tolist(), "sums": self._sums.tolist(), "summed": self._summed}
+        """Return the sums of the heads' losses since the last readings; collective."""
+        return {"sums": distributed.mean(self._loss_sums).tolist(), "summed": self._loss_count}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        device = distributed.device()
-        self._losses = [torch.tensor(row, device=device, dtype=torch.float64) for row in state["losses"]]
-        self._sums = torch.tensor(state.get("sums", 0.0), device=device, dtype=torch.float64)
-        self._summed = state.get("summed", 0)  # both are missing in checkpoints of version 0.1.0
-
-    def _mean_losses(self) -> Tensor:
-        """(micro-batches, heads), each the mean over all ranks, in fp64."""
-        if not self._losses:
-            return torch.zeros(0, len(self.layers), dtype=torch.float64, device=distributed.device())
-        return distributed.mean(torch.stack([row.double() for row in self._losses]))
-
-    def _totals(self) -> tuple[Tensor, int]:
-        """(heads,) sums of the losses since the last readings, and the number of micro-batches; collective."""
-        rows = self._mean_losses()
-        return self._sums + rows.sum(0), self._summed + len(rows)
+        # checkpoints of earlier versions have "losses", a row for each micro-batch; the first of them have no sums
+        rows, device = state.get("losses", []), distributed.device()
+        sums = torch.tensor(state.get("sums", 0.0), dtype=torch.float64, device=device)
+        self._loss_sums = sums + sum(torch.tensor(row, dtype=torch.float64, device=device) for row in rows)
+        self._loss_count = state.get("summed", 0) + len(rows)
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
@@ -131,111 +126,74 @@ class Exits(Technique):
         return model
 
     def save(self, folder: Path) -> None:
-        policy = policy_of(self.spec, len(self.layers), self.task.regression)
         (pooling,) = {head.pooling for head in self._module.values()}
         saved = SavedExits(
             layers=self.layers,
             pooling=pooling,
-            policy=policy,
+            policy=policy_of(self.spec, len(self.layers), self.task.regression),
             held_out=getattr(self.task.spec, "held_out", 0.0),
             held_out_key=self.task.held_out_key(),
         )
         save_heads(folder, self._module, saved)
-        found, _ = load_heads(self.task.build_model(folder), folder)
-        if not _same(self._module, found):
-            raise RuntimeError(f"the exit heads written to {folder} are not those that were trained")
 
     def _logits(self, forward: Forward) -> dict[int, Tensor]:
-        """What each head says of the states of the model's latest forward, which was of this batch."""
+        """Run the heads on the states of the model's latest forward, which must have been that of this batch."""
         assert self._states is not None, "attach() comes first"
         states, mask = self._states.take(), forward.batch.mask
         return {
             layer: head(states[layer].to(next(head.parameters()).dtype), mask) for layer, head in self.heads.items()
         }
 
-    def _labels_term(self, forward: Forward, logits: dict[int, Tensor]) -> Tensor:
-        found = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
-        self._losses.append(torch.stack(found).detach())
-        if self.spec.training == "joint":
-            found.append(self.task.loss(forward.out, forward.batch))
-        return self._weighted(found)
-
-    def _weighted(self, found: Sequence[Tensor]) -> Tensor:
-        """Their sum, or with joint training their mean; weights beyond the heads at hand are the own head's."""
-        weights = self._weights()[: len(found)]  # plain numbers: a tensor of them would wait for the device
-        total = torch.stack([weight * value for weight, value in zip(weights, found, strict=True)]).sum()
+    def _weighted(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the weighted sum of one value per head, or in joint training their weighted mean."""
+        weights = self._weights[: len(values)]  # plain numbers: making a tensor of them would wait for the device
+        total = torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum()
         return total / sum(weights) if self.spec.training == "joint" else total
 
-    def _weights(self) -> list[float]:
-        """One a head, and with joint training one for the model's own."""
-        if self.spec.head_weights is not None:
-            return self.spec.head_weights
-        if self.spec.training == "heads":
-            return [1.0] * len(self.layers)
-        return [*map(float, self.layers), float(self._depth)]
-
-    def _taught(self, logits: Tensor, own: Tensor) -> Tensor:
-        """The own head's lesson to another."""
-        teacher = own.detach()
+    def _taught(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        teacher = teacher.detach()
         if self.task.regression:
             return losses.logit_mse(logits, teacher)
         return losses.distillation_kl(logits, teacher.clone(), self.spec.temperature)  # which overwrites the teacher's
 
-    def _asked_layers(self, depth: int) -> list[int]:
-        self._depth = depth
-        if depth < 2:
-            raise UserError(f"exits: the model has {depth} layer, and no layer before the last to exit after")
-        asked = self.spec.layers or range(1, depth + 1)
-        if asked[-1] > depth:
-            raise UserError(f"exits: layers names layer {asked[-1]}, and the model has {depth}: write 1 to {depth}")
-        inner = [layer for layer in asked if layer < depth]  # after the last is the model's own head
+    def _layers_below(self, depth: int) -> list[int]:
+        """Return the layers that get a head: those requested but the last, which has the model's own."""
+        requested = self.spec.layers or range(1, depth + 1)
+        if requested[-1] > depth:
+            raise UserError(f"exits: layers names layer {requested[-1]}, and the model has {depth}: write 1 to {depth}")
+        inner = [layer for layer in requested if layer < depth]
         if not inner:
-            raise UserError(f"exits: layers names only the last layer, {depth}, where the model's own head is")
+            raise UserError(
+                f"exits: the last layer, {depth}, has the model's own head, and layers names none before it"
+            )
         return inner
 
-    def _check_policy(self) -> None:
-        policy = policy_of(self.spec, len(self.layers), self.task.regression)
-        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, self._depth, self.task.regression)
-        if mistakes:
-            raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
-
-    def _check_weights(self) -> None:
-        wanted = len(self.layers) + (self.spec.training == "joint")
-        given = self.spec.head_weights
-        if given is not None and (len(given) != wanted or not any(given)):
-            heads = f"the heads after layers {', '.join(map(str, self.layers))}"
-            own = " and the model's own" if self.spec.training == "joint" else ""
-            raise UserError(f"exits: head_weights are {given}: give {wanted}, for {heads}{own}, not all of them 0")
-        if given is not None and "distill" in self.spec.terms and not any(given[: len(self.layers)]):
-            raise UserError(f"exits: head_weights are {given}: exits.distill teaches no head, drop the term")
+    def _head_weights(self, depth: int) -> list[float]:
+        given, heads, joint = self.spec.head_weights, len(self.layers), self.spec.training == "joint"
+        if given is None:
+            return [*map(float, self.layers), float(depth)] if joint else [1.0] * heads
+        if len(given) != heads + joint or not any(given[:heads]):
+            own = ", then one for the model's own" if joint else ""
+            after = ", ".join(map(str, self.layers))
+            raise UserError(
+                f"exits: head_weights are {given}: give one for each of {heads} heads, after layers {after}, not all "
+                f"of them 0{own}"
+            )
+        return given
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
+        """Return the heads of the model's folder where they suit this phase, else new ones."""
         folder = Path(model.name_or_path)
-        if not has_exits(folder):
+        saved = read_exits(folder) if has_exits(folder) else None
+        if saved is None:
             return new_heads(model, self.layers, self.spec.pooling)
-        why_new = self._why_new(folder)
-        heads = new_heads(model, self.layers, self.spec.pooling) if why_new else load_heads(model, folder)[0]
-        what = f"new exit heads, since {why_new}" if why_new else "its exit heads are trained further"
-        self._told = f"{folder}: {what}"
-        return heads
-
-    def _why_new(self, folder: Path) -> str | None:
-        """Why the heads of a folder are none to go on with."""
-        saved = read_exits(folder)
-        if saved.layers != self.layers:
-            return f"its own are after layers {', '.join(map(str, saved.layers))}"
-        if self.spec.pooling not in (None, saved.pooling):
-            return f"the pooling of its own is {saved.pooling}"
+        fits = saved.layers == self.layers and self.spec.pooling in (None, saved.pooling)
         try:
             self.task.check_trained(folder)
-        except ValueError as error:  # the model's own head was of other classes, and so are they
-            return str(error)
-        return None
-
-
-def _same(trained: nn.Module, found: nn.Module) -> bool:
-    """Whether the one, in the precision it was trained in, has bit for bit the values of the other, in fp32."""
-    values = found.state_dict()
-    return trained.state_dict().keys() == values.keys() and all(
-        torch.equal(value.to(values[name].dtype), values[name]) for name, value in trained.state_dict().items()
-    )
+        except ValueError:  # the model's own head is for other classes, and so are the exit heads
+            fits = False
+        if not fits:
+            self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
+            return new_heads(model, self.layers, self.spec.pooling)
+        self._news = f"{folder}: its exit heads are trained further"
+        return load_heads(model, folder)[0]

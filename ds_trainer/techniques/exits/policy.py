@@ -1,7 +1,8 @@
-"""Who is sure enough to leave: entropy (DeeBERT, arXiv 2004.12993), confidence, patience (PABEE, arXiv 2006.04152).
+"""Which samples leave at a head: by entropy (DeeBERT, arXiv 2004.12993), confidence or patience (arXiv 2006.04152).
 
-Decisions are made row by row. While a model runs, on the rows that are still there; offline, on all heads' logits at
-once: by the same code, so that a score found offline is the score of the running model.
+A sample's exit depends on its own logits alone. The running model asks about the samples of a batch that are still in
+it; calibration asks about all logits of all heads at once. Both use this code, so that a score computed from logits is
+the score of the running model.
 """
 
 from __future__ import annotations
@@ -15,69 +16,74 @@ from ds_trainer.config.exit_specs import ExitPolicy
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the classes' distribution, in nats. (..., classes) -> (...), fp64: in fp32 all that are sure are alike."""
+    """Return the entropy of the predicted classes in nats: (..., classes) -> (...), fp64.
+
+    In fp32 the entropies of all confident samples would be equal.
+    """
     return torch.special.entr(torch.softmax(logits.double(), -1)).sum(-1)
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """The likeliest class's probability. (..., classes) -> (...), fp64."""
+    """Return the probability of the likeliest class: (..., classes) -> (...), fp64."""
     return torch.softmax(logits.double(), -1).amax(-1)
 
 
-class Decisions:
-    """Who leaves at each head, asked in the order of the heads; remembers what patience needs."""
+class RunningPolicy:
+    """A policy applied to one batch, head after head; it counts how long the heads agree, which patience needs."""
 
     def __init__(self, policy: ExitPolicy, regression: bool) -> None:
         self.policy, self.regression = policy, regression
-        self._last: Tensor | None = None
-        self._agreed: Tensor | None = None
+        self._last: Tensor | None = None  # (batch,) answers of the head before
+        self._streak: Tensor  # (batch,) heads in a row that agreed with the one before
 
     def sure(self, head: int, logits: Tensor) -> Tensor:
-        """(rows,) whether to leave at this head, from 0 and never the own one, by its logits (rows, classes)."""
+        """Return (batch,) booleans: who leaves at this head, by its logits (batch, classes).
+
+        Heads are counted from 0 and must be asked in order. The model's own head is never asked.
+        """
         if self.policy.criterion == "entropy":
             return entropy(logits) < self.policy.thresholds[head]
         if self.policy.criterion == "confidence":
             return confidence(logits) > self.policy.thresholds[head]
-        return self._patient(head, logits)
+        answer = logits.float().squeeze(-1) if self.regression else logits.argmax(-1)
+        if self._last is None:
+            self._streak = torch.zeros(len(answer), dtype=torch.int64, device=answer.device)
+        elif self.regression:
+            self._streak = (self._streak + 1) * ((answer - self._last).abs() < self.policy.thresholds[head])
+        else:
+            self._streak = (self._streak + 1) * (answer == self._last)
+        self._last = answer
+        assert self.policy.patience is not None, "a policy of patience has one"
+        return self._streak >= self.policy.patience
 
     def one_is_sure(self, head: int, logits: Tensor) -> bool:
-        """`sure` of a single row (1, classes): on so few values, plain arithmetic takes a fraction of tensors' time."""
+        """Return `sure` of a single sample (1, classes); for so few values plain arithmetic is several times faster."""
         if self.policy.criterion == "patience":
             return bool(self.sure(head, logits))
         (row,) = logits.tolist()
         top = max(row)
         weights = [math.exp(value - top) for value in row]
-        total, limit = sum(weights), self.policy.thresholds[head]
+        total, threshold = sum(weights), self.policy.thresholds[head]
         if self.policy.criterion == "confidence":
-            return 1 / total > limit
+            return 1 / total > threshold
         mean = sum(weight * (value - top) for weight, value in zip(weights, row, strict=True) if weight) / total
-        return math.log(total) - mean < limit
+        return math.log(total) - mean < threshold
 
-    def keep(self, rows: Tensor) -> None:
-        """Forget all but these of the rows of the last call."""
-        if self._last is not None and self._agreed is not None:
-            self._last, self._agreed = self._last[rows], self._agreed[rows]
-
-    def _patient(self, head: int, logits: Tensor) -> Tensor:
-        answer = logits.float().squeeze(-1) if self.regression else logits.argmax(-1)
-        if self._last is None or self._agreed is None:
-            self._agreed = torch.zeros(len(answer), dtype=torch.int64, device=answer.device)
-        else:
-            same = (
-                (answer - self._last).abs() < self.policy.thresholds[head] if self.regression else answer == self._last
-            )
-            self._agreed = (self._agreed + 1) * same
-        self._last = answer
-        assert self.policy.patience is not None, "a policy of patience has one"
-        return self._agreed >= self.policy.patience
+    def keep(self, staying: Tensor) -> None:
+        """Forget all samples of the last call but those with these indices."""
+        if self._last is not None:
+            self._last, self._streak = self._last[staying], self._streak[staying]
 
 
-def exit_heads(policy: ExitPolicy, logits: Tensor, regression: bool) -> Tensor:
-    """Where each row leaves, (rows,) index of a head, by all heads' logits (heads, rows, classes), the own one last."""
-    decisions = Decisions(policy, regression)
+def exit_at(policy: ExitPolicy, logits: Tensor, regression: bool) -> Tensor:
+    """Return (samples,) the index of the head at which each sample leaves.
+
+    `logits` is (heads, samples, classes) of all heads, the model's own last.
+    """
+    running = RunningPolicy(policy, regression)
     last = len(logits) - 1
-    found = torch.full((logits.shape[1],), last, device=logits.device)
+    exits = torch.full((logits.shape[1],), last, device=logits.device)
     for head in range(last):
-        sure = decisions.sure(head, logits[head])
-        found = torch.where(sure & (found == last), head, found)
-    return found
+        sure = running.sure(head, logits[head])
+        exits = torch.where(sure & (exits == last), head, exits)
+    return exits

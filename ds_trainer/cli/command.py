@@ -1,0 +1,116 @@
+"""What every command shares: its parser, the list of its mistakes, and how it ends.
+
+A command is a function of its arguments. It reads a job from them, which needs neither torch nor DeepSpeed and raises
+all mistakes as one UserError, and then makes one call into the library, which is imported at that moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ds_trainer.files.messages import shortened, shown
+from ds_trainer.files.redaction import redacted
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors of the disk that no flag mends: they are printed without a traceback."""
+T = TypeVar("T")
+J = TypeVar("J", bound=BaseModel)
+
+
+def run_command(command: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code (see `failures.py`); one rank prints what went wrong."""
+    distributed.start_logging()
+    try:
+        return command(arguments) or 0
+    except Exception as error:  # noqa: BLE001 - the last place to print it
+        code = exit_code(error)
+        with contextlib.suppress(OSError):  # the reader of standard error may be gone
+            (_print_message if code > 1 or _is_of_the_disk(error) else _print_traceback)(error)
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what argparse would print on every rank."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=f"{name}.py", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}\n{self.format_usage().strip()}")
+
+
+class Mistakes(list[str]):
+    """The mistakes of a command, which are collected until they are raised together."""
+
+    def of(self, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Return the value of a call; or None where it raises a UserError, whose message is kept."""
+        try:
+            return call(*arguments)
+        except UserError as error:
+            self.append(str(error))
+            return None
+
+    def job(self, kind: type[J], flags: argparse.Namespace, **values: Any) -> J:
+        """Make a job from `values` and from the flags that are named like its other fields; or raise all mistakes.
+
+        A value that could not be read is None; its mistake is in the list already.
+        """
+        try:
+            job = kind.model_validate({**vars(flags), **values})
+        except ValidationError as error:
+            unread = {name for name, value in values.items() if value is None}
+            self += [_flag_mistake(item) for item in error.errors() if item["loc"][0] not in unread]
+            if not self:
+                raise
+        self.raise_all()
+        return job
+
+    def raise_all(self) -> None:
+        """Raise one UserError with a line for each mistake; do nothing if there is none."""
+        if self:
+            raise UserError("\n".join(dict.fromkeys(self)))
+
+
+def _flag_mistake(error: Any) -> str:
+    allowed = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+    return f"--{error['loc'][0]} is {shown(error['input'])}: {allowed}"
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _DISK
+    # safetensors raises an error of its own for what the system reports
+    return any(str(error).endswith(f"(os error {number})") for number in _DISK)
+
+
+def _print_message(error: Exception) -> None:
+    """Print an error on the rank that it names; before the ranks know of each other, on the first of every host."""
+    teller = getattr(error, "teller", None)
+    if distributed.local_rank() == 0 if teller is None else distributed.rank() == teller:
+        sys.stdout.flush()
+        where = "" if distributed.is_main() or teller is not None else f"rank {distributed.rank()}: "
+        first = str(error) if isinstance(error, StoppedError) else f"error: {where}{error}"
+        message = "\n".join([first, *getattr(error, "__notes__", [])])
+        print(shortened(redacted(message)), file=sys.stderr, flush=True)
+
+
+def _print_traceback(error: Exception) -> None:
+    """Print all that is known of an error that this library did not foresee, on every rank where it happens."""
+    sys.stdout.flush()
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    if sys.version_info < (3, 11):
+        print("\n".join(getattr(error, "__notes__", [])), file=sys.stderr)

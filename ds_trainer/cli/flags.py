@@ -1,0 +1,96 @@
+"""The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_trainer.cli.command import Mistakes
+from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
+from ds_trainer.config.saved_checkpoint import SavedCheckpoint
+from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.trust import Trust
+from ds_trainer.files.json_file import read_json
+from ds_trainer.files.write_places import cache_place
+
+NO_TASK = "no task: give --task_name, or --recipe with a task"
+
+
+def add_model_flags(parser: argparse.ArgumentParser, model: str = "model folder or hub name") -> None:
+    """Add the flags of a command that runs one model on a task; `model` is the help of its argument."""
+    parser.add_argument("model", help=model)
+    parser.add_argument("--batch_size", type=int, default=64, help="examples per rank and forward")
+    add_task_flags(parser)
+
+
+def add_task_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags from which `read_task` reads."""
+    parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
+    add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
+
+
+def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
+    """Add the flags of every command that has a task, training included."""
+    add = parser.add_argument
+    add("--task_name", help="a GLUE task, docstrings, text, squad, mlm or clm")
+    add("--data_dir", help="folder of the task's files")
+    add("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
+    add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")
+    write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
+    add("--allow_write", action="append", default=[], metavar="DIR", help=write)
+    add_trust_flags(parser)
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it
+
+
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what the user permits model folders: by default nothing."""
+    pickle = "load pytorch_model.bin, as weights only, where no safetensors are"
+    parser.add_argument("--allow_pickle", action="store_true", help=pickle)
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
+
+
+def trust_of(flags: argparse.Namespace) -> Trust:
+    return Trust(flags.allow_pickle, flags.trust_remote_code)
+
+
+def names_task(flags: argparse.Namespace) -> bool:
+    """Whether a command that can do without a task is given one."""
+    return any((flags.recipe, flags.task_name, flags.data_dir, flags.set))
+
+
+def read_task(
+    flags: argparse.Namespace, mistakes: Mistakes, saved: SavedCheckpoint | None = None
+) -> tuple[TaskSpec | None, str | None]:
+    """Read the task and its cache folder from the flags and the last phase of their recipe.
+
+    Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
+    """
+    data = (mistakes.of(read_json, flags.recipe, "the recipe") or {}) if flags.recipe else {}
+    recipe, file = mistakes.of(parse_recipe, data) if data else None, flags.recipe or ""
+    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
+    if saved and not flags.recipe:
+        recipe, spec, file = saved.recipe, saved.task, str(saved.recipe_file)
+    task_data = spec.model_dump() if spec else {}
+    task_data |= {"name": flags.task_name} if flags.task_name is not None else {}
+    task_data |= {"data_dir": flags.data_dir} if flags.data_dir is not None else {}
+    for setting in flags.set:
+        mistakes.of(_apply, task_data, setting)
+    task = mistakes.of(parse_task, task_data)
+    if "name" not in task_data:
+        mistakes.append(NO_TASK)
+    said = recipe.cache_dir if recipe else None
+    roots = [Path(file).parent, *flags.allow_write]
+    return task, flags.cache_dir or mistakes.of(cache_place, said, said, roots)
+
+
+def _apply(task: dict[str, object], setting: str) -> None:
+    path, value = parse_setting(setting)
+    assign(task, path, value, f'--set "{setting}"')
+
+
+def output_path(text: str) -> Path:
+    """A folder that a flag names; an empty text would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give a folder, . for the current one")
+    return Path(text)

@@ -1,0 +1,30 @@
+"""The entry of every script in `launch/`: find the environment, then run the command of that name.
+
+Imports nothing but the standard library at the top, so that a Python without the project's packages can say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+_NEEDED = ("torch", "deepspeed", "transformers", "pydantic", "hjson")
+
+
+def main(name: str) -> None:
+    """Run the command `name` of `ds_trainer.cli` with the arguments of this process, and end with its exit code."""
+    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        root = Path(__file__).resolve().parents[2]
+        activate = f"source {root}/.venv/bin/activate"
+        if not (root / ".venv").exists():
+            activate = f"cd {root} && source launch/setup.sh"
+        print(f"error: {sys.executable} has no {', '.join(missing)}: run `{activate}` first", file=sys.stderr)
+        sys.exit(2)
+    from ds_trainer.cli.command import run_command
+    from ds_trainer.ranks.distributed import leave
+
+    module = importlib.import_module(f"ds_trainer.cli.{name}")
+    leave(run_command(getattr(module, f"{name}_command"), sys.argv[1:]))
