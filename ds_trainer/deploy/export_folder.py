@@ -43,7 +43,8 @@ from ds_trainer.deploy.onnx_file import (
 )
 from ds_trainer.files.whole_file import read_value
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
-from ds_trainer.models.layers import count_weights, save_folder, total_weights
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import count_weights, total_weights
 from ds_trainer.models.loading import told
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models.pretrained import check_fits, load_tokenizer, load_trained, pad_token_id, positions_of

@@ -27,7 +27,8 @@ from ds_trainer.config.jobs import ExportJob
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.run_folder import TOKENIZER_FILES
 from ds_trainer.files.whole_file import check_file, memory, read_value
-from ds_trainer.models.layers import encoder_linears, save_folder, total_weights
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import encoder_linears, total_weights
 from ds_trainer.models.loading import most_allocated, told
 from ds_trainer.models.model_folder import Held
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer

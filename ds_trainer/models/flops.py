@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.shrunk_model import Block, blocks_of, decisions_of, in_features, is_emptied, layers_of
+from ds_trainer.models.layers import Block, blocks_of, decisions_of, in_features, is_emptied, layers_of
 
 
 def encoder_flops(model: Any, tokens: int) -> int:

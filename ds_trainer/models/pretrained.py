@@ -34,6 +34,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.models.compact import unpacked
+from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import check_cut, most_allocated, told
 from ds_trainer.models.model_folder import (
     config_mistakes,
@@ -43,7 +44,7 @@ from ds_trainer.models.model_folder import (
     is_compact,
     text_mistakes,
 )
-from ds_trainer.models.shrunk_model import FIELD, shrunk_class
+from ds_trainer.models.shrink import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 

@@ -20,8 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.layers import rows_of
-from ds_trainer.models.shrunk_model import (
+from ds_trainer.models.layers import (
     FIELD,
     SIZES_OF,
     Block,
@@ -31,11 +30,12 @@ from ds_trainer.models.shrunk_model import (
     is_emptied,
     layers_of,
     out_features,
-    shrunk_class,
+    rows_of,
     sizes_of,
     whole_class,
     whole_heads,
 )
+from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks.failures import UserError
 
 _ACTIVATIONS = ("intermediate_act_fn", "activation", "act", "act_fn")

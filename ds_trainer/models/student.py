@@ -16,9 +16,9 @@ import transformers
 from torch import Tensor
 
 from ds_trainer.config.recipe import StudentSpec
-from ds_trainer.models.layers import create_folder, encoder_layers, save_folder
+from ds_trainer.models.folders import create_folder, save_folder
+from ds_trainer.models.layers import FIELD, encoder_layers
 from ds_trainer.models.pretrained import HeadKind, from_pretrained, load_config, load_tokenizer
-from ds_trainer.models.shrunk_model import FIELD
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 

@@ -26,7 +26,7 @@ from ds_trainer import load_model
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import parse_task
 from ds_trainer.deploy import serving
-from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel
 from ds_trainer.techniques.exits.heads import new_heads, save_heads

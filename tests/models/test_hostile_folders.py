@@ -41,7 +41,7 @@ import ds_trainer
 from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.deploy.serving import Classifier
-from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.models.pretrained import CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 

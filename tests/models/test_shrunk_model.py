@@ -30,10 +30,11 @@ from support.zeroed import (
 import ds_trainer
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import StudentSpec
-from ds_trainer.models.layers import count_weights, create_folder, encoder_linears, save_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, layers_of, sizes_of
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_with_head
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import Emptied, auto_map, is_emptied, layers_of, resize, shrunk_class, sizes_of
+from ds_trainer.models.shrunk_model import Emptied, auto_map, resize, shrunk_class
 from ds_trainer.models.student import create_student
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 

@@ -35,7 +35,7 @@ from transformers import BertConfig, BertModel
 
 from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.report import page as report_page
 from ds_trainer.report.page import report_command
 from ds_trainer.tasks.data_files import check_data_files

@@ -17,9 +17,9 @@ from support.pruned_models import (
 from torch import nn
 
 from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layers import count_weights
+from ds_trainer.models.layers import count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import layers_of, resize, sizes_of
+from ds_trainer.models.shrunk_model import resize
 from ds_trainer.techniques.prune.masked import MaskedLinear
 
 

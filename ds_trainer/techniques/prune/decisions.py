@@ -18,8 +18,18 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.config.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.files.messages import listed
-from ds_trainer.models.layers import AnyLinear, encoder_linears, gathered, rows_of
-from ds_trainer.models.shrunk_model import Block, blocks_of, decisions_of, in_features, layers_of, out_features
+from ds_trainer.models.layers import (
+    AnyLinear,
+    Block,
+    blocks_of,
+    decisions_of,
+    encoder_linears,
+    gathered,
+    in_features,
+    layers_of,
+    out_features,
+    rows_of,
+)
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.prune.grains import Blocks, Columns, Grain, Rows, Turned
 

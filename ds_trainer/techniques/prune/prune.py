@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from ds_trainer.config.prune_specs import BY_SHARE
 from ds_trainer.config.recipe import GroupRule, PruneSpec
 from ds_trainer.config.schedules import Schedule, steps_of
-from ds_trainer.models.layers import swap
-from ds_trainer.models.shrunk_model import in_features, whole_class
+from ds_trainer.models.layers import in_features, swap, whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.losses import hard_concrete
