@@ -360,7 +360,7 @@ def test_linear_layers_are_listed_without_those_of_empty_blocks(folders: Path) -
     names = [name.removeprefix("bert.encoder.layer.") for name in encoder_linears(model)]
     assert names[:3] == ["0.intermediate.dense", "0.output.dense", "1.attention.self.query"]
     assert len(names) == 2 + 4 + 6
-    with pytest.raises(ValueError, match=r"are: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
+    with pytest.raises(ValueError, match=r"has: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
         encoder_linears(model, ["*.nothing"])
     assert len(layers_of(model)) == 3
 
