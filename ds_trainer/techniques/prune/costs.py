@@ -42,18 +42,12 @@ class Costs:
 
     def check(self, target: float, name: str, lowest: Mapping[str, int]) -> None:
         """Raise UserError where the target cannot be reached, as `lowest` decisions of each site must be kept."""
-        least = self.fixed / self.total
+        cheapest = (cost.flatten().sort().values[: lowest[site]] for site, cost in self.each.items())
+        least = (self.fixed + sum(float(cost.sum()) for cost in cheapest)) / self.total
         if target < least:
             raise UserError(
-                f"{name} is {target}, and what no decision removes is {least:.3f} of the encoder: raise it, or prune "
-                "more of the model"
-            )
-        kept = sum(float(cost.flatten().sort().values[: lowest[site]].sum()) for site, cost in self.each.items())
-        least = (self.fixed + kept) / self.total
-        if target < least:
-            raise UserError(
-                f"{name} is {target}, and what min_heads keeps is, with what no decision removes, {least:.3f} of the "
-                "encoder: raise the one or lower the other"
+                f"{name} is {target}, and what must be kept is {least:.3f} of the encoder (what no decision removes, "
+                "and min_heads): raise it, lower min_heads, or prune more of the model"
             )
 
 

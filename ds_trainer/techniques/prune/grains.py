@@ -32,14 +32,20 @@ class Grain:
 
     def times(self, values: Tensor, gates: Tensor) -> Tensor:
         """Multiply each weight's value by the gate of its decision. Returns the weight's shape."""
-        # inputs first, while there are few rows: whole rows are repeated faster than single values
+        if self.turned:
+            values = values.t()
         if self.columns is None:
             gates = gates[:, None]
         else:
             gates = gates.repeat_interleave(self.columns, -1)[..., : self.in_features]
-        if self.rows is not None and self.rows > 1:
-            gates = gates.repeat_interleave(self.rows, 0)[: self.out_features]
-        return (values.t() * gates).t() if self.turned else values * gates
+        # gates are (rows of blocks, in) by now: repeated for every row, they would be another matrix
+        if self.rows is None or self.rows == 1:
+            product = values * gates
+        elif self.out_features % self.rows == 0:
+            product = (values.unflatten(0, (-1, self.rows)) * gates[:, None]).flatten(0, 1)
+        else:
+            product = values * gates.repeat_interleave(self.rows, 0)[: self.out_features]
+        return product.t() if self.turned else product
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum the weight's values over each decision. Returns `shape`."""

@@ -128,7 +128,7 @@ class MaskedLinear(nn.Linear):
             return F.linear(hidden, rows_of(self._evaluation_weight(), self.plain), self.bias)
         self.step_mask.evaluation_weight = None  # training changes the weight that an evaluation has masked
         how = (self.find_mask(), self.penalty_kind, self.plain)
-        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, *how)
+        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, how)
         self.penalty = penalty if self.penalty_kind else None
         return out
 
@@ -157,8 +157,12 @@ class MaskedLinear(nn.Linear):
         return linear
 
 
+_How = tuple[Mask, str | None, type[nn.Module]]
+"""The mask, the kind of penalty, and the class of the plain layer."""
+
+
 class _MaskedLinear(torch.autograd.Function):
-    """(hidden (..., in), weight in the layout of `plain`, bias, scores) -> output (..., out), penalty ().
+    """(hidden (..., in), weight in the layout of the plain class, bias, scores) -> output (..., out), penalty ().
 
     Written by hand because plain autograd would keep the masked weight of every layer from forward to backward: a
     second copy of the model. This saves only its inputs, of which weight and scores are the parameters themselves, and
@@ -171,15 +175,9 @@ class _MaskedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scores: Tensor | None,
-        mask: Mask,
-        kind: str | None,
-        plain: type[nn.Module],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
+        mask, kind, plain = how
         device = hidden.device.type
         # inside a custom function autocast casts nothing: compute in its dtype by hand, as F.linear would
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -216,7 +214,7 @@ class _MaskedLinear(torch.autograd.Function):
                 scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores, penalty)
             weight_gradient = ctx.mask.times(weight_gradient, compared) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
-        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None
 
 
 def _scores_of(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:

@@ -28,17 +28,7 @@ from ds_trainer.models.layers import in_features, swap, whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Forward, Predict, Task
-from ds_trainer.techniques.prune import advice
-from ds_trainer.techniques.prune.costs import (
-    Costs,
-    LayerSeconds,
-    count_decisions,
-    equal_costs,
-    flops_costs,
-    layer_seconds,
-    seconds_costs,
-    weight_costs,
-)
+from ds_trainer.techniques.prune import advice, costs
 from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
 from ds_trainer.techniques.prune.masks import DecisionMask, HardMask
 from ds_trainer.techniques.prune.rules import allowed_counts, choose_decisions, choose_weights, set_rules
@@ -62,10 +52,10 @@ class Prune(Technique):
         self.cheap_views = spec.evaluate_at_final_threshold
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
-        self.flops: Costs | None = None
-        self.costs: Costs | None = None
+        self.flops: costs.Costs | None = None
+        self.costs: costs.Costs | None = None
         """What a choice over all layers counts: weights, operations, or seconds once they are measured."""
-        self.measure: Callable[[torch.device], LayerSeconds] | None = None
+        self.measure: Callable[[torch.device], costs.LayerSeconds] | None = None
         self.counted = Counter[str]()
         self.step, self.threshold = 0, self.schedule(0)
         self.at_final: list[StepMask] = []
@@ -75,16 +65,16 @@ class Prune(Technique):
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
         if all(site.block for site in self.sites.values()):
-            self.flops = flops_costs(model, self.sites, self.spec.cost_tokens)
+            self.flops = costs.flops_costs(model, self.sites, self.spec.cost_tokens)
         if self.spec.target_flops is not None and self.flops is not None:
             self.flops.check(self.spec.target_flops, "target_flops", self._lowest_counts())
             self.costs = self.flops
         elif self.spec.target_latency is not None:
             base: Any = getattr(model, "base_model", model)
-            self.measure = partial(layer_seconds, whole_class(base), base.config, self.spec.cost_tokens)
-            self.counted = count_decisions(model)
+            self.measure = partial(costs.layer_seconds, whole_class(base), base.config, self.spec.cost_tokens)
+            self.counted = costs.count_decisions(model)
         elif self.together and all(site.grain for site in self.sites.values()):
-            self.costs = weight_costs(self.sites)
+            self.costs = costs.weight_costs(self.sites)
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
             sizes = None if site.grain is None else site.sizes()
@@ -104,7 +94,7 @@ class Prune(Technique):
         if self.measure is None or self.spec.target_latency is None or self.costs is not None:
             return
         measured = distributed.on_main(partial(self.measure, device))
-        self.costs = seconds_costs(measured, self.counted, self.sites)
+        self.costs = costs.seconds_costs(measured, self.counted, self.sites)
         self.costs.check(self.spec.target_latency, "target_latency", self._lowest_counts())
 
     def on_step(self, step: int) -> None:
@@ -148,7 +138,7 @@ class Prune(Technique):
             layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
         seconds = state.get("seconds")
         if seconds:
-            self.costs = equal_costs(self.sites, seconds["each"], seconds["fixed"])
+            self.costs = costs.equal_costs(self.sites, seconds["each"], seconds["fixed"])
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
