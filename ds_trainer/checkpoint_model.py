@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
-from ds_trainer.deploy.export import export_weights
+from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine.universal_form import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
-from ds_trainer.loop import PhaseModel
 from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.interrupts import leaving
 from ds_trainer.starting_models import MADE, MadeModels
@@ -39,7 +39,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The model folder of a checkpoint, for as long as the context lasts, and what `export` says of it."""
+    """The model folder of a checkpoint, for as long as the context lasts, and what `export_state_dict` says of it."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
@@ -48,7 +48,7 @@ def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Pa
 
 
 def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
-    """Write the model folder that the run would have exported at the checkpoint's step; gives what `export` gives.
+    """Write the model folder that the run would have exported at the checkpoint's step; gives the export's report.
 
     ValueError where the checkpoint is damaged, a run is writing beside it, or what its phase started from is gone.
     """
@@ -64,7 +64,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
         weights = weights_of(saved.path, _DTYPES[identity["the precision"]])
         rebuild = partial(_rebuilt, plan, position["techniques"], weights, saved.path)
-        results = export_weights(weights, rebuild, task, step, folder, plan.change)
+        results = export_state_dict(weights, rebuild, task, step, folder, plan.change)
     if phase.techniques.exits and phase.techniques.exits.calibrated:
         calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
     return results

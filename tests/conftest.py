@@ -6,17 +6,35 @@ import copy
 import json
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.exhaustive import EXHAUSTIVE
+from support.forked_ranks import ForkServer, close_warm_server, warm_server
 from support.launching import SHARED
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = {"fruit": "apple pear plum fig", "tool": "hammer saw drill file", "bird": "wren crow finch owl"}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run every combination of methods, ZeRO stages, precisions and ranks, and 800 examples a property",
+    )
+
+
+def pytest_configure(config):
+    """Tell the modules of tests, and the drivers that they start, whether every combination is run."""
+    if config.getoption("--exhaustive"):
+        os.environ[EXHAUSTIVE] = "1"
+
+
+def pytest_sessionfinish():
+    close_warm_server()
 
 
 def pytest_collection_modifyitems(items):
@@ -113,12 +131,9 @@ def words(taught_recipe, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Any]:
+def server() -> ForkServer:
     """Forks the ranks of one run after the other."""
-    from support.forked_ranks import ForkServer
-
-    with ForkServer() as started:
-        yield started
+    return warm_server()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from ds_trainer import loop
+from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.techniques.technique import Clock, Technique
 
@@ -48,7 +48,7 @@ def training_from(notes, monkeypatch):
         monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
     monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
-    monkeypatch.setattr(loop.PhasePlan, "identity", lambda *_: {})
+    monkeypatch.setattr(phase.PhasePlan, "identity", lambda *_: {})
     position = SimpleNamespace(step=4, evaluated=4, scores={}, techniques={"noted": {"value": 3}}, report={}, order=1)
     best = SimpleNamespace(step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
@@ -57,10 +57,10 @@ def training_from(notes, monkeypatch):
     report = SimpleNamespace(open=lambda *_: notes.append("open"))
     task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
     best_of = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_steps": 2, "eval_steps": 2}
-    phase = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
-    plan = loop.PhasePlan(phase, phase.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
+    spec = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
+    plan = phase.PhasePlan(spec, spec.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
     objective = SimpleNamespace(techniques=[Noted(notes)])
-    monkeypatch.setattr(loop.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
+    monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
 
     def make(resumed: bool) -> loop.Training:
         its = replace(plan, resumed=(CHECKPOINT, position) if resumed else None)
@@ -71,13 +71,13 @@ def training_from(notes, monkeypatch):
 
 def test_techniques_have_their_state_before_they_start(training_from, notes):
     """What a run has measured is there when it would be measured again."""
-    assert training_from(resumed=True).step == 4
+    assert training_from(resumed=True).progress.step == 4
     assert notes == ["load checkpoint-4", "resume 3", "start", "open"]
 
 
 def test_a_new_run_resumes_nothing(training_from, notes):
     """It starts, and opens its report."""
-    assert training_from(resumed=False).step == 0
+    assert training_from(resumed=False).progress.step == 0
     assert notes == ["start", "open"]
 
 
@@ -85,14 +85,14 @@ def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, not
     """Weights and state are of one step, which is that of what is exported."""
     training = training_from(resumed=True)
     training.score = lambda step: notes.append(f"score {step}")
-    assert training.finish()[0] == 2
+    assert training.choose()[0] == 2
     assert notes[-3:] == ["load checkpoint-2", "resume 2", "score 2"]
-    assert training.step == 4, "how far training has come"
+    assert training.progress.step == 4, "how far training has come"
 
 
 def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, monkeypatch):
     """They are built anew, and told the state that training has come to."""
     training = training_from(resumed=False)
-    monkeypatch.setattr(loop.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.techniques))
+    monkeypatch.setattr(phase.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.objective.techniques))
     training.plan.rebuild(training.states())
     assert notes[-1] == "resume 7"

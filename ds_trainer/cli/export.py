@@ -18,11 +18,12 @@ from ds_trainer.cli.train import Mistakes, Parser, add_task_flags, asked_task, a
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, is_aside, read_report
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, read_report
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.whole_file import read_value
-from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, config_mistakes, folder_mistakes
+from ds_trainer.files.writing import is_aside
+from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data_files import check_data_files
 
@@ -99,7 +100,7 @@ def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     if not os.path.isdir(folder):
         yield f"the model folder {folder} does not exist: what is exported is one on this machine"
     elif flags.unpack:
-        yield from config_mistakes(folder, asked_trust(flags))
+        yield from folder_mistakes(folder, asked_trust(flags))
         if not os.path.isfile(folder / COMPACT_FILE):
             yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
     elif flags.import_from:
@@ -234,7 +235,7 @@ def _targets_mistakes(output: Path, names: Sequence[str]) -> Iterator[str]:
 def _names_in(folder: Path) -> list[str]:
     """Of all that is there but what is written aside; none where there is no folder. It can be read, as was checked."""
     try:
-        return sorted(name for name in os.listdir(folder) if not is_aside(name))
+        return sorted(name for name in os.listdir(folder) if not is_aside(Path(name)))
     except OSError:
         return []
 

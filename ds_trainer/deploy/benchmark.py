@@ -32,7 +32,7 @@ from ds_trainer.deploy.latency import Run, batches, bytes_by_form, eager, fit, i
 from ds_trainer.deploy.onnx_file import check_onnx, predictor, quantise, session, write_onnx
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of
-from ds_trainer.models.loading import told
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import INT8
 from ds_trainer.models.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
 from ds_trainer.ranks import distributed, machine
@@ -227,7 +227,8 @@ def _check_lengths(job: BenchmarkJob, subjects: Mapping[str, Subject]) -> None:
                 raise UserError(f"--lengths {length}: {label} has {positions} positions: give {positions} at most")
             else:
                 inputs = random_inputs(subject.model, int(length), 1)
-                told(f"{label} cannot be run on {length} tokens", partial(eager(subject.model), inputs))
+                with as_user_error(f"{label} cannot be run on {length} tokens"):
+                    eager(subject.model)(inputs)
 
 
 def _export(subjects: Mapping[str, Subject], aside: Path, int8: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""From a trained engine to an ordinary model folder: gather, fold the masks, cut, save, reload and compare."""
+"""Export a trained engine as an ordinary model folder: gather, fold the masks, cut, save, reload and compare."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
 """Builds the phase's model with its techniques attached, as it was before the engine took it."""
 
 Change = Callable[[Any], Any]
-"""Makes of the folded model what is saved: another that gives the same logits, or itself."""
+"""Makes the model to save from the folded one: the same model, or another that gives the same logits."""
 
 TOLERANCE = 1e-5
 
 
 def as_it_is(model: Any) -> Any:
-    """The `Change` that is none."""
+    """The `Change` that changes nothing."""
     return model
 
 
 def cut_where_empty(model: Any) -> Any:
-    """The model without the heads and neurons that pruning emptied; as it is, with a warning, where there are none."""
+    """Cut out the heads and neurons that pruning emptied; where there are none, warn and return the model itself."""
     try:
         return shrink(model)
     except NothingToCutError as error:
@@ -40,25 +40,25 @@ def cut_where_empty(model: Any) -> Any:
         return model
 
 
-def export(
+def export_trained(
     engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
 ) -> dict[str, Any]:
-    """Write the folded model as a `transformers` folder, and say what was kept; on every rank.
+    """Write a trained engine as a `transformers` folder and report its weights; to be called on every rank.
 
     The weights are gathered to rank 0, one at a time.
     """
     state = whole_state_dict(engine.module, keep=distributed.is_main())
-    task.examples(task.splits[0])  # collective, unlike what follows
-    return distributed.on_main(partial(export_weights, state, rebuild, task, step, folder, change))
+    task.examples(task.splits[0])  # every rank takes part in this, unlike in what follows
+    return distributed.on_main(partial(export_state_dict, state, rebuild, task, step, folder, change))
 
 
-def export_weights(
+def export_state_dict(
     state: Mapping[str, Tensor], rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
 ) -> dict[str, Any]:
-    """Write the model folder of the whole weights of a step, and say what was kept; on one rank.
+    """Write the whole weights that a phase had at a step as a model folder, and report them; on one rank.
 
-    The weights are put in a model built anew: what a technique folds is then whole under every ZeRO stage. They are
-    saved in the precision they were trained in.
+    The weights are put into a model built anew, so that the techniques fold whole tensors under every ZeRO stage. They
+    are saved in the precision they were trained in.
     """
     examples = task.examples(task.splits[0])
     batch = task.collate(examples, range(min(8, len(examples))))
@@ -74,13 +74,14 @@ def export_weights(
 def save_folded(
     model: Any, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path, change: Change = as_it_is
 ) -> dict[str, Any]:
-    """Fold, change and save, once the reloaded folder's logits on a real batch are those of the masked model.
+    """Fold, change and save a model, once the reloaded folder gives the masked model's logits on a real batch.
 
-    Gives the weights counted in the folder, and where they are fewer than before the change, also the totals before.
-    What is changed rounds otherwise in 16 bits: there folding and change are compared apart, the change in fp32.
+    Returns `weights`, those of the folder and, where the change made them fewer, the totals `before`, and
+    `max_logit_difference`. In 16 bits a changed model rounds otherwise: there the folded model is compared in its own
+    precision, and the changed one with it in fp32.
     """
     before = task.logits(model(**batch.inputs), batch)
-    # a technique may need another than the default, and they do not round alike
+    # a technique may need another implementation than the default, and they do not round alike
     attention = model.config._attn_implementation
     for technique in techniques:
         model = technique.fold(model)
@@ -89,7 +90,7 @@ def save_folded(
     if model is not folded:
         _check_same(before, task.logits(folded(**batch.inputs), batch), TOLERANCE, folder)
         before = task.logits(folded.float()(**batch.inputs), batch)
-        # constants are added to biases, which are rounded to what they are saved in
+        # constants are added to biases, which are rounded to the precision they are saved in
         dtype, tolerance = torch.float32, max(TOLERANCE, 4 * torch.finfo(dtype).eps)
     del folded
     results: dict[str, Any] = {}
@@ -100,11 +101,10 @@ def save_folded(
         reloaded: Any = task.build_model(aside).to(dtype).eval()
         reloaded.set_attn_implementation(attention)
         after = task.logits(reloaded(**batch.inputs), batch)
-        difference = _check_same(before, after, tolerance, folder)
-        weights = count_weights(reloaded)
-        if weights["model"]["total"] < totals["model"]:
-            weights |= {"sizes": sizes_of(reloaded), "before": totals}
-        results.update(weights=weights, max_logit_difference=difference)
+        results["max_logit_difference"] = _check_same(before, after, tolerance, folder)
+        results["weights"] = count_weights(reloaded)
+        if results["weights"]["model"]["total"] < totals["model"]:
+            results["weights"] |= {"sizes": sizes_of(reloaded), "before": totals}
 
     save_folder(model, task.tokenizer, folder, finish)
     return results

@@ -13,21 +13,14 @@ from ds_trainer.ranks.failures import UserError
 ONNX_FILE, INT8_FILE, REPORT = "model.onnx", "model.int8.onnx", "export.json"
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "model*.onnx")
 REPLACED = (*WEIGHTS, *MODEL_FILES, REPORT)
-"""The names of files of a model that goes where another is written in its place."""
-ASIDE = ".export.", ".tmp"
-"""How the name of a folder begins and ends that is written aside."""
+"""The files that are deleted where another model is written in the place of one."""
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """What an earlier export told of a folder, or None; ValueError where the file of that name is another."""
+    """Read the report of an earlier export to a folder, None without one; UserError for another file of that name."""
     if not os.path.lexists(folder / REPORT):
         return None
-    found = read_value(folder / REPORT)
-    if not isinstance(found, dict) or "folder" not in found:
+    report = read_value(folder / REPORT)
+    if not isinstance(report, dict) or "folder" not in report:
         raise UserError(f"{folder / REPORT} is no report of an export")
-    return found
-
-
-def is_aside(name: str) -> bool:
-    """Whether a folder's name is that of one that an export, running or killed, has made aside."""
-    return name.startswith(ASIDE[0]) and name.endswith(ASIDE[1])
+    return report

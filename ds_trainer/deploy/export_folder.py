@@ -1,53 +1,45 @@
 """Make of a model folder what is deployed: shrink it, write it as ONNX, int8 ONNX or a compact file, each checked.
 
-Folders of other programs are imported by `foreign_folders.py`.
-
-All is made aside and takes its place once it is whole and its numbers agree: an error leaves nothing behind. Exit heads
-are no part of an .onnx file, which holds the plain model.
+Folders of other programs are imported by `foreign_folders.py`. Everything is written aside and takes its place once it
+is whole and its numbers agree, so that an error leaves nothing behind. Exit heads are no part of an .onnx file, which
+holds the plain model.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
-import transformers
 
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
-from ds_trainer.deploy.export_files import ASIDE, INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, is_aside, read_report
+from ds_trainer.deploy import onnx_file
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
-from ds_trainer.deploy.onnx_file import (
-    Inputs,
-    by_torch,
-    check_onnx,
-    compare,
-    compare_file,
-    predictor,
-    quantise,
-    session,
-    write_onnx,
-)
 from ds_trainer.files.whole_file import read_value
+from ds_trainer.files.writing import write_json
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import count_weights, total_weights
-from ds_trainer.models.loading import told
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
-from ds_trainer.models.pretrained import check_fits, load_tokenizer, load_trained, pad_token_id, positions_of
+from ds_trainer.models.pretrained import (
+    check_fits,
+    load_tokenizer,
+    load_trained,
+    pad_token_id,
+    positions_of,
+    quiet_transformers,
+)
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -58,107 +50,70 @@ from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
 
 _TOLERANCE = 1e-5
-"""Of logits, by how much those of a shrunk model may differ, where the largest is 1 or less."""
+"""By how much the logits of a shrunk model may differ, where the largest is 1 or less."""
 _SENTENCES = (
     "It rains.",
     "The old apple tree behind the house was cut down last winter, and nobody has planted another one since.",
     "Which of the two finches sang first?",
     "A model that is small enough runs where its users are, answers before they look away, and costs little to keep.",
 )
-"""Inputs where there is no task to take them from."""
+"""The texts that models are compared on where there is no task to take them from."""
 _MOST_TOKENS = 160
-"""Of those sentences: more than the 128 that some models see around a token."""
+"""The length of the longest of those texts: more than the 128 tokens that some models see around a token."""
 
 
 def export_folder(job: ExportJob, output: TextIO) -> None:
-    """Write what a job asks for, and a report of it: `export.json` beside it, and to `output`."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    with leaving(), _aside(job.output) as aside:
-        made = aside / "made"
+    """Write what a job asks for, and its report: to `export.json` in the output folder, and to `output`.
+
+    UserError where the folder cannot be written.
+    """
+    quiet_transformers()
+    # on the disk of the output folder, so that files can be moved there
+    place = next(path for path in (job.output.absolute(), *job.output.absolute().parents) if path.is_dir())
+    with as_user_error(f"the output folder {job.output} cannot be written"):
+        aside = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
+    with leaving(), aside as folder:
+        made = Path(folder, "made")
         made.mkdir()
         source = job.checkpoint.path if job.checkpoint else job.model
-        report = {"folder": str(source), **_written(job, made, aside)}
+        report = {"folder": str(source), **_written(job, made, Path(folder))}
         if not job.writes_folder:
             report |= _earlier(job.output)
-        (made / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        with held_back():  # between the old model and the new one there is none
+        write_json(made / REPORT, report)
+        with held_back():  # no signal may end the command between the removal of the old model and the new one
             _put_in_place(made, job)
     print(json.dumps(report, indent=2), file=output, flush=True)
 
 
-@contextlib.contextmanager
-def _aside(output: Path) -> Iterator[Path]:
-    """A folder on the output's own disk, which goes whatever happens; so do those of dead processes.
-
-    ValueError where there can be none.
-    """
-    place = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    aside = lock = None
-    try:
-        with contextlib.suppress(OSError):
-            _clear_leftovers(place)
-        aside = Path(tempfile.mkdtemp(ASIDE[1], ASIDE[0], place))
-        lock = os.open(aside, os.O_RDONLY)
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield aside
-    except OSError as error:
-        if aside:
-            raise
-        raise UserError(f"the output folder {output} cannot be written: {place}: {error.strerror}") from error
-    finally:
-        if aside:
-            shutil.rmtree(aside, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _clear_leftovers(place: Path) -> None:
-    """Remove what killed exports left: a folder that nobody has locked."""
-    for path in place.iterdir():
-        if not is_aside(path.name) or path.is_symlink() or not path.is_dir():
-            continue
-        opened = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # another process has it, or this disk knows no locks
-            continue
-        finally:
-            os.close(opened)
-
-
 def _earlier(folder: Path) -> dict[str, Any]:
-    """What is told of how the folder itself was made, which its next report keeps."""
+    """The report of how the model of a folder was made, which the report of its .onnx files keeps as `earlier`."""
     try:
-        found = read_report(folder) or {}
-    except ValueError:  # which is to be overwritten
+        report = read_report(folder) or {}
+    except UserError:  # a file that the user lets us overwrite
         return {}
-    made = {"shrunk", "compact", "unpacked", "imported"} & found.keys() or (
-        "checkpoint" in found and "onnx" not in found
-    )
-    if not made:
-        return {"earlier": found["earlier"]} if "earlier" in found else {}
-    return {"earlier": {name: value for name, value in found.items() if name not in ("onnx", "int8")}}
+    of_onnx = {"onnx", "int8"} & report.keys()
+    if of_onnx and not {"shrunk", "compact", "unpacked", "imported"} & report.keys():
+        return {"earlier": report["earlier"]} if "earlier" in report else {}
+    return {"earlier": {name: value for name, value in report.items() if name not in of_onnx}} if report else {}
 
 
 def _put_in_place(made: Path, job: ExportJob) -> None:
-    """The model that was there goes first, then comes the new one, its weights last: a mixture never loads."""
+    """Delete the old model, its weights first, and move the new one there, its weights last: a mixture never loads."""
     job.output.mkdir(parents=True, exist_ok=True)
-    old = REPLACED if job.writes_folder else (ONNX_FILE, INT8_FILE)
-    there = sorted(path.name for path in job.output.iterdir())
-    for name in sorted((name for name in there if _is_of(name, old)), key=lambda name: not _is_of(name, WEIGHTS)):
-        (job.output / name).unlink()
-    for name in sorted(os.listdir(made), key=lambda name: (_is_of(name, WEIGHTS), name)):
-        (made / name).replace(job.output / name)
+    replaced = REPLACED if job.writes_folder else (ONNX_FILE, INT8_FILE)
+    old = [path for path in job.output.iterdir() if _matches(path, replaced)]
+    for path in sorted(old, key=lambda path: not _matches(path, WEIGHTS)):
+        path.unlink()
+    for path in sorted(made.iterdir(), key=lambda path: _matches(path, WEIGHTS)):
+        path.replace(job.output / path.name)
 
 
-def _is_of(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in patterns)
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
+    """Write the files of a job into `made`; returns its part of the report. `aside` is for temporary files."""
     if job.import_from:
         return import_folder(job, made, aside)
     if job.unpack:
@@ -168,28 +123,28 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
 
 
 def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
-    """Write all but the report into `made`; gives the report."""
+    """Write a model as the job asks into `made`, compare it with its source and score it; returns the report."""
     model, tokenizer = load_trained(job.model).eval(), load_tokenizer(job.model)
     check_fits(model, tokenizer, max_seq_length=1)
     folder = job.model
-    if job.shrink:  # before padding is set, which is of no model's own
+    if job.shrink:  # before the padding token is set, which the saved model may not have
         folder = aside / "shrunk" if job.compact else made
         _write_shrunk(job.model, model, tokenizer, folder)
     if job.plain:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
-    _pad(model, tokenizer)
+    model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     scores = {}
     if task:
         task.check_trained(job.model)
         scores["model"] = _score_of_folder(job, task, job.model)
-    batches = [*_sentences(model, tokenizer), *(_of_task(task) if task else [])]
+    batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
     report: dict[str, Any] = {}
     if job.checkpoint:
         step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
         report["checkpoint"] = step | {"weights": total_weights(model)}
     if job.shrink:
-        model, report["shrunk"] = _shrunk(model, tokenizer, batches, folder)
+        model, report["shrunk"] = _reload_shrunk(model, tokenizer, batches, folder)
     if job.compact:
         report["compact"] = _compact(folder, model, tokenizer, batches, made, job.compact)
         report["compact"]["bytes"]["folder"] = bytes_on_disk(job.model)
@@ -197,20 +152,23 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
             scores["compact"] = _score_of_folder(job, task, made)
     if job.onnx:
         report |= _onnx(job, model, batches, made)
-        for name in ("onnx", "int8") if task else ():
-            if name in report:
-                scores[name] = _score_of_file(job, task, made / report[name]["file"])
+        for name in ("onnx", "int8"):
+            if task and name in report:
+                opened = onnx_file.session(made / report[name]["file"], torch.get_num_threads())
+                scores[name] = evaluate(onnx_file.predictor(opened), task, job.batch_size).scores
     return report | ({"scores": scores} if task else {})
 
 
-def _pad(model: Any, tokenizer: Any) -> None:
-    """Have the model run on batches: decoders that know no padding token classify one text at a time."""
-    padding = pad_token_id(tokenizer)  # a tokenizer without one is given one
+def _padding(model: Any, tokenizer: Any) -> Any:
+    """Have the model run on batches, and return it: decoders without a padding token classify one text at a time."""
+    padding = pad_token_id(tokenizer)  # which gives a tokenizer without such a token one
     if model.config.pad_token_id is None:
         model.config.pad_token_id = padding
+    return model
 
 
 def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the shrunk model in the precision of its source, with the source's exit heads."""
     save_folder(shrink(model).to(_dtype_of(source)), tokenizer, folder)
     if has_exits(source):
         for name in (EXITS_FILE, HEADS_FILE):  # hidden states are as wide as before
@@ -218,59 +176,58 @@ def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> Non
 
 
 def _dtype_of(folder: Path) -> torch.dtype:
-    """What the weights of a model folder are in. Those of a compact one are no wider file's: fp32 holds them all."""
+    """The precision of a folder's weights; fp32 for compact ones, since no narrower type holds them all."""
     config = {} if is_compact(folder) else read_value(folder / "config.json")
-    said = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return said if isinstance(said, torch.dtype) else torch.float32
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _shrunk(model: Any, tokenizer: Any, batches: list[Inputs], folder: Path) -> tuple[Any, Any]:
-    """The model of the shrunk folder, once its outputs are those of the whole one, and what is reported of it."""
-    reloaded, dtype = load_trained(folder).eval(), _dtype_of(folder)
-    _pad(reloaded, tokenizer)
-    found = compare(model, by_torch(reloaded), batches)
-    # constants are added to biases, which are rounded to what they are saved in
+def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
+    """Load the shrunk folder and report it, once its outputs are those of the whole model."""
+    shrunk, dtype = _padding(load_trained(folder).eval(), tokenizer), _dtype_of(folder)
+    report = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
+    # constants are added to biases, which are rounded to the precision they are saved in
     tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
-    if found["max_difference"] > tolerance * max(1.0, found["largest"]):
-        raise RuntimeError(f"the shrunk model's outputs differ by {found['max_difference']}")
-    return reloaded, found | {"weights": total_weights(reloaded)}
+    if report["max_difference"] > tolerance * max(1.0, report["largest"]):
+        raise RuntimeError(f"the shrunk model's outputs differ by {report['max_difference']}")
+    return shrunk, report | {"weights": total_weights(shrunk)}
 
 
 def _compact(
-    folder: Path, model: Any, tokenizer: Any, batches: list[Inputs], made: Path, values: str
+    folder: Path, model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], made: Path, values: str
 ) -> dict[str, Any]:
     report = write_compact_folder(folder, model, made, values)
-    packed = load_trained(made).eval()
-    _pad(packed, tokenizer)
-    return {"file": COMPACT_FILE, **report, **compare(model, by_torch(packed), batches)}
+    packed = _padding(load_trained(made).eval(), tokenizer)
+    return {"file": COMPACT_FILE, **report, **onnx_file.compare(model, onnx_file.by_torch(packed), batches)}
 
 
-def _onnx(job: ExportJob, model: Any, batches: list[Inputs], made: Path) -> dict[str, Any]:
+def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Path) -> dict[str, Any]:
     if has_exits(job.model):
         distributed.warn(f"{job.model} has exit heads: the .onnx file holds the plain model, which never exits early")
     if job.compact:
         distributed.warn(f"{ONNX_FILE} holds the weights as they were before they were made compact")
-    target, threads = made / ONNX_FILE, torch.get_num_threads()
+    target, small, threads = made / ONNX_FILE, made / INT8_FILE, torch.get_num_threads()
     started = time.perf_counter()
-    told(f"{job.model} cannot be written as ONNX", partial(write_onnx, model, batches[0], target))
-    taken = time.perf_counter() - started
-    found = check_onnx(model, target, batches, threads)
-    report = {"onnx": {"file": ONNX_FILE, "bytes": target.stat().st_size, "seconds": round(taken, 1), **found}}
+    with as_user_error(f"{job.model} cannot be written as ONNX"):
+        onnx_file.write_onnx(model, batches[0], target)
+    seconds = round(time.perf_counter() - started, 1)
+    compared = onnx_file.check_onnx(model, target, batches, threads)
+    report = {"onnx": {"file": ONNX_FILE, "bytes": target.stat().st_size, "seconds": seconds, **compared}}
     if job.quantize:
-        small = made / INT8_FILE
-        told(f"{job.model} cannot be quantised", partial(quantise, target, small))
-        found = compare_file(model, small, batches, threads)
-        report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **found}
+        with as_user_error(f"{job.model} cannot be quantised"):
+            onnx_file.quantise(target, small)
+        compared = onnx_file.compare_file(model, small, batches, threads)
+        report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
     return report
 
 
-def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
-    """Batches of the built-in sentences as the model takes them: padded, alone, several, and long."""
+def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
+    """Batches of the built-in sentences as the model takes them: two padded, one alone, all four, and a long one."""
     longest = min(_MOST_TOKENS, positions_of(model) or _MOST_TOKENS)
     taken = {"input_ids", "attention_mask"}
     if getattr(model.config, "type_vocab_size", 0) > 1:
         taken.add("token_type_ids")
-    batches: list[Inputs] = []
+    batches: list[onnx_file.Inputs] = []
     for texts in ([*_SENTENCES[:2]], [_SENTENCES[0]], [*_SENTENCES], [" ".join(_SENTENCES * 8)]):
         tokens = tokenizer(texts, truncation=True, max_length=longest, return_token_type_ids=True)
         padded = tokenizer.pad(tokens, return_attention_mask=True, return_tensors="pt")
@@ -278,7 +235,7 @@ def _sentences(model: Any, tokenizer: Any) -> list[Inputs]:
     return batches
 
 
-def _of_task(task: Task) -> Iterator[Inputs]:
+def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
     """Batches of the task's texts: the shortest, the longest, both with one between, and eight of all lengths."""
     examples = task.examples(task.splits[0])
     order = np.argsort(examples.lengths, kind="stable").tolist()
@@ -292,7 +249,3 @@ def _of_task(task: Task) -> Iterator[Inputs]:
 def _score_of_folder(job: ExportJob, task: Task, folder: Path) -> dict[str, float]:
     model: Any = task.build_model(folder).to(distributed.device()).eval()
     return evaluate(lambda batch: model(**batch.inputs), task, job.batch_size).scores
-
-
-def _score_of_file(job: ExportJob, task: Any, path: Path) -> dict[str, float]:
-    return evaluate(predictor(session(path, torch.get_num_threads())), task, job.batch_size).scores

@@ -14,8 +14,7 @@ import torch
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.whole_file import content_hash
 from ds_trainer.models.layers import FIELD
-from ds_trainer.models.loading import most_allocated, told
-from ds_trainer.models.model_folder import size_mistakes
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
 
 
@@ -49,30 +48,20 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
     """Write the folder of a new model with random weights, from a `transformers` config and a trained tokenizer.
 
     The vocabulary is the tokenizer's unless the config sets a larger one. UserError where it sets a smaller one, or
-    describes no model or one that this host cannot hold.
+    describes no model.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
     kind = config["model_type"]
-    mistakes = [*size_mistakes(config, "config")]
     if kind not in CONFIG_MAPPING:
-        mistakes.append(f'config: model_type {quoted(kind)} is unknown to transformers: write one like "bert"')
+        raise UserError(f'config: model_type {quoted(kind)} is unknown to transformers: write one like "bert"')
     if FIELD in config:
-        mistakes.append(f"config: {FIELD} is written where a trained model is cut, and a new one is whole: remove it")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError(f"config: {FIELD} is written where a trained model is cut, and a new one is whole: remove it")
     fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}
     del fields["model_type"]
-
-    def build() -> Any:
-        return AutoModel.from_config(AutoConfig.for_model(kind, **fields))
-
-    failure = f"config: transformers makes no {kind} model of it"
-    # a first time without memory, since a config of a few bytes may describe more than the host has
-    with most_allocated("a new model", None), torch.device("meta"):
-        told(failure, build)
     torch.manual_seed(seed)
-    model = told(failure, build)
+    with as_user_error(f"config: transformers makes no {kind} model of it"):
+        model = AutoModel.from_config(AutoConfig.for_model(kind, **fields))
     embedded = model.get_input_embeddings().num_embeddings
     if embedded < len(tokenizer):
         raise UserError(

@@ -1,22 +1,20 @@
-"""Model folders and hub names: tokenizer, config and weights, and what is wrong with them, for every kind of head.
+"""Load tokenizers, configs and models from folders or the hub, for every kind of head, from safetensors.
 
-Works for every architecture that the `transformers` auto class of a head knows, from safetensors alone. A folder may
-come from anywhere: what is told of it is one ValueError, and what it asks for beyond its own weights is not allocated.
-`trust.py` says what else the user permits: code that a config names, and pickles, which are read as weights only.
+A folder may come from anywhere. Each fault in it is one UserError that names the folder, and weights that do not fit
+the config are never filled up at random in silence. `trust.py` says what else a user can permit: the code that a config
+names, and pickles, which are read as weights only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,27 +27,26 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer.config.trust import trust_in_force
-from ds_trainer.models.compact import unpacked
+from ds_trainer.models.compact import read_compact
 from ds_trainer.models.layers import FIELD
-from ds_trainer.models.loading import check_cut, most_allocated, told
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import (
-    config_mistakes,
-    folder_mistakes,
+    COMPACT_FILE,
+    check_folder,
     has_safetensors,
-    held_weights,
     is_compact,
-    text_mistakes,
+    is_hub_name,
+    read_config,
 )
 from ds_trainer.models.shrink import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-_NOT_OF_ANY_TEXT = ("big_bird", "bigbird_pegasus", "canine", "funnel", "longformer")
-"""Models that fail at a text of two tokens, or are set to another kind of attention by it for good."""
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -60,13 +57,19 @@ class HeadKind:
     name: str
     auto_class: Any
     mapping: Any
+    """From config class to model class, or to several."""
     others: frozenset[str] = frozenset()
-    """Further classes that hold such a head, beside another one."""
+    """Further classes that hold such a head beside another one."""
+
+    def model_class(self, config: Any) -> Any:
+        """The class that holds such a head for a config, None where transformers has none; the first of several."""
+        known = self.mapping.get(type(config), None)
+        return known[0] if isinstance(known, tuple) else known
 
     def trained_in(self, config: Any) -> bool:
-        """Whether this config says that its folder holds a head of this kind; loading tells whether it does."""
-        model_class = self.mapping.get(type(config), None)
-        classes = model_class if isinstance(model_class, tuple) else (model_class,)
+        """Whether this config claims that its folder holds a trained head of this kind."""
+        known = self.mapping.get(type(config), None)
+        classes = known if isinstance(known, tuple) else (known,)
         return bool(({c.__name__ for c in classes if c} | self.others) & set(config.architectures or []))
 
 
@@ -83,154 +86,95 @@ MASKED_LM = HeadKind(
 CAUSAL_LM = HeadKind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
+def quiet_transformers() -> None:
+    """Keep transformers from logging and drawing progress bars: a command reports what its user needs itself."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def load_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a model folder or hub name; ValueError says why there is none."""
-    _check_exists(source)
-    _tell(text_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
+    """Load the tokenizer of a model folder or hub name; UserError says why there is none."""
+    _check_config_file(source)
     what = f"{source} has no tokenizer that transformers can load"
-    trusted = trust_in_force().trust_remote_code
-    tokenizer = told(what, lambda: AutoTokenizer.from_pretrained(str(source), trust_remote_code=trusted))
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    if not tokenizer.get_vocab().keys() - added - set(tokenizer.all_special_tokens):
-        # what transformers makes of a folder without one: every text is unknown to it
+    with as_user_error(what):
+        trusted = trust_in_force().trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trusted)
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        words = tokenizer.get_vocab().keys() - added - set(tokenizer.all_special_tokens)
+    if not words:  # transformers makes such a tokenizer of a folder without one
         raise UserError(f"{what}: it has no words, as where its files (tokenizer.json, vocab.txt, ...) are missing")
     return tokenizer
 
 
 def load_config(source: str | Path, kind: HeadKind) -> Any:
-    """The config of a model folder or hub name; ValueError says why no model with such a head comes of it."""
-    config = _config(source)
+    """Load the config of a model folder or hub name; UserError where no model with such a head can be made of it."""
+    config = _load_any_config(source)
     _learn_own_class(source, config, kind)
     if type(config) not in kind.mapping:
         raise UserError(f"{source} is a {config.model_type} model: transformers has no {kind.name} for it")
     return config
 
 
-def _config(source: str | Path) -> Any:
-    _check_exists(source)
-    _tell(config_mistakes(Path(source), trust_in_force()) if os.path.isdir(source) else [])
-    return told(
-        f"the config of {source} cannot be read",
-        lambda: AutoConfig.from_pretrained(str(source), trust_remote_code=trust_in_force().trust_remote_code),
-    )
-
-
-def _tell(mistakes: list[str]) -> None:
-    if mistakes:
-        raise UserError("\n".join(mistakes))
-
-
-def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
-    """Have transformers know the class that the folder's own code has for a head, if the user trusts that code."""
-    own = getattr(config, "auto_map", None) or {}
-    name = own.get(kind.auto_class.__name__) if isinstance(own, dict) else None
-    if name is None or type(config) in kind.mapping or not trust_in_force().trust_remote_code:
-        return
-    model_class = told(
-        f"the code of {source} cannot be loaded", lambda: get_class_from_dynamic_module(name, str(source))
-    )
-    kind.auto_class.register(type(config), model_class, exist_ok=True)
-
-
 def input_names(config: Any, kind: HeadKind) -> set[str]:
-    """The tensors that the model of this config takes; token types only where it tells two texts by them."""
-    model_class = kind.mapping[type(config)]
-    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-    names = set(inspect.signature(model_class.forward).parameters)
+    """The tensors that the model of this config takes; token types only where it distinguishes two texts by them."""
+    names = set(inspect.signature(kind.model_class(config).forward).parameters)
     return names if getattr(config, "type_vocab_size", 0) > 1 else names - {"token_type_ids"}
 
 
-def from_pretrained(source: str | Path, config: Any, kind: HeadKind, keep_head: bool) -> tuple[Any, dict[str, Any]]:
-    """The model in fp32, and what loading found missing or mismatched; with `keep_head` a mismatch is an error.
+def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[Any, dict[str, Any]]:
+    """Build the model of a folder or hub name in fp32 on the CPU; returns it and transformers' loading info.
 
-    A config that asks for more than its weights can fill, or than this host can hold, is a ValueError before any of it
-    is allocated. Weights may be in a compact file.
+    What does not fit is left random and listed in the info: every caller must check it (`unfilled_weights`). Weights
+    may be in a compact file.
     """
-    if not is_compact(Path(source)):
-        return _from_whole(source, config, kind, keep_head)
-    with unpacked(Path(source)) as whole:
-        return _from_whole(whole, config, kind, keep_head)
-
-
-def _from_whole(source: str | Path, config: Any, kind: HeadKind, keep_head: bool) -> tuple[Any, dict[str, Any]]:
     folder, trust = Path(source), trust_in_force()
-    is_folder = folder.is_dir()
-    _tell(folder_mistakes(folder, trust) if is_folder else [])
-    held = held_weights(folder) if is_folder else None
-    safetensors = has_safetensors(folder) if is_folder else not trust.allow_pickle
-    what, shrunk = f"the weights of {source} cannot be loaded", _shrunk_class(config, kind)
-    if shrunk is not None:
-        told(what, lambda: check_cut(str(source), held, lambda: shrunk(copy.deepcopy(config))))
-    # which is built whole at first: not by its numbers then
-    with contextlib.nullcontext() if shrunk else most_allocated(str(source), held):
-        return told(
-            what,
-            lambda: (shrunk or kind.auto_class).from_pretrained(
-                str(source),
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True if safetensors else None,
-                weights_only=True,
-                trust_remote_code=trust.trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=not keep_head,
-            ),
+    is_folder = not is_hub_name(str(source))
+    if is_folder:
+        check_folder(folder, trust)
+    options = {
+        "config": config,
+        "dtype": torch.float32,
+        "weights_only": True,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    model_class = _shrunk_class(config, kind)
+    with as_user_error(f"the weights of {source} cannot be loaded"):
+        if is_folder and is_compact(folder):
+            # without a name transformers takes the config and these weights as they are
+            state, model_class = read_compact(folder / COMPACT_FILE), model_class or kind.model_class(config)
+            model, info = model_class.from_pretrained(None, state_dict=state, **options)
+            if model.can_generate() and (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+            return model, info
+        safe_alone = has_safetensors(folder) if is_folder else not trust.allow_pickle
+        return (model_class or kind.auto_class).from_pretrained(
+            str(source),
+            use_safetensors=True if safe_alone else None,
+            trust_remote_code=trust.trust_remote_code,
+            **options,
         )
 
 
-def _shrunk_class(config: Any, kind: HeadKind) -> Any:
-    """Ours, for a config with sizes of layers that were cut, of a family of transformers; never that of the folder."""
-    if getattr(config, FIELD, None) is None or not type(config).__module__.startswith("transformers."):
-        return None
-    base = kind.mapping[type(config)]
-    return shrunk_class(base[0] if isinstance(base, tuple) else base)
-
-
 def load_with_head(source: str | Path, kind: HeadKind) -> Any:
-    """The model of a folder or hub name with such a head, in fp32, on the CPU. A head that is new is told.
+    """Load the model of a folder or hub name with such a head, in fp32, on the CPU. A new head is logged.
 
-    ValueError where the config claims a trained one, and the weights do not hold all of it.
+    UserError where the config claims a trained head, and the weights do not hold all of it.
     """
     config = load_config(source, kind)
-    # mismatches are told by their names, below
-    model, info = from_pretrained(source, config, kind, keep_head=False)
+    model, info = from_pretrained(source, config, kind)
     check_encoder_is_whole(source, model, info)
     if kind.trained_in(config):
         check_head_is_whole(source, model, info)
     else:
         distributed.info(f"{source}: a new head; the model is no {kind.name}")
-    _check_runs(source, model, kind)
     return model
 
 
-@torch.no_grad()
-def _check_runs(source: str | Path, model: Any, kind: HeadKind) -> None:
-    """Refuse a model whose weights fit its config, and which fails at any input all the same."""
-    if model.config.model_type in _NOT_OF_ANY_TEXT:
-        return
-    was_training = model.training
-    model.eval()
-    # an end of text, which encoder-decoders look for to pool it
-    end = getattr(model.config, "eos_token_id", None)
-    tokens = torch.tensor([[0, end if isinstance(end, int) and 0 <= end < _embedded(model) else 0]])
-    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    names = input_names(model.config, kind)
-    with torch.random.fork_rng(devices=[]):  # Reformer's attention draws numbers outside of training, too
-        told(
-            f"the model of {source} cannot be run",
-            lambda: model(**{name: value for name, value in given.items() if name in names}),
-        )
-    model.train(was_training)
-
-
-def _embedded(model: Any) -> int:
-    return int(model.get_input_embeddings().num_embeddings)
-
-
 def load_trained(source: str | Path) -> Any:
-    """The model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
+    """Load the model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
     kinds = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
-    config = _config(source)
+    config = _load_any_config(source)
     for kind in kinds:
         _learn_own_class(source, config, kind)
         if type(config) in kind.mapping and kind.trained_in(config):
@@ -238,27 +182,31 @@ def load_trained(source: str | Path) -> Any:
     raise UserError(f"{source} holds no trained {', '.join(kind.name for kind in kinds[:-1])} or {kinds[-1].name}")
 
 
+def unfilled_weights(info: dict[str, Any]) -> list[str]:
+    """The names of the weights that loading left random: missing in the folder or of another shape there."""
+    return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
+
+
 def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
-    """Only what sits on top of the encoder (pooler, head) may be new; a cut one leaves nothing over."""
+    """Refuse weights that do not fill the encoder: only what sits on top of it (pooler, head) may be new.
+
+    The weights of a shrunk model must also all have a place in it.
+    """
     prefix = f"{model.base_model_prefix}."
-    new = [name for name in _new_weights(info) if name.startswith(prefix) and "pooler" not in name]
-    if new:
-        raise UserError(
-            f"the weights of {source} do not fit its config.json: {len(new)} of the encoder are missing or of "
-            f"another shape, {new[0]} the first"
-        )
-    over = sorted(name for name in info["unexpected_keys"] if name.startswith(prefix) and "pooler" not in name)
-    if over and getattr(model.config, FIELD, None):
-        raise UserError(
-            f"the weights of {source} do not fit its config.json: {len(over)} of the encoder have no place in it, "
-            f"{over[0]} the first"
-        )
+    over = info["unexpected_keys"] if getattr(model.config, FIELD, None) else []
+    for names, fault in ((unfilled_weights(info), "are missing or of another shape"), (over, "have no place in it")):
+        wrong = sorted(name for name in names if name.startswith(prefix) and "pooler" not in name)
+        if wrong:
+            raise UserError(
+                f"the weights of {source} do not fit its config.json: {len(wrong)} of the encoder {fault}, {wrong[0]} "
+                f"the first"
+            )
 
 
 def check_head_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
     """Refuse a head that the config claims is trained and the weights hold in part or not at all."""
     prefix = f"{model.base_model_prefix}."
-    new = [name for name in _new_weights(info) if not name.startswith(prefix)]
+    new = [name for name in unfilled_weights(info) if not name.startswith(prefix)]
     if new:
         architecture = next(iter(model.config.architectures or []), type(model).__name__)
         raise UserError(
@@ -268,17 +216,12 @@ def check_head_is_whole(source: str | Path, model: Any, info: dict[str, Any]) ->
         )
 
 
-def _new_weights(info: dict[str, Any]) -> list[str]:
-    """The weights that loading left random, by name; tied ones are not among them."""
-    return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
-
-
 def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
     """Refuse sequences longer than the model has positions for, and tokens it has no embedding for."""
     positions = positions_of(model)
     if positions is not None and max_seq_length > positions:
         raise UserError(f"max_seq_length is {max_seq_length}, and the model has {positions} positions: lower it")
-    embeddings = _embedded(model)
+    embeddings = int(model.get_input_embeddings().num_embeddings)
     largest = max(tokenizer.get_vocab().values())
     if largest >= embeddings:
         raise UserError(
@@ -288,6 +231,7 @@ def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
 
 
 def pad_token_id(tokenizer: Any) -> int:
+    """The id of the padding token; a tokenizer without one pads with its end of text from then on."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has neither a padding token nor an end of text: give it a pad_token")
@@ -296,27 +240,19 @@ def pad_token_id(tokenizer: Any) -> int:
 
 
 def tokenizer_state(tokenizer: Any) -> Any:
-    """All that decides what a text becomes. Truncation and padding are left out: calls leave them in the object."""
+    """All that decides which tokens a text becomes, as JSON. Truncation and padding are not: calls leave them in it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
     else:
         state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    # not all of them are in the backend: which token ends a text, say, which decides how documents are closed
+    # the backend does not hold all of them: the token that ends a text, for example, decides how documents are closed
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [type(tokenizer).__name__, sorted(tokenizer.model_input_names), tokenizer.truncation_side, special, state]
 
 
-def _check_exists(source: str | Path) -> None:
-    """A name with at most one slash may be the hub's; anything else must be a folder."""
-    name = str(source)
-    # os.path, since pathlib raises where a name is too long to be one
-    if not os.path.isdir(name) and (name.count("/") > 1 or name.startswith((".", "/", "~")) or os.path.exists(name)):
-        raise UserError(f"the model folder {name} does not exist")
-
-
 def positions_of(model: Any) -> int | None:
-    """How long a sequence may be; None where the model only knows relative positions."""
+    """The number of tokens that a sequence may have; None where the model only knows relative positions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:
             # RoBERTa counts from behind its padding index
@@ -324,4 +260,37 @@ def positions_of(model: Any) -> int | None:
     if getattr(model.config, "relative_attention", False):
         return None
     limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if limit is None or limit > 0 else None  # XLNet says -1
+    return limit if limit is None or limit > 0 else None  # XLNet has -1
+
+
+def _load_any_config(source: str | Path) -> Any:
+    _check_config_file(source)
+    with as_user_error(f"the config of {source} cannot be read"):
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_in_force().trust_remote_code)
+
+
+def _check_config_file(source: str | Path) -> None:
+    """Refuse a folder without a sound config. A hub name is left to transformers, which downloads it."""
+    if not is_hub_name(str(source)):
+        read_config(Path(source), trust_in_force())
+
+
+def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
+    """Register the class that the folder's own code has for a head, if the user trusts that code."""
+    own = getattr(config, "auto_map", None) or {}
+    name = own.get(kind.auto_class.__name__) if isinstance(own, dict) else None
+    if name is None or type(config) in kind.mapping or not trust_in_force().trust_remote_code:
+        return
+    with as_user_error(f"the code of {source} cannot be loaded"):
+        model_class = get_class_from_dynamic_module(name, str(source))
+    kind.auto_class.register(type(config), model_class, exist_ok=True)
+
+
+def _shrunk_class(config: Any, kind: HeadKind) -> Any:
+    """This library's class for a family of transformers whose config has sizes of layers that were cut, else None.
+
+    The copy of that class in the folder is never run.
+    """
+    if getattr(config, FIELD, None) is None or not type(config).__module__.startswith("transformers."):
+        return None
+    return shrunk_class(kind.model_class(config))

@@ -23,7 +23,7 @@ from figures import Figure, is_quick, report, use_threads
 from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
-from ds_trainer.loop import PhasePlan
+from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
 

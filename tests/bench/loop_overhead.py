@@ -27,14 +27,14 @@ from ds_trainer.engine import engine
 from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.optim import build_optimizer
-from ds_trainer.loop import PhasePlan, flush, micro_batches, train_step
+from ds_trainer.loop import flush, micro_batches, train_step
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.objective import Objective
+from ds_trainer.phase import PhasePlan, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report
-from ds_trainer.run import plan_phase
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.task import Batch
@@ -70,7 +70,7 @@ class Loop:
             self.watch.after_step()
             self.stop.check()
         self.watch.check()
-        flush(self.report, self.objective.techniques, self.engine)
+        flush(self.report, self.objective, self.engine)
 
 
 class BareLoop:

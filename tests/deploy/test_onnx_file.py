@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from functools import partial
 from pathlib import Path
 
@@ -165,20 +164,6 @@ def test_what_is_no_onnx_file(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"no model")
     with pytest.raises(ValueError, match=r"cannot load .*model\.onnx"):
         session(tmp_path / "model.onnx", 1)
-
-
-def test_a_missing_package_is_told_with_the_way_out(monkeypatch):
-    """No traceback of an import: what to install."""
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.split(".")[0] == "onnxruntime":
-            raise ImportError("No module named 'onnxruntime'")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"\.\[onnx\]"):
-        onnx_file.check_installed()
 
 
 def test_a_saved_shrunk_folder_is_exported(tmp_path):

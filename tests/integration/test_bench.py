@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from support.exit_folders import ENTROPY, make_folder
-from support.launching import ROOT, SHARED, environment
+from support.launching import ROOT, SHARED, Done, run_script
 
 FIGURES = {
     "against_hf_trainer": 1,
@@ -26,26 +24,17 @@ FIGURES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """Exit code and output of each script, by its name."""
+def outcomes(tmp_path_factory) -> dict[str, Done]:
+    """How each script ended, by its name."""
     folder = tmp_path_factory.mktemp("bench")
     model = str(make_folder(folder / "model", ["negative", "positive"], ENTROPY))
     rows = [f"the {word} is old\t{label}" for label, word in enumerate(("plum", "saw"))] * 8
     for name in ("train.tsv", "dev.tsv"):
         (folder / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
     arguments = {"exit_speed": [model, str(folder)], "student_speed": [model, model, str(folder)]}
-    scripts = [[str(ROOT / f"tests/bench/{name}.py"), "--quick", *arguments.get(name, [])] for name in FIGURES]
-    done = subprocess.run(
-        [sys.executable, "tests/support/forked_scripts.py"],
-        cwd=ROOT,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-        input=json.dumps(scripts),
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=True,
-    )
-    return dict(zip(FIGURES, json.loads(done.stdout), strict=True))
+    return {
+        name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
+    }
 
 
 def test_none_is_forgotten():
@@ -55,7 +44,7 @@ def test_none_is_forgotten():
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_script_runs_to_its_end_and_prints_its_figures(name, outcomes):
-    code, output = outcomes[name]
-    assert code == 0, output[-3000:]
-    lines = [line for line in output.splitlines() if line.startswith('{"name"')]
-    assert len([json.loads(line)["value"] for line in lines]) == FIGURES[name], output
+    done = outcomes[name]
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert len([json.loads(line)["value"] for line in lines]) == FIGURES[name], done.stdout

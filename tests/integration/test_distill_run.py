@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -78,8 +77,7 @@ def train(name: str, folder: Path, *more: str) -> None:
     places = ("--output_dir", str(folder / "out"), "--cache_dir", str(folder / "cache"))
     done = run_deepspeed(2, "launch/train.py", *command, *places, *more)
     assert done.returncode == 0, done.stderr[-4000:]
-    port = re.search(r"--master_port[= ](\d+)", done.stdout + done.stderr)[1]
-    assert not any(f"_{port}_" in path.name for path in shared_buffers())
+    assert not any(f"_{done.args[1]}_" in path.name for path in shared_buffers())
 
 
 def shared_buffers() -> set[Path]:

@@ -411,7 +411,7 @@ def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, w
     steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
     assert steps == stops[0] + (480 - 16 * stops[0]) // 8
     assert "train_batch_size was 16 up to step" in run.text
-    changed = "prune: not as in the checkpoint, but as this run's files have it: weight_decay 0.0 -> 0.05 (weights)\n"
+    changed = "prune: this run's files differ from the checkpoint, and win: weight_decay 0.0 -> 0.05 (weights)\n"
     assert changed in run.text
     assert changed not in last.text
 

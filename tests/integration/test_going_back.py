@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from support.interrupting import status_of
 from support.killing import alike, finish, resumed_at, states
 
+from ds_trainer import run_state
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.run import _end_going_back, _go_back
 
 
 def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_path):
@@ -88,12 +88,12 @@ def test_going_back_is_done_whole_or_not_at_all(whole, tmp_path, monkeypatch):
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             for (owner, name), call in real.items():
                 patch.setattr(owner, name, lambda *args, call=call, **keywords: counted(call, *args, **keywords))
-            _go_back(RunFolder(folder), job, folder / checkpoint)
+            run_state.go_back(RunFolder(folder), job, folder / checkpoint)
         if len(made) == until and not (folder / "going_back.json").exists():
             assert until <= 1, "the note of what is to be done comes first"
             assert contents(folder) == untouched
             return until
-        _end_going_back(RunFolder(folder), job)
+        run_state._end_going_back(RunFolder(folder), job)
         return len(made)
 
     shutil.copytree(whole, tmp_path / "untouched", ignore=shutil.ignore_patterns("*.pt", "tensorboard", "model"))

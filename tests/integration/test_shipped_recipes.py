@@ -16,7 +16,7 @@ from ds_trainer.config.schedules import steps_of
 from ds_trainer.engine.engine_file import said_by, settled_numbers
 from ds_trainer.files.json_file import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
-from ds_trainer.run import plan_phase
+from ds_trainer.phase import plan_phase
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import Clock

@@ -237,8 +237,13 @@ def test_distilbert_takes_over_the_config(make_source):
         ("bert", "Model", {"layers": [1, 1]}, "each once"),
         ("bert", "Model", {"layers": [0], "model_type": "roberta"}, "same family .* from bert into"),
         ("roberta", "ForMaskedLM", {"layers": [0], "model_type": "distilbert"}, "is a roberta model"),
-        ("bert", "ForNextSentencePrediction", {"layers": [0], "model_type": "distilbert"}, "one of BertModel, "),
-        ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight .*Keep layer 0"),
+        (
+            "bert",
+            "ForNextSentencePrediction",
+            {"layers": [0], "model_type": "distilbert"},
+            "DistilBERT: BertModel, ",
+        ),
+        ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight.*Keep layer 0"),
         ("bert", "Model", {"config": {"model_type": "bert", "vocab_size": 20}}, "vocab_size is 20, .* tokens"),
         ("bert", "Model", {"config": {"model_type": "brt"}}, 'did you mean "bert"'),
         ("bert", "Model", {"config": {"model_type": "bert", "hidden_size": "x"}}, "config: .*hidden_size"),
@@ -262,14 +267,14 @@ def test_a_source_that_is_no_whole_model_is_refused(make_source, tmp_path):
     weights, config = source / "model.safetensors", source / "config.json"
     whole = load_file(weights)
     save_file({name: w for name, w in whole.items() if "layer.3.output.dense" not in name}, weights, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"no whole BertModel: they lack encoder\.layer\.3"):
+    with pytest.raises(ValueError, match=r"no whole BertModel: .*encoder\.layer\.3"):
         make_student(source, layers=[0])
     config.write_text(config.read_text().replace('"BertModel"', '"BertForRhymes"'))
-    with pytest.raises(ValueError, match='"BertForRhymes", which transformers does not know'):
+    with pytest.raises(ValueError, match="'BertForRhymes', which transformers does not know"):
         make_student(source, layers=[0])
     weights.unlink()
     config.write_text(config.read_text().replace('"BertForRhymes"', '"BertModel"'))
-    with pytest.raises(ValueError, match=r"no \.safetensors weights"):
+    with pytest.raises(ValueError, match=r"has no weights: it has no model\.safetensors"):
         make_student(source, layers=[0])
 
 

@@ -11,15 +11,17 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from support.exhaustive import chosen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
 
 from ds_trainer.config.recipe import parse_recipe, task_of
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.loop import PhasePlan, train_step
+from ds_trainer.loop import train_step
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import whole_state_dict
+from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan
@@ -46,7 +48,8 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    return [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
 
 
 def gradients() -> dict[str, dict[str, Tensor]]:

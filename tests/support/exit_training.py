@@ -11,7 +11,7 @@ from support.exit_models import randomise
 from ds_trainer.config.recipe import ExitsSpec, TextSpec, parse_recipe
 from ds_trainer.deploy.export import save_folded
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.loop import PhasePlan
+from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.exits.exits import Exits

@@ -1,8 +1,8 @@
-"""Ranks of the training command, forked from a process that has already loaded what takes seconds to load.
+"""Processes forked from one that has already loaded what takes seconds to load.
 
-They are real processes with the real engine, and start in a tenth of a second, so that a test can afford to kill many.
-As a script, this is that process: it reads requests as JSON lines and answers with the ids of the ranks, then with how
-they ended.
+They are real processes with the real engine, and start in a tenth of a second, so that a test can afford many, and can
+afford to kill them. As a script, this is the process they are forked from: it reads requests as JSON lines and answers
+with the ids of the ranks, then with how they ended.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -97,6 +102,23 @@ class ForkServer:
         self.pids = self._answer()
         return ForkedRanks(self, self.pids, log, output)
 
+    def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run a script to its end on so many ranks, or on 0 as a process without ranks.
+
+        When a rank fails, the others are ended as DeepSpeed's launcher ends them, and its exit code is the result's.
+        """
+        self.ports.append(free_port())
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, name) for name in ("stdout", "stderr")]
+            request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
+            self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
+            self.pids = self._answer()
+            code, self.pids = self._answer(), []
+            texts = [file.read_text(errors="replace") for file in files]
+        if code is None:
+            raise subprocess.TimeoutExpired(words, timeout, *texts)
+        return subprocess.CompletedProcess(["--master_port", str(self.ports[-1]), *words], code, *texts)
+
     def codes(self) -> list[int]:
         self._ask("codes")
         codes, self.pids = self._answer(), []
@@ -117,6 +139,18 @@ def _state(pid: int) -> str:
     return ""
 
 
+@cache
+def warm_server() -> ForkServer:
+    """The server that the tests of this process share; `close_warm_server` ends it."""
+    return ForkServer().__enter__()
+
+
+def close_warm_server() -> None:
+    if warm_server.cache_info().currsize:
+        warm_server().__exit__()
+        warm_server.cache_clear()
+
+
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed writes there as it is loaded
@@ -126,7 +160,9 @@ def _serve() -> None:
 
     import deepspeed  # noqa: F401 - loaded once for all ranks
 
-    import ds_trainer.run  # noqa: F401
+    import ds_trainer.cli.train
+    import ds_trainer.run
+    import ds_trainer.scoring  # noqa: F401
 
     say("ready")
     pids: list[int] = []
@@ -134,31 +170,87 @@ def _serve() -> None:
         request = json.loads(line)
         if request == "codes":
             say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+        elif "script" in request:
+            pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
+            say(pids)
+            say(_end_of(pids, request["timeout"]))
         else:
-            pids = [_fork(request, rank) for rank in range(request["ranks"])]
+            pids = [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
             say(pids)
 
 
-def _fork(request: dict, rank: int) -> int:
+def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:
     pid = os.fork()
     if not pid:
-        _be_rank(request, rank)
+        become(request, rank)
     return pid
 
 
-def _be_rank(request: dict, rank: int) -> NoReturn:
-    from ds_trainer.cli.train import run_command, train_command
-    from ds_trainer.ranks.distributed import leave
+def _end_of(pids: list[int], seconds: float) -> int | None:
+    """The exit code of the first process that fails, 0 where none does, None where they are too slow."""
+    end, running, code = time.monotonic() + seconds, set(pids), 0
+    while running:
+        for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in running]:
+            running.discard(pid)
+            if pid and status and not code:
+                code = os.waitstatus_to_exitcode(status)
+                _signal(running, signal.SIGTERM)
+                end = min(end, time.monotonic() + 30)
+        if running and time.monotonic() > end:
+            _signal(running, signal.SIGKILL)
+            for late in running:
+                os.waitpid(late, 0)
+            return code or None
+        time.sleep(0.005)
+    return code
 
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _be_rank(request: dict, rank: int) -> NoReturn:
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in (world | place).items()})
+    os.environ.update(_place(request, rank))
+    from ds_trainer.cli.train import run_command, train_command
+    from ds_trainer.ranks.distributed import leave
+
     exec(request["sabotage"].get(str(rank), ""), {})
     leave(run_command(train_command, request["arguments"]))
+
+
+def _be_script(request: dict, rank: int) -> NoReturn:
+    for stream, name in enumerate(request["files"], start=1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    script, *arguments = request["script"]
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    if request["ranks"]:
+        os.environ.update(_place(request, rank))
+        sys.argv.insert(1, f"--local_rank={rank}")
+    code: object = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - it is printed, and the process ends here whatever it was
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _place(request: dict, rank: int) -> dict[str, str]:
+    """The environment variables by which DeepSpeed's launcher tells a rank its place."""
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {name: str(value) for name, value in (world | place).items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start the product's own entry points as processes, as a user would."""
+"""Start the product's entry points as a user would, or forked from a process that has loaded what takes seconds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,39 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
+Done = subprocess.CompletedProcess[str]
 
 
-def run_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> subprocess.CompletedProcess[str]:
-    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root, at a free port; stderr holds what the ranks wrote."""
+def run_deepspeed(ranks: int, script: str, *arguments: str, timeout: float = 420) -> Done:
+    """Run a script on ranks that are started as DeepSpeed's launcher starts them, but forked; stderr is of all ranks.
+
+    A rank that fails ends the others, as under the launcher.
+    """
+    from support.forked_ranks import warm_server
+
+    return warm_server().run_script(ranks, [script, *arguments], timeout)
+
+
+def run_script(script: str, *arguments: str, timeout: float = 300) -> Done:
+    """`python SCRIPT ARGUMENTS` from the root, forked."""
+    from support.forked_ranks import warm_server
+
+    return warm_server().run_script(0, [script, *arguments], timeout)
+
+
+def launch_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> Done:
+    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root, at a free port."""
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
     return _run([*launcher, "--master_port", str(free_port()), *arguments], timeout)
 
 
-def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` from the root."""
+def run_python(*arguments: str, timeout: float = 300) -> Done:
+    """`python ARGUMENTS` from the root, in a process that has loaded nothing yet."""
     return _run([sys.executable, *arguments], timeout)
 
 
 def free_port() -> int:
-    """One that nobody uses now; what runs beside the tests mostly has DeepSpeed's default."""
+    """A port that nobody uses now; what runs beside the tests mostly has DeepSpeed's default."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -37,7 +55,7 @@ def forget_port(port: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What the processes of a test are started with."""
+    """The environment variables of a test's processes."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the launcher looks for ninja there
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     inherited["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # for the drivers in tests/support
@@ -45,7 +63,7 @@ def environment() -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1", "PATH": path}
 
 
-def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], timeout: float) -> Done:
     return subprocess.run(
         command,
         cwd=ROOT,

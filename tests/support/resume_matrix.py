@@ -18,16 +18,17 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from support import hyperparameters
+from support.exhaustive import chosen
 
 from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.deploy.export import export
+from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine.checkpoint import Best, Checkpoints
+from ds_trainer.phase import plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.report.log import Report
-from ds_trainer.run import plan_phase
 from ds_trainer.starting_models import StartingModels
 
 STEPS, EVALUATE, SAVE = 18, 6, 5
@@ -76,12 +77,18 @@ OTHERS = {
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
+_REPRESENT = "zero0-fp32 zero1-bf16 zero2-fp32 zero3-bf16 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 "
+_REPRESENT += "heads-zero3-fp16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
 """Their steps, and how often they save."""
 
 BEST = {"best-zero2-fp32": (6, True), "best-apart-zero3-fp32": (4, True), "kept-zero1-bf16": (6, False)}
 """`save_steps`, and whether the best checkpoint is what is exported; without, it is only kept, beside one other."""
+CASES, ONLY_WHOLE, BEST = (
+    {name: cases[name] for name in chosen(cases, _REPRESENT.split().__contains__)}
+    for cases in (CASES, ONLY_WHOLE, BEST)
+)
 BEST_STOPS = [5 + 2, 4 + 5 + 2, 4 + 5 + 2, 4 + 2]
 """In the midst of every evaluation, of 4 questions each, and of that of the best checkpoint at the end. What was cut
 short is the first thing that the next run does."""
@@ -151,12 +158,12 @@ _save = loop.Training.save
 
 def save_and_export(training: loop.Training) -> None:
     """Save a checkpoint, and export the engine as it is at that step."""
-    before = training.saved
+    before = training.progress.saved
     _save(training)
-    plan, step = training.plan, training.step
-    if training.saved != before and plan.folder.name == "whole":
+    plan, step = training.plan, training.progress.step
+    if training.progress.saved != before and plan.folder.name == "whole":
         rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
-        export(training.engine, rebuild, plan.task, step, folder, plan.change)
+        export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
 
 
 def make_run_folder(job: TrainJob, out: Path) -> None:

@@ -244,8 +244,8 @@ def _other_width(folder: Path) -> None:
         (_no_config, "has no config.json"),
         (_unknown_architecture, "the config of .* cannot be read: .*berd"),
         (_no_classifier, "is a vit model: transformers has no sequence classifier"),
-        (_not_safetensors, r"no \.safetensors weights .*\(found: pytorch_model\.bin, "),
-        (_truncated, "is broken or cut short"),
+        (_not_safetensors, r"the .bin files are pickles: convert them"),
+        (_truncated, "is no safetensors file, or it was cut short"),
         (_other_width, "do not fit its config.json"),
     ],
 )

@@ -53,7 +53,7 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     _configure(config, labels, pad_token_id)
     keep = head is not None and len(head) == size
     # mismatches are told by their names, or are of a head to be replaced
-    model, info = from_pretrained(source, config, CLASSIFIER, keep_head=False)
+    model, info = from_pretrained(source, config, CLASSIFIER)
     check_encoder_is_whole(source, model, info)
     if keep:
         check_head_is_whole(source, model, info)

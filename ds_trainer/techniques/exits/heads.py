@@ -20,7 +20,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE, Pooling, SavedExits
 from ds_trainer.config.recipe import parse_exits
 from ds_trainer.files.json_file import read_json
 from ds_trainer.models.layers import encoder_layers
-from ds_trainer.models.loading import told
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import tensor_shapes
 from ds_trainer.ranks.failures import UserError
 
@@ -201,10 +201,8 @@ def _check_same(model: Any, head: ExitHead) -> None:
     device = next(model.parameters()).device
     ids = torch.tensor([[5, 6, 7, 8], [9, 5, 3, 3]], device=device) % getattr(model.config, "vocab_size", 10)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=device)
-    logits = told(
-        f"exits: {type(model).__name__} cannot be run with its config",
-        lambda: model(input_ids=ids, attention_mask=mask).logits,
-    )
+    with as_user_error(f"exits: {type(model).__name__} cannot be run with its config"):
+        logits = model(input_ids=ids, attention_mask=mask).logits
     hidden = states.take().get(last)  # None where what looks like layers is not run as such
     states.remove()
     same = hidden is not None and torch.allclose(head(hidden, mask), logits, atol=1e-5, rtol=1e-4)

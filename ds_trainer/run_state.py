@@ -1,0 +1,111 @@
+"""What a run's folder says of the run: which phases are finished, and how a run goes back to an older checkpoint.
+
+Going back deletes results, so it is written down before it is done: a run that is killed in the midst of it does the
+rest when it is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.config.jobs import TrainJob
+from ds_trainer.engine.checkpoint import Position, step_of
+from ds_trainer.files.checkpoint_files import sync_folder
+from ds_trainer.files.run_folder import RunFolder, check_output_folder
+from ds_trainer.phase import checkpoints_of, folder_of
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.report.log import drop_later_records
+from ds_trainer.starting_models import MADE
+
+_RESULTS = "all_results.json"
+_GOING_BACK = "going_back.json"
+"""Names the checkpoint that a run is just going back to."""
+
+
+def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
+    """Make the run's folder; returns the results of the phases that an earlier session of a resumed run has finished.
+
+    The folder is checked again, since another run may have written to it since the command was checked.
+    """
+    mistakes = check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    folder.open(job.overwrite)
+    for name in ("log.jsonl", "tensorboard", "deepspeed"):
+        folder.claim(name)
+    folder.claim(MADE).mkdir(exist_ok=True)
+    results = _read_results(folder) if job.resume else {}
+    if job.checkpoint is None:
+        return results
+    before = [phase.name for phase in job.recipe.phases[: _phase_number(job.checkpoint, job)]]
+    missing = [name for name in before if name not in results]
+    if missing:
+        raise UserError(
+            f"--resume {job.checkpoint}: the earlier phase {missing[0]} is not finished: give --resume without a "
+            f"checkpoint, which goes on with it"
+        )
+    return {name: results[name] for name in before}
+
+
+def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
+    for kind in ("train", "eval"):
+        folder.write_json(f"{kind}_results.json", {name: of_phase[kind] for name, of_phase in results.items()})
+    folder.write_json(_RESULTS, results)
+
+
+def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
+    """The checkpoint that the command names, checked, if it names one; an interrupted going back is ended first."""
+    if job.checkpoint is None:
+        if job.resume:
+            distributed.on_main(partial(_end_going_back, folder, job))
+        return None
+    if distributed.on_main((folder.path / _GOING_BACK).is_file):
+        raise UserError(
+            f"--resume {job.checkpoint}: the run was killed while it went back to another checkpoint, which "
+            f"{folder.path / _GOING_BACK} names: give --resume alone first"
+        )
+    phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
+    return checkpoints_of(phase, job).named(job.checkpoint)
+
+
+def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
+    """Make a checkpoint the newest of the run for good: later checkpoints, records and results are removed."""
+    folder.write_json(_GOING_BACK, str(checkpoint.relative_to(folder.path)))
+    _end_going_back(folder, job)
+
+
+def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
+    """Do what `go_back` has written down, if there is a note; doing it twice does no harm."""
+    note = folder.path / _GOING_BACK
+    if not note.is_file():
+        return
+    checkpoint = folder.path / json.loads(note.read_text(encoding="utf-8"))
+    number = _phase_number(checkpoint, job)
+    before = {phase.name for phase in job.recipe.phases[:number]}
+    write_results(folder, {name: value for name, value in _read_results(folder).items() if name in before})
+    for phase in job.recipe.phases[number:]:
+        last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
+        checkpoints_of(phase, job).supersede(after=last)
+        sync_folder(folder_of(phase, job))
+        drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
+    note.unlink()
+    sync_folder(folder.path)
+
+
+def _phase_number(checkpoint: Path, job: TrainJob) -> int:
+    """Which of the recipe's phases a checkpoint is of."""
+    folders = [folder_of(phase, job).resolve() for phase in job.recipe.phases]
+    if checkpoint.resolve().parent not in folders:
+        raise UserError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
+    return folders.index(checkpoint.resolve().parent)
+
+
+def _read_results(folder: RunFolder) -> dict[str, Any]:
+    """The results of the phases that are finished, by name."""
+    file = folder.path / _RESULTS
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return results
