@@ -17,17 +17,11 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.config.prune_specs import BY_SHARE, COUNTED, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.models.layers import gathered
 from ds_trainer.tasks.losses import L0_KEPT_ABOVE
+from ds_trainer.techniques.prune import selection
 from ds_trainer.techniques.prune.costs import Costs
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, Rule, SoftMask
-from ds_trainer.techniques.prune.selection import (
-    AllowedCounts,
-    cut_at,
-    largest_within,
-    ranks,
-    select_largest,
-    standardised,
-)
+from ds_trainer.techniques.prune.selection import AllowedCounts, cut_at, ranks, select_largest
 from ds_trainer.techniques.prune.sites import Site
 
 _LEAST_SHARE = 0.005
@@ -119,7 +113,7 @@ def choose_decisions(
 ) -> None:
     """Keep the decisions of the largest scores, whatever they are about, until they cost this share of the total."""
     scores = _comparable({name: _scores_now(layer) for name, layer in layers.items()}, sites)
-    gates = largest_within(
+    gates = selection.largest_within(
         [scores[name] for name in layers],
         [costs.each[name] for name in layers],
         [allowed_counts(spec, sites[name]) for name in layers],
@@ -183,7 +177,9 @@ def _comparable(scores: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict
         kinds.setdefault(sites[name].granularity, []).append(name)
     if len(kinds) == 1:
         return dict(scores)
-    pairs = [zip(names, standardised([scores[name] for name in names]), strict=True) for names in kinds.values()]
+    pairs = [
+        zip(names, selection.standardised([scores[name] for name in names]), strict=True) for names in kinds.values()
+    ]
     return {name: values for kind in pairs for name, values in kind}
 
 
