@@ -352,7 +352,9 @@ def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
     for name, most in whole.items():
         counts = sizes.get(name) if isinstance(sizes, Mapping) else None
         if not isinstance(counts, list | tuple) or len(counts) != len(most):
-            raise ShrunkSizesError(f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer")
+            raise ShrunkSizesError(
+                f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer, and is {repr(counts)[:40]}"
+            )
         for index, (size, limit) in enumerate(zip(counts, most, strict=True)):
             if type(size) is not int or not 0 <= size <= limit:
                 raise ShrunkSizesError(

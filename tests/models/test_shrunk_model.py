@@ -244,7 +244,7 @@ def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> 
 PT = {"format": "pt"}
 GOOD = [7, 0, 24]
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "a number": (5, r"the config's shrunk is a int: it must be an object of lists"),
+    "a number": (5, r"must list 3 sizes, one a layer, and is None"),
     "no neurons": ({"heads": [0, 1, 4]}, r"shrunk\.neurons must list 3 sizes"),
     "texts": ({"heads": ["0", "1", "4"], "neurons": GOOD}, r"heads is '0' for layer 0"),
     "negative": ({"heads": [0, -1, 4], "neurons": GOOD}, r"heads is -1 for layer 1: allowed are 0 to 4"),
