@@ -22,13 +22,13 @@ from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.deploy.export import export_state_dict
-from ds_trainer.engine.universal_form import weights_of
+from ds_trainer.engine.saved_states import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.interrupts import leaving
+from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder

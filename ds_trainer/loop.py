@@ -17,18 +17,19 @@ import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, Position
+from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
+from ds_trainer.files.writing import write_json
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import told_if_out
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report, save_json
-from ds_trainer.tasks.data import BatchPlan, Positions, shard
+from ds_trainer.report.log import Report
+from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
@@ -76,7 +77,7 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
 
 
 def micro_batches(
-    task: Task, indices: Positions, ds_engine: engine.Engine, draw: int
+    task: Task, indices: ExampleIds, ds_engine: engine.Engine, draw: int
 ) -> Iterator[tuple[Batch, dict[Unit, float]]]:
     """Yield this rank's micro-batches of one optimizer step, on its device, each with its `Forward.shares`.
 
@@ -156,7 +157,6 @@ class Training:
                 self.report.write_histograms(self.progress.step, self.histograms.take())
         elif self.progress.step % SETTLE_EVERY == 0:
             self.check_finite()
-            self.report.settle()
 
     def evaluate_if_due(self) -> None:
         """Score the model as it is now, and record the scores, unless an earlier session has done so."""
@@ -185,7 +185,7 @@ class Training:
         progress = self.progress
         if progress.saved == progress.step or progress.step != self.engine.global_steps:
             return
-        position = Position(
+        position = CheckpointState(
             step=progress.step,
             examples=self.engine.global_samples,
             batch_size=self.engine.train_batch_size(),
@@ -236,10 +236,14 @@ class Training:
         # the answers are missing where an earlier session has recorded this evaluation
         return progress.step, progress.evaluation if progress.evaluation.answers else self.score(progress.step)
 
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
+        for name, value in evaluation.files(self.plan.task).items():
+            write_json(self.plan.folder / "eval" / name, value)
+
     def finish(self, step: int, evaluation: Evaluation) -> dict[str, Any]:
         """Export the model of a step, stop the engine, and return the results of the phase."""
         plan = self.plan
-        distributed.on_main(lambda: save_json(evaluation.files(plan.task), plan.folder / "eval"))
+        distributed.on_main(partial(self._write_evaluation, evaluation))
         totals = self.report.totals() | {"steps": step}
         results = {"train": totals, "eval": evaluation.scores, "trained_on": self.report.trained_on}
         rebuild = partial(plan.rebuild, self.states())
@@ -277,7 +281,7 @@ class Training:
 
         return told_if_out(where, explanation)
 
-    def _resume(self, checkpoint: Path, position: Position) -> None:
+    def _resume(self, checkpoint: Path, position: CheckpointState) -> None:
         """Go on from a checkpoint, with the hyperparameters that the files have now."""
         settings = engine.OptimizerSettings(self.engine)
         self._load(checkpoint, position)
@@ -285,11 +289,13 @@ class Training:
         self.progress = Progress(position.step, position.step, position.evaluated, evaluation)
         name = self.plan.phase.name
         distributed.info(f"{name}: resumed from {checkpoint}, at step {position.step}")
-        changes = settings.put_back(self.engine)
+        loaded = engine.OptimizerSettings(self.engine)
+        settings.restore(self.engine)
+        changes = engine.OptimizerSettings(self.engine).changes_since(loaded)
         if changes:
             distributed.info(f"{name}: this run's files differ from the checkpoint, and win: {changes}")
 
-    def _load(self, checkpoint: Path, position: Position) -> None:
+    def _load(self, checkpoint: Path, position: CheckpointState) -> None:
         """Bring the engine and the techniques to the state of a checkpoint."""
         self.checkpoints.load(self.engine, checkpoint, position)
         for technique in self.objective.techniques:

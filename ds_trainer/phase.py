@@ -15,8 +15,9 @@ from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
 from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty
 from ds_trainer.engine import engine
-from ds_trainer.engine.checkpoint import Best, Checkpoints, Position, check_fits, precision_of
-from ds_trainer.engine.engine_file import resolve_engine_file, said_by, scheduler_mistakes, settled_numbers
+from ds_trainer.engine.checkpoint import Best, Checkpoints, CheckpointState, check_fits
+from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
+from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
@@ -79,7 +80,7 @@ class PhasePlan(PhaseModel):
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
-    resumed: tuple[Path, Position] | None = None
+    resumed: tuple[Path, CheckpointState] | None = None
     """The checkpoint to go on from, and its contents."""
 
     def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
@@ -143,7 +144,7 @@ def plan_phase(
     phase: Phase,
     source: str,
     teacher: str | None = None,
-    resumed: tuple[Path, Position] | None = None,
+    resumed: tuple[Path, CheckpointState] | None = None,
 ) -> PhasePlan:
     """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file.
 
@@ -151,12 +152,12 @@ def plan_phase(
     """
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
-    numbers = settled_numbers(job.engine_config, said_by(phase), world)
+    numbers = settled_numbers(job.engine_config, phase, world)
     total = phase.max_steps or _steps_of_epochs(phase, len(task.examples("train")), numbers.train_batch_size, resumed)
     clock = Clock(total, steps_of(phase.warmup_steps, total), recipe.seed)
     config = resolve_engine_file(
         job.engine_config,
-        said_by(phase),
+        phase,
         world,
         hidden_size=task.hidden_size(source),
         total_steps=total,
@@ -189,7 +190,7 @@ def checkpoints_of(phase: Phase, job: TrainJob) -> Checkpoints:
     return Checkpoints(folder_of(phase, job), phase.save_total_limit, best)
 
 
-def _steps_of_epochs(phase: Phase, examples: int, batch_size: int, resumed: tuple[Path, Position] | None) -> int:
+def _steps_of_epochs(phase: Phase, examples: int, batch_size: int, resumed: tuple[Path, CheckpointState] | None) -> int:
     """The steps of the whole phase, of which those up to the checkpoint may have had another batch size."""
     step, seen = (resumed[1].step, resumed[1].examples) if resumed else (0, 0)
     return step + max(0, steps_for(phase.num_train_epochs or 0, examples, batch_size, seen))

@@ -15,18 +15,18 @@ from typing import Any
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
-from ds_trainer.deploy.latency import Subject, compare
+from ds_trainer.deploy.latency import TimedModel, compare
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import Position
+from ds_trainer.engine.checkpoint import CheckpointState
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined, print_json
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import joined, print_json, told_if_out
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report, results_table, save_json
+from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
@@ -39,7 +39,7 @@ from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evalua
 def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
-    with StopRequests() as stop, status.told(), joined(job.timeout):
+    with StopRequests() as stop, status.recorded(), joined(job.timeout):
         for plan in _rehearsed(job):
             plan.prepare()
         folder = RunFolder(job.output)
@@ -55,7 +55,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(write_results, folder, results))
-                checkpoints_of(phase, job).drop_unasked()
+                checkpoints_of(phase, job).drop_passing()
             models.left[phase.name] = str(folder_of(phase, job) / "model")
         if job.recipe.report:
             _add_costs(job, results)
@@ -97,7 +97,7 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
 
 
 def _plan_and_claim(
-    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, named: tuple[Path, Position] | None
+    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, named: tuple[Path, CheckpointState] | None
 ) -> PhasePlan:
     """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
 
@@ -151,7 +151,7 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
             calibrate_folder(model, plan.task, batch_size, spec)
         early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()
         results = evaluate_exits(early, plan.task, batch_size)
-    distributed.on_main(lambda: save_json({EXITS_FILE: results}, plan.folder / "eval"))
+    distributed.on_main(partial(write_json, plan.folder / "eval" / EXITS_FILE, results))
     return results
 
 
@@ -165,7 +165,7 @@ def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
             if phase.name in existing:
                 task = build_task(task_of(phase, job.recipe), folders[phase.name], job.recipe.cache_dir)
                 task.examples(task.splits[0])  # collective, unlike the measurement
-                subjects[phase.name] = Subject(folders[phase.name], task)
+                subjects[phase.name] = TimedModel(folders[phase.name], task)
         for name, costs in distributed.on_main(lambda: compare(subjects)).items():
             results[name] |= costs
     except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run

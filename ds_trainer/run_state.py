@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.engine.checkpoint import Position, step_of
+from ds_trainer.engine.checkpoint import CheckpointState, step_of
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.phase import checkpoints_of, folder_of
@@ -57,7 +57,7 @@ def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
     folder.write_json(_RESULTS, results)
 
 
-def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Position] | None:
+def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, CheckpointState] | None:
     """The checkpoint that the command names, checked, if it names one; an interrupted going back is ended first."""
     if job.checkpoint is None:
         if job.resume:

@@ -13,12 +13,11 @@ from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
 from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
+from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, print_json
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import joined, print_json, told_if_out
 from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.report.log import save_json
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.early_exit import with_exits
@@ -51,7 +50,8 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
             rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
             distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             if job.predictions_dir:
-                save_json(files, job.predictions_dir / saved.path.name)
+                for name, value in files.items():
+                    write_json(job.predictions_dir / saved.path.name / name, value)
         if not rows:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
@@ -91,4 +91,5 @@ def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[st
     if job.output_file:
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
-        save_json(files, job.predictions_dir)
+        for name, value in files.items():
+            write_json(job.predictions_dir / name, value)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec
+from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
@@ -20,7 +21,6 @@ from ds_trainer.tasks.registry import training_texts
 MADE = "starting_models"
 """The folder, in that of a run, of the models that the run makes to start from."""
 _INITIAL = "initial_model"
-_MARKER = "complete.json"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class MadeModels(StartingModels):
 
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
     """Build what is not there, not whole, or made of something else; its marker is written last."""
-    marker = target / _MARKER
+    marker = target / MARKER
     if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == identity:
         return
     marker.unlink(missing_ok=True)

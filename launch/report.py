@@ -2,9 +2,9 @@
 
 import sys
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.cli.train import run_command
 from ds_trainer.ranks.distributed import leave
-from ds_trainer.report.page import report_command
 
 if __name__ == "__main__":
     leave(run_command(report_command, sys.argv[1:]))

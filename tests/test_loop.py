@@ -43,7 +43,7 @@ def notes() -> list[str]:
 def training_from(notes, monkeypatch):
     """Makes a Training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
     ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
-    settings = SimpleNamespace(put_back=lambda _: "")
+    settings = SimpleNamespace(restore=lambda _: None, changes_since=lambda _: "")
     for name, stub in (("start_engine", ds_engine), ("OptimizerSettings", settings)):
         monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)

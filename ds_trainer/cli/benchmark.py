@@ -17,7 +17,7 @@ from ds_trainer.files.messages import cut, listed
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.models.model_folder import INT8, folder_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 _MOST = 2**20
 _SCORED_AT = 64

@@ -16,7 +16,7 @@ from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, 
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from ds_trainer.config.exit_specs import (
 from ds_trainer.config.recipe import TaskSpec, TextSpec, parse_exits
 from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.text.readers import is_regression
+from ds_trainer.tasks.text.glue import is_regression
 
 
 def add_policy_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,12 +20,12 @@ from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, read_report
 from ds_trainer.files.messages import shown
+from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.files.whole_file import read_value
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 _FOR_ONNX = ("onnx", "onnxruntime")

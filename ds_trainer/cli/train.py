@@ -30,7 +30,11 @@ from ds_trainer.config.recipe import Recipe, TaskSpec, parse_recipe, parse_task,
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
-from ds_trainer.engine.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, said_by
+from ds_trainer.engine.engine_file import (
+    check_engine_file,
+    idle_warnings,
+    read_engine_file,
+)
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shortened
 from ds_trainer.files.redaction import redacted
@@ -47,7 +51,7 @@ from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
-from ds_trainer.tasks.data_files import check_data_files
+from ds_trainer.tasks.registry import check_data_files
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """What no flag mends: told without a traceback."""
@@ -132,9 +136,9 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         mistakes.of(partial(_apply_setting, recipe_data, engine_config, setting))
     mistakes.of(lambda: _apply_flags(recipe_data, flags))
     recipe = mistakes.of(lambda: parse_recipe(recipe_data))
-    said_by_phases = [said_by(phase) for phase in recipe.phases] if recipe else [Said()]
-    for said in said_by_phases:
-        mistakes += check_engine_file(engine_config, said, distributed.world_size(), name=flags.deepspeed_config)
+    phases = recipe.phases if recipe else [None]
+    for phase in phases:
+        mistakes += check_engine_file(engine_config, phase, distributed.world_size(), name=flags.deepspeed_config)
     mistakes += _source_mistakes(recipe, asked_trust(flags)) if recipe else []
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if flags.timeout < 1:
@@ -154,7 +158,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.tell()
     assert recipe is not None
     assert output is not None
-    for line in idle_warnings(engine_config, said_by_phases, distributed.world_size(), name=flags.deepspeed_config):
+    for line in idle_warnings(engine_config, phases, distributed.world_size(), name=flags.deepspeed_config):
         distributed.warn(line)
     engine_config, told = placed_engine_file(engine_config, engine_read, output)
     for line in told:

@@ -1,4 +1,4 @@
-"""The kinds of field a recipe is made of, each with its unit and the message of its mistakes."""
+"""The types of a recipe's fields, each with its unit and the message for a mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _whole_or_fraction(value: Any) -> Any:
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
-"""A part of a whole that leaves some of it."""
+"""A part of a whole that is not all of it."""
 Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
 Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
@@ -29,6 +29,6 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
-    """Unknown keys are mistakes, and nothing changes after the check."""
+    """A model in which unknown keys are mistakes, and which cannot be changed after it is checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

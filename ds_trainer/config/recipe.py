@@ -317,8 +317,8 @@ def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel]
     path: list[str] = []
     annotation: Any = model
     for part in loc:
-        if part in FAMILIES and _models_in(annotation) >= set(FAMILIES.values()):
-            annotation = FAMILIES[part]  # pydantic puts in the tag of the member it chose
+        if part in FAMILIES and TextSpec in _models_in(annotation):
+            annotation = FAMILIES[part].spec  # pydantic puts in the tag of the member it chose
             continue
         path.append(str(part))
         inside = _models_in(annotation)

@@ -36,7 +36,7 @@ class SavedCheckpoint:
     """To build the model for: the phase's own, unless a command names another."""
     sums: Sums
     position: Mapping[str, Any]
-    """As `checkpoint.Position`."""
+    """As `checkpoint.CheckpointState`."""
 
     @property
     def recipe_file(self) -> Path:

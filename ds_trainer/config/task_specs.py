@@ -1,14 +1,15 @@
-"""What a recipe may say of a task: labelled text, extractive question answering, language modelling.
+"""The task section of a recipe: labelled text, extractive question answering, language modelling.
 
-The name tells the family: "squad" is question answering, "mlm" and "clm" language modelling, all others labelled text.
-Whether the files are there is checked in `readers.py`, `squad_file.py` and `lm_text.py`.
+The name selects the family: "squad" is question answering, "mlm" and "clm" are language modelling, all others are
+labelled text. Whether the files exist is checked in `tasks/`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from ds_trainer.config.fields import Count, Fraction, Positive, Share, Strict
 from ds_trainer.ranks.failures import UserError
@@ -18,15 +19,25 @@ Length = Annotated[int, Field(strict=True, ge=4)]
 
 
 class TaskBase(Strict):
-    """What every family has."""
+    """The fields of every family."""
 
-    data_dir: str | None = Field(None, description="folder of the task's files; without it the hub is asked")
+    name: str
+    data_dir: str | None = Field(None, description="folder of the task's files; without it the hub's data set is used")
     dataset: str | None = Field(None, description="hub data set: name, owner/name or owner/name/config")
     train_file: str | None = Field(None, description="relative to data_dir")
     validation_file: str | None = Field(None, description="relative to data_dir")
     pad_to_multiple_of: Positive = Field(1, description="8 suits tensor cores")
     max_train_samples: Positive | None = None
     max_eval_samples: Positive | None = None
+
+    def source_mistakes(self) -> list[str]:
+        """Return the mistakes of a task that reads the user's own files or a hub data set, one or the other."""
+        files = self.train_file or self.validation_file
+        if self.dataset and files:
+            return [f"dataset ({self.dataset}) and files ({files}) are both set: keep one"]
+        if not self.dataset and not self.validation_file:
+            return [f'the task "{self.name}" needs train_file and validation_file, or dataset for one on the hub']
+        return []
 
 
 class TextSpec(TaskBase):
@@ -49,9 +60,7 @@ class SquadSpec(TaskBase):
 
     name: Literal["squad"] = "squad"
     version_2_with_negative: bool = Field(False, description="some questions have no answer (SQuAD v2)")
-    null_score_diff_threshold: float = Field(
-        0.0, description="answer nothing where its score is above the best answer's by more than this"
-    )
+    null_score_diff_threshold: float = Field(0.0, description='lead of "no answer" from which on it is the answer')
     max_seq_length: Length = 384
     doc_stride: Positive = Field(128, description="tokens by which windows of a long context are apart")
     max_query_length: Positive = Field(64, description="longer questions are cut to this many tokens")
@@ -60,7 +69,7 @@ class SquadSpec(TaskBase):
 
     @model_validator(mode="after")
     def _windows_can_overlap(self) -> SquadSpec:
-        """Refuse what leaves gaps beside the shortest question; what longer ones leave, only the data can tell."""
+        """Refuse settings that leave gaps beside the shortest question; longer ones are checked when they are read."""
         mistake = self.gap_beside(question=1, special=1)
         if mistake:
             raise UserError(mistake)
@@ -69,28 +78,24 @@ class SquadSpec(TaskBase):
     def gap_beside(self, question: int, special: int) -> str | None:
         """Say why no window covers some tokens of a long context; None if all are covered.
 
-        Both are numbers of tokens. A window holds what they leave of `max_seq_length`; windows are `doc_stride` apart.
+        Both are numbers of tokens. A window holds the rest of `max_seq_length`; windows are `doc_stride` apart.
         """
         room = self.max_seq_length - special - question
         if self.doc_stride <= room:
             return None
-        longest = self.max_seq_length - special - self.doc_stride
-        ways_out = [
-            f"lower doc_stride to {room} or less" if room > 0 else "",
-            f"lower max_query_length to {longest} or less, which cuts longer questions" if longest > 0 else "",
-            f"raise max_seq_length to {self.doc_stride + special + question} or more",
-        ]
         return (
             f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens "
             f"to the context beside {special} special ones and {question} of a question: parts of the context would "
-            f"be in no window; {', or '.join(filter(None, ways_out))}"
+            f"be in no window; lower doc_stride or max_query_length, or raise max_seq_length to "
+            f"{self.doc_stride + special + question} or more"
         )
 
 
 class LmSpec(TaskBase):
     """Language modelling over text: "mlm" (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or "clm".
 
-    Files are .txt, or .jsonl with `text_column`; a file name may be a pattern such as "part-*.txt".
+    Files are .txt, or .jsonl with `text_column`; a file name may be a pattern such as "part-*.txt". `mlm_smoothing`
+    above 0 chooses rare tokens more often. `head_positions` "all" follows from restrict_ce_to_mask: false.
     """
 
     name: Literal["mlm", "clm"]
@@ -103,47 +108,64 @@ class LmSpec(TaskBase):
     word_mask: Fraction = Field(0.8, description="share of those that the mask token replaces")
     word_keep: Fraction = Field(0.1, description="share that stays as it is")
     word_rand: Fraction = Field(0.1, description="share that a random token replaces")
-    mlm_smoothing: float = Field(
-        0.7, ge=0, description="a token is chosen with weight count ** -mlm_smoothing: rare ones more often"
-    )
-    head_positions: Literal["labels", "all"] = Field(
-        "labels", description='where mlm logits are computed; "all" follows from restrict_ce_to_mask: false'
-    )
+    mlm_smoothing: float = Field(0.7, ge=0, description="tokens are chosen with weight count ** -mlm_smoothing")
+    head_positions: Literal["labels", "all"] = Field("labels", description="where mlm logits are computed")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> LmSpec:
-        mistakes = []
         total = self.word_mask + self.word_keep + self.word_rand
         if abs(total - 1) > 1e-6:
-            mistakes.append(f"word_mask + word_keep + word_rand is {total:g}: make it 1")
+            raise UserError(f"word_mask + word_keep + word_rand is {total:g}: make it 1")
         if self.min_seq_length > self.max_seq_length:
-            mistakes.append(
-                f"min_seq_length is {self.min_seq_length} and max_seq_length is {self.max_seq_length}: every example "
-                f"would be dropped; lower min_seq_length"
+            raise UserError(
+                f"min_seq_length is {self.min_seq_length} and max_seq_length is {self.max_seq_length}, so that every "
+                f"example would be dropped: lower min_seq_length"
             )
-        if mistakes:
-            raise UserError("\n".join(mistakes))
         return self
 
 
 TaskSpec = TextSpec | SquadSpec | LmSpec
 
-FAMILIES: dict[str, type[TextSpec] | type[SquadSpec] | type[LmSpec]] = {
-    "text": TextSpec,
-    "squad": SquadSpec,
-    "lm": LmSpec,
+
+class Family(NamedTuple):
+    """One family of tasks: the class that its JSON is parsed into, and the code that handles it.
+
+    `task` is the subclass of `ds_trainer.tasks.task.Task`. `data` is a module (or an object) with the functions
+    `check_data_files(spec, splits)` and `training_texts(spec)`, for those who want more than the checks of `spec`.
+    Either may be written "module:name", as in packaging's entry points, and is then imported when it is first used: the
+    settings are checked before torch is loaded. `names` are the task names that select the family.
+    """
+
+    spec: type[TaskBase]
+    task: Any
+    data: Any = None
+    names: tuple[str, ...] = ()
+
+
+FAMILIES: dict[str, Family] = {
+    "text": Family(TextSpec, "ds_trainer.tasks.text.text_task:TextTask", "ds_trainer.tasks.text.text_data"),
+    "squad": Family(
+        SquadSpec, "ds_trainer.tasks.squad.squad_task:SquadTask", "ds_trainer.tasks.squad.squad_file", ("squad",)
+    ),
+    "lm": Family(LmSpec, "ds_trainer.tasks.lm.lm_task:LmTask", "ds_trainer.tasks.lm.lm_text", ("mlm", "clm")),
 }
+"""Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take
+effect once its models are rebuilt (`model_rebuild(force=True)`)."""
 
 
 def family(value: Any) -> str:
-    """The family of a task, by the name in its JSON or of its spec."""
+    """Return the family of a task, given its JSON or its spec; a name that no family claims is labelled text."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    by_name = {"squad": "squad", "mlm": "lm", "clm": "lm"}
-    return by_name.get(name, "text") if isinstance(name, str) else "text"
+    return next((key for key, entry in FAMILIES.items() if name in entry.names), "text")
 
 
-AnyTask = Annotated[
-    Annotated[TextSpec, Tag("text")] | Annotated[SquadSpec, Tag("squad")] | Annotated[LmSpec, Tag("lm")],
-    Discriminator(family),
-]
+class _OneOfTheFamilies:
+    """Let pydantic parse a task by the spec of its family, whatever families are registered at that moment."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        specs = {key: handler.generate_schema(entry.spec) for key, entry in FAMILIES.items()}
+        return core_schema.tagged_union_schema(specs, discriminator=family)
+
+
+AnyTask = Annotated[TaskSpec, _OneOfTheFamilies()]
 """A recipe's field that holds any task."""

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import MODEL_FILES
-from ds_trainer.files.whole_file import read_value
 from ds_trainer.ranks.failures import UserError
 
 ONNX_FILE, INT8_FILE, REPORT = "model.onnx", "model.int8.onnx", "export.json"

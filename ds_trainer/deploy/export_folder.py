@@ -25,7 +25,7 @@ from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
-from ds_trainer.files.whole_file import read_value
+from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
@@ -43,7 +43,7 @@ from ds_trainer.models.pretrained import (
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.interrupts import held_back, leaving
+from ds_trainer.ranks.stopping import held_back, leaving
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task

@@ -24,8 +24,8 @@ from transformers import AutoConfig
 from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.files.messages import listed, quoted
+from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import TOKENIZER_FILES
-from ds_trainer.files.whole_file import read_value
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import encoder_linears, total_weights
 from ds_trainer.models.loading import as_user_error

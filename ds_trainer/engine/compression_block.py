@@ -1,234 +1,139 @@
-"""Translate a `compression_training` block, which DeepSpeed deleted in September 2026, into this library's recipe.
+"""Translate a `compression_training` block, which DeepSpeed deleted in September 2026, into a recipe of this library.
 
-What pruning, layer reduction and quantization of that block have as a counterpart becomes part of a phase, and a
-command for the exported model; what has none is named. Reads only; never fails on a block that is itself wrong.
+Pruning and layer reduction become a phase, quantization becomes a command for the exported model, and everything
+without a counterpart is named. The result is a text for the message that refuses the block.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
-from ds_trainer.files.messages import shown
-
+_GENERAL = "the recipe's techniques prune and distil, and launch/export.py --onnx --quantize int8 quantizes"
 _EXPORT = "python launch/export.py OUTPUT_DIR/model --onnx --quantize int8"
-_PRUNERS = ("head_pruning", "row_pruning", "sparse_pruning")
-_BLOCKS = {
-    "attention": ["self.query", "self.key", "self.value", "output.dense", "q_lin", "k_lin", "v_lin", "out_lin"],
-    "feed_forward": ["intermediate.dense", "output.dense", "ffn.lin1", "ffn.lin2"],
+_STUDENT = "layer_reduction without teacher_layer: student.layers in the recipe names the layers to copy"
+_CHANNELS = "channel_pruning, which is for convolutions: heads and neurons are what transformers have"
+_ONE_WAY = (
+    "a phase has one pruning_method, one final_threshold and one start, and prunes whole heads and neurons, or rows, "
+    "or single weights"
+)
+_SNIP_MOMENTUM = {
+    "method": "the criterion snip_momentum: topK learns movement scores, which are first-order too",
+    "schedule_offset_end": "schedule_offset_end {}: final_warmup is the fraction of the phase after it",
+    "excluded_modules": "excluded_modules: only linear layers of the encoder are pruned, or those that modules names",
 }
-_MATRICES = {
-    f"{encoder}.layer.{number}.{'attention.' if kind == 'attention' else ''}{name}": kind
-    for encoder in ("bert.encoder", "roberta.encoder", "electra.encoder", "deberta.encoder", "distilbert.transformer")
-    for number in range(12)
-    for kind, names in _BLOCKS.items()
-    for name in names
-}
-"""The kind of block by a linear layer's name, of the families whose blocks are known: to try patterns on."""
-
-
-class _Group(NamedTuple):
-    """What one group of a pruning block asks for, in this library's words."""
-
-    path: str
-    granularity: dict[str, str]
-    method: str
-    density: float
-    start: int
+"""What a recipe does instead of these keys of a block-wise sparse_pruning."""
 
 
 def recipe_for(block: Any) -> str:
-    """What to write in a recipe in the place of the block, and what of it cannot be written."""
+    """Return what to write in place of the block: part of a recipe, a command, and what has no counterpart."""
     missing: list[str] = []
-    phase = {**_reduced(block, missing), **_pruned(block, missing)}
-    if techniques := {**phase.pop("distilled", {}), **phase.pop("pruned", {})}:
-        phase["techniques"] = techniques
-    commands = [*_quantized(block, missing)]
-    told = []
-    if phase:
-        told.append(f"a phase of the recipe does the same with\n{json.dumps(phase)}")
-    if commands:
-        told.append(f"the exported model is quantized by\n{commands[0]}")
+    try:
+        phase = _phase(block, missing)
+        quantizes = _quantizes(block, missing)
+    except (AttributeError, KeyError, TypeError, ValueError):  # the block is not as DeepSpeed's documentation has it
+        return _GENERAL
+    parts = [f"a phase of the recipe does the same with\n{json.dumps(phase)}"] if phase else []
+    if quantizes:
+        parts.append(f"the exported model is quantized by\n{_EXPORT}")
     if missing:
-        told.append("ds_trainer has no counterpart of " + "; ".join(missing))
-    return "\nand ".join(told) or "the recipe's techniques prune and distil, and launch/export.py quantizes"
+        parts.append("ds_trainer has no counterpart of " + "; ".join(missing))
+    return "\nand ".join(parts) or _GENERAL
 
 
-def _reduced(block: Any, missing: list[str]) -> dict[str, Any]:
-    """The student of `layer_reduction`, distilled from the model that it is made of."""
-    reduction = _at(block, "layer_reduction")
-    if not _is_on(reduction):
-        return {}
-    layers = _whole(reduction.get("teacher_layer")) or _whole(
-        [name.rsplit(".", 1)[-1] for name in _texts(reduction.get("other_module_name"))]
-    )
-    if not layers:
-        missing.append("layer_reduction without teacher_layer: student.layers in the recipe names the layers to copy")
-        return {}
-    distilled = {"distill": {"teacher": "@model", "alpha_ce": 0.5, "alpha_distil": 0.5}}
-    return {"start_from": "@model", "student": {"layers": layers}, "distilled": distilled}
-
-
-def _pruned(block: Any, missing: list[str]) -> dict[str, Any]:
-    """The pruning groups in one `prune`: those that agree with the first on method, density and start."""
-    snip = _snip(_at(block, "sparse_pruning"), missing)
-    kinds = [kind for kind in _PRUNERS if _is_on(_at(block, kind, "shared_parameters"))]
-    if snip:
-        missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
-    groups = [] if snip else [group for kind in kinds for group in _groups(_at(block, kind), kind, missing)]
-    if _is_on(_at(block, "channel_pruning", "shared_parameters")):
-        missing.append("channel_pruning, which is for convolutions: heads and neurons are what transformers have")
-    if snip:
-        return snip
-    if not groups:
-        return {}
-    first = groups[0]
-    granularity: dict[str, str] = {}
-    for group in groups:
-        if group[2:] == first[2:]:
-            _add(granularity, group, missing)
-        else:
-            missing.append(
-                f"{group.path} beside {first.path}: a phase has one pruning_method, one final_threshold and one start"
-            )
-    prune = {"pruning_method": first.method, "granularity": granularity, "final_threshold": first.density}
-    whole = {"head", "neuron"} & set(granularity.values())
-    return {**({"shrink": True} if whole else {}), **_started(prune, first.start, missing)}
-
-
-def _add(granularity: dict[str, str], group: _Group, missing: list[str]) -> None:
-    """Add a group's keys, but those that would decide nothing or split a block, which a run refuses at its start."""
-    for key, grain in group.granularity.items():
-        names = [name for name in _MATRICES if _decides(key, name)] or [key]
-        taken = {name: other for other in reversed(granularity) for name in names if _decides(other, name)}
-        if rivals := [other for other in granularity if other in taken.values() and granularity[other] != grain]:
-            missing.append(f"{group.path} on {key} beside {rivals[0]}: of a matrix the first of these decides")
-        if not taken or (len(taken) < len(names) and key not in _BLOCKS):
-            granularity[key] = grain
-
-
-def _decides(key: str, name: str) -> bool:
-    return _MATRICES.get(name) == key if key in _BLOCKS else fnmatchcase(name, key)
-
-
-def _snip(sparse: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    """The block-wise `snip_momentum`, whose one density is over all layers; its criterion becomes movement's."""
-    shared = _at(sparse, "shared_parameters")
-    if not _is_on(shared) or shared.get("method") != "snip_momentum":
-        return {}
-    missing.append("the criterion snip_momentum: topK learns movement scores, which are first-order too")
-    if shared.get("schedule_offset_end"):
-        missing.append(
-            f"schedule_offset_end {shared['schedule_offset_end']}: final_warmup is the fraction of the phase after it"
-        )
-    if shared.get("excluded_modules"):
-        missing.append("excluded_modules: only linear layers of the encoder are pruned, or those that modules names")
-    pattern = re.fullmatch(r"([1-9]\d*)([x:])([1-9]\d*)", str(shared.get("block_pattern", "4x1")))
-    prune: dict[str, Any] = {"pruning_method": "topK"}
-    if pattern and pattern[2] == "x":
-        density = _share(shared.get("dense_ratio"), 0.1)
-        prune |= {"granularity": "block", "block_shape": [int(pattern[1]), int(pattern[3])]}
-        prune |= {"final_threshold": density, "global_topk": True}
-    elif pattern and pattern[0] == "2:4":
-        prune |= {"granularity": "2:4"}
-    else:
-        missing.append(f"block_pattern {shared.get('block_pattern')}: known are NxM and 2:4")
-        return {}
-    return _started(prune, _offset(shared), missing)
-
-
-def _groups(pruning: dict[str, Any], kind: str, missing: list[str]) -> Iterator[_Group]:
-    """The groups of a pruning block."""
-    shared = _at(pruning, "shared_parameters")
-    method = "topK" if shared.get("method", "topk" if kind == "head_pruning" else "l1") == "topk" else "magnitude"
-    named = {name: group for name, group in _at(pruning, "different_groups").items() if isinstance(group, dict)}
-    for name, group in named.items():
-        path, modules = f"{kind}.{name}", group.get("modules")
-        patterns = _patterns(path, modules, missing)
-        if kind == "head_pruning":
-            granularity = {"attention": "head"}
-        elif kind == "row_pruning" and group.get("related_modules"):
-            granularity = {"feed_forward": "neuron"}
-        else:
-            granularity = dict.fromkeys(patterns, "row" if kind == "row_pruning" else "weight")
-        # a number between dots is a layer's
-        if granularity.keys() & _BLOCKS and any(re.search(r"\b\d", pattern) for pattern in patterns):
-            missing.append(f"{path} on {shown(modules)} alone: heads and neurons are pruned in every layer")
-        density = _share(_at(group, "params").get("dense_ratio"), 0.5)
-        if granularity:
-            yield _Group(path, granularity, method, density, _offset(shared))
-    if not named:
-        missing.append(f"{kind} without different_groups")
-
-
-def _quantized(block: Any, missing: list[str]) -> Iterator[str]:
-    """The command for a block that quantizes; other than 8 bits, and training with quantized values, are named."""
-    for kind, bits in (("weight_quantization", "target_bits"), ("activation_quantization", "bits")):
-        quantization = _at(block, kind)
-        if not _is_on(_at(quantization, "shared_parameters")):
-            continue
-        yield _EXPORT
-        for name in _at(quantization, "different_groups"):
-            asked = _at(quantization, "different_groups", name, "params").get(bits, 8)
-            if asked != 8:
-                missing.append(f"{kind}.{name} with {asked} bits: int8 is what there is")
-        missing.append(f"{kind} in training: it is done after it, weights once and activations as they come")
-
-
-def _started(prune: dict[str, Any], start: int, missing: list[str]) -> dict[str, Any]:
-    """The parts of a phase whose pruning begins after so many steps; the recipe counts in warm-ups."""
-    prune |= {"initial_warmup": 1 if start else 0, "final_warmup": 0.3}
+def _phase(block: dict[str, Any], missing: list[str]) -> dict[str, Any]:
+    """Return the phase that reduces layers and prunes; adds to `missing` what it cannot do."""
+    phase: dict[str, Any] = {}
+    techniques: dict[str, Any] = {}
+    if _is_on(block.get("layer_reduction")) and (layers := block["layer_reduction"].get("teacher_layer")):
+        phase |= {"start_from": "@model", "student": {"layers": layers}}
+        techniques["distill"] = {"teacher": "@model", "alpha_ce": 0.5, "alpha_distil": 0.5}
+    elif _is_on(block.get("layer_reduction")):
+        missing.append(_STUDENT)
+    prune, start = _prune(block, missing)
+    if prune:
+        techniques["prune"] = prune | {"initial_warmup": 1 if start else 0, "final_warmup": 0.3}
+        if {"attention", "feed_forward"} & set(prune["granularity"]):  # whole heads and neurons can be cut out
+            phase["shrink"] = True
     if start:
+        phase["warmup_steps"] = start
         missing.append(
-            f"schedule_offset {start} in steps without warmup_steps, which warms the learning rate up, too: leave that "
-            f"out where the phase's steps are known, and write {start} / steps, a fraction, as initial_warmup"
+            f"schedule_offset {start} in steps without warmup_steps, which also warms the learning rate up: where the "
+            f"phase's steps are known, leave warmup_steps out and write {start} / steps as initial_warmup"
         )
-    return {**({"warmup_steps": start} if start else {}), "pruned": {"prune": prune}}
+    return phase | ({"techniques": techniques} if techniques else {})
 
 
-def _patterns(path: str, modules: Any, missing: list[str]) -> list[str]:
-    """Patterns with `*` of the regular expressions that DeepSpeed looked for anywhere in a name."""
-    patterns = []
-    for text in _texts(modules):
-        parts = re.sub(r"^\(([^()]*)\)$", r"\1", text).replace("[0-9]", r"\d").split("|")
-        # what else a regular expression may have, a pattern cannot say; "*" alone was DeepSpeed's word for all
-        if text != "*" and not all(re.fullmatch(r"\^?((\\[wd]|\.)[+*]?|\\\.|[\w-])*\$?", part) for part in parts):
-            missing.append(f"{path} on {shown(text)}: write name patterns with * for this regular expression")
-            continue
-        for part in parts:
-            start, end = "*" * (not part.startswith("^")), "*" * (not part.endswith("$"))
-            body = re.sub(r"(\\[wd]|(?<!\\)\.)[+*]", "*", part.removeprefix("^").removesuffix("$"))
-            # a dot inside is the dot of a name; at an edge, or one of many, it is any character
-            body = re.sub(r"\\w|(?<!\\)(^\.|\.$|\.(?=\.)|(?<=\.)\.)", "?", body).replace(r"\d", "[0-9]")
-            patterns.append(re.sub(r"\*+", "*", start + body.replace("\\", "") + end))
-    return patterns if _texts(modules) else ["*"]
+def _is_on(section: dict[str, Any] | None) -> bool:
+    return bool(section and section.get("shared_parameters", section).get("enabled"))
 
 
-def _at(block: Any, *keys: str) -> dict[str, Any]:
-    for key in keys:
-        block = block.get(key) if isinstance(block, dict) else None
-    return block if isinstance(block, dict) else {}
+def _prune(block: dict[str, Any], missing: list[str]) -> tuple[dict[str, Any], int]:
+    """Return the settings of `techniques.prune`, and the step at which pruning starts.
+
+    A phase has one method, density and start, and prunes whole heads and neurons, or rows, or single weights: the
+    first group decides, and a group that differs from it is named as missing.
+    """
+    kinds = [kind for kind in ("head_pruning", "row_pruning", "sparse_pruning") if _is_on(block.get(kind))]
+    missing += [_CHANNELS] if _is_on(block.get("channel_pruning")) else []
+    sparse = block["sparse_pruning"]["shared_parameters"] if "sparse_pruning" in kinds else {}
+    if sparse.get("method") == "snip_momentum":
+        missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
+        missing += [words.format(sparse[key]) for key, words in _SNIP_MOMENTUM.items() if sparse.get(key)]
+        return _blocks(sparse), sparse.get("schedule_offset", 0)
+    groups: dict[tuple[str, float, int, str], dict[str, dict[str, str]]] = {}
+    for kind in kinds:
+        shared = block[kind]["shared_parameters"]
+        method = "topK" if shared.get("method", "topk" if kind == "head_pruning" else "l1") == "topk" else "magnitude"
+        for name, group in block[kind]["different_groups"].items():
+            grains = _granularity(f"{kind}.{name}", kind, group, missing)
+            unit = "whole" if {"head", "neuron"} & set(grains.values()) else kind
+            settings = (method, group["params"].get("dense_ratio", 0.5), shared.get("schedule_offset", 0), unit)
+            groups.setdefault(settings, {})[f"{kind}.{name}"] = grains
+    if not groups:
+        return {}, 0
+    (settings, first), *others = groups.items()
+    missing += [f"{path} beside {next(iter(first))}: {_ONE_WAY}" for _, paths in others for path in paths]
+    granularity = {key: grain for grains in first.values() for key, grain in grains.items()}
+    method, density, start, _ = settings
+    return {"pruning_method": method, "granularity": granularity, "final_threshold": density}, start
 
 
-def _is_on(shared: dict[str, Any]) -> bool:
-    return shared.get("enabled") is True or shared.get("enabled") == 1
+def _blocks(shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of block-wise pruning at one density over all layers, or of 2:4."""
+    pattern = shared.get("block_pattern", "4x1")
+    if pattern == "2:4":
+        return {"pruning_method": "topK", "granularity": "2:4"}
+    prune = {"pruning_method": "topK", "granularity": "block", "block_shape": [int(n) for n in pattern.split("x")]}
+    return prune | {"final_threshold": shared.get("dense_ratio", 0.1), "global_topk": True}
 
 
-def _offset(shared: dict[str, Any]) -> int:
-    return next(iter(_whole([shared.get("schedule_offset")])), 0)
+def _granularity(path: str, kind: str, group: dict[str, Any], missing: list[str]) -> dict[str, str]:
+    """Return the pruning granularity by block, or by name pattern, for one group."""
+    modules = group.get("modules", ["*"])
+    if kind == "head_pruning" or group.get("related_modules"):
+        if any(re.search(r"\d|\\d", module) for module in modules):
+            missing.append(f"{path} on {json.dumps(modules)} alone: heads and neurons are pruned in every layer")
+        return {"attention": "head"} if kind == "head_pruning" else {"feed_forward": "neuron"}
+    return dict.fromkeys(_patterns(path, modules, missing), "row" if kind == "row_pruning" else "weight")
 
 
-def _share(value: Any, default: float) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return float(value) if good else default
+def _patterns(path: str, modules: list[str], missing: list[str]) -> Iterator[str]:
+    """Yield a name pattern with `*` for each regular expression, which DeepSpeed searched anywhere in a name."""
+    for module in modules:
+        body = re.sub(r"(\\[wd]|\[0-9\]|\.)[+*]|\\[wd]|\[0-9\]", "*", module).replace("\\.", ".")
+        if re.search(r"[^\w.*-]|\.\.", body):
+            missing.append(f"{path} on {json.dumps(module)}: write name patterns with * for this regular expression")
+        else:
+            yield re.sub(r"\*+", "*", f"*{body}*")
 
 
-def _whole(values: Any) -> list[int]:
-    items = values if isinstance(values, list) else []
-    return [int(item) for item in items if re.fullmatch(r"\d{1,9}", str(item))]
-
-
-def _texts(values: Any) -> list[str]:
-    items = values if isinstance(values, list) else [values]
-    return [item for item in items if isinstance(item, str)]
+def _quantizes(block: dict[str, Any], missing: list[str]) -> bool:
+    """Whether the block quantizes; adds to `missing` what int8 after the training does not do."""
+    kinds = [kind for kind in ("weight_quantization", "activation_quantization") if _is_on(block.get(kind))]
+    for kind in kinds:
+        for name, group in block[kind].get("different_groups", {}).items():
+            bits = group["params"].get("target_bits", group["params"].get("bits", 8))
+            missing += [f"{kind}.{name} with {bits} bits: only int8 is supported"] if bits != 8 else []
+        missing.append(f"{kind} in training: ds_trainer quantizes after it, weights once and activations as they come")
+    return bool(kinds)

@@ -1,4 +1,4 @@
-"""Start DeepSpeed's engine with our parameter groups, read what it knows, and tear it down."""
+"""Start DeepSpeed's engine with our parameter groups, read its rates and norms, and stop it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from ds_trainer.engine import universal
-from ds_trainer.engine.engine_file import zero_stage
+from ds_trainer.engine import reshard
+from ds_trainer.engine.keys import precision_of, zero_stage
 from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_optimizer
-from ds_trainer.engine.universal_form import SCALER
+from ds_trainer.engine.saved_states import SCALER
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
 
+_REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
+"""The errors by which `deepspeed.initialize` refuses a config: it has no type of its own for them."""
+
 _SCALERS = ("loss_scaler", "loss_scale_config")
-_WITH_SETTINGS = (*_SCALERS, "dynamic_loss_scale", "clip_grad")
-"""What DeepSpeed's wrappers of optimizers take over from a checkpoint beside the groups."""
+_WRAPPER_SETTINGS = (*_SCALERS, "dynamic_loss_scale", "clip_grad")
+"""The settings beside the groups that DeepSpeed's wrappers of optimizers load from a checkpoint."""
 
 
 def start_engine(
@@ -33,7 +38,7 @@ def start_engine(
     base: Hyperparameters,
     lr_factor: Callable[[int], float],
 ) -> Engine:
-    """Hand the model to DeepSpeed.
+    """Hand the model to DeepSpeed and return its engine. Raises UserError with DeepSpeed's words where it refuses.
 
     An `optimizer` block of the resolved engine file builds that optimizer over our groups; without one, torch AdamW is
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
@@ -42,24 +47,25 @@ def start_engine(
 
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
-    own_optimizer = "optimizer" in config
-    with distributed.building_kernels():
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            config=dict(config),
-            optimizer=None if own_optimizer else build_optimizer(groups, base),
-            model_parameters=as_torch(groups, base) if own_optimizer else None,
-            lr_scheduler=None
-            if "scheduler" in config
-            else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor),
-        )
+    in_file = "optimizer" in config
+    try:
+        with distributed.building_kernels():
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                config=dict(config),
+                optimizer=None if in_file else build_optimizer(groups, base),
+                model_parameters=as_torch(groups, base) if in_file else None,
+                lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
+            )
+    except _REFUSALS as error:
+        raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {error or repr(error)}") from error
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine
 
 
 def _hide_secrets() -> None:
-    """Have DeepSpeed's log, which prints the whole engine file at a start, go without the keys in it."""
+    """Remove keys and tokens from DeepSpeed's log, which prints the whole engine file at a start."""
     from deepspeed.utils import logger
 
     for handler in logger.handlers:
@@ -73,108 +79,106 @@ def _redact(record: logging.LogRecord) -> bool:
 
 
 class OptimizerSettings:
-    """What the recipe and the engine file say of the optimizer, as an engine has it before it loads a checkpoint.
+    """The hyperparameters that an engine has at this moment: rates, decays, betas, clipping, rules of the loss scale.
 
-    A checkpoint brings what the run had that wrote it: rates, decays, betas, clipping, how the loss scale moves. Its
-    place in the schedule and its loss scale are states, and stay.
+    Loading a checkpoint overwrites them with those of the run that wrote it. A snapshot taken before lets the engine go
+    on with the settings of the files. The place in the schedule and the loss scale itself are states, and stay as the
+    checkpoint has them.
     """
 
     def __init__(self, engine: Engine) -> None:
         optimizer, scheduler = engine.optimizer, engine.lr_scheduler
+        schedule = (engine.scheduler_params() if engine.scheduler_name() else None) or {}
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
-        self._own = {name: copy.copy(value) for name, value in vars(optimizer).items() if name in _WITH_SETTINGS}
-        self._schedule = {name: value for name, value in vars(scheduler).items() if name in _scheduler_params(engine)}
+        self._wrapper = {name: copy.copy(value) for name, value in vars(optimizer).items() if name in _WRAPPER_SETTINGS}
+        self._schedule = {name: value for name, value in vars(scheduler).items() if name in schedule}
 
-    def put_back(self, engine: Engine) -> str:
-        """Have a resumed engine go on with these settings; gives what differs from the checkpoint's, in words."""
+    def restore(self, engine: Engine) -> None:
+        """Give these settings to an engine that has loaded a checkpoint."""
         optimizer = engine.optimizer
-        before = [_settings_of(group) for group in optimizer.param_groups]
+        loaded = [_settings_of(group) for group in optimizer.param_groups]
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
-        self._renew_rates(engine, before)
+        self._restore_rates(engine, loaded)
+        for name, value in self._wrapper.items():
+            state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
+            setattr(optimizer, name, value)
+            if state.get("dynamic", state.get("dynamic_loss_scale")):  # it goes on where the checkpoint had it
+                reshard.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
+
+    def changes_since(self, older: OptimizerSettings) -> str:
+        """Describe how these settings differ from older ones of the same engine, for the log; "" where they do not."""
         changes: dict[str, list[str]] = {}
-        for index, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        for index, (group, before) in enumerate(zip(self._groups, older._groups, strict=True)):
             rate = "initial_lr" if "initial_lr" in group else "lr"  # "lr" alone also moves with the schedule
-            for key, value in _settings_of(group).items():
-                if key in old and old[key] != value and (key == rate or key not in ("lr", "initial_lr")):
-                    change = f"{'learning rate' if key == rate else key} {old[key]} -> {value}"
+            for key, value in group.items():
+                if key in before and before[key] != value and (key == rate or key not in ("lr", "initial_lr")):
+                    change = f"{'learning rate' if key == rate else key} {before[key]} -> {value}"
                     changes.setdefault(change, []).append(str(group.get("name", index)))
-        everywhere = len(self._groups)
-        told = [
-            change if len(names) == everywhere else f"{change} ({', '.join(dict.fromkeys(names))})"
+        words = [
+            change if len(names) == len(self._groups) else f"{change} ({', '.join(dict.fromkeys(names))})"
             for change, names in changes.items()
         ]
-        clip = getattr(optimizer, "clip_grad", None)
-        self._renew_own(optimizer)
-        if clip != getattr(optimizer, "clip_grad", None):
-            told.append(f"gradient_clipping {clip} -> {optimizer.clip_grad}")
-        return "; ".join(told)
+        clip, clip_before = self._wrapper.get("clip_grad"), older._wrapper.get("clip_grad")
+        return "; ".join([*words, *([f"gradient_clipping {clip_before} -> {clip}"] if clip != clip_before else [])])
 
-    def _renew_rates(self, engine: Engine, before: Sequence[Mapping[str, Any]]) -> None:
-        """Set the rates that the schedule has at its place."""
+    def _restore_rates(self, engine: Engine, loaded: Sequence[Mapping[str, Any]]) -> None:
+        """Set every group's rate to the value of the schedule at the engine's step."""
         scheduler, groups = engine.lr_scheduler, engine.optimizer.param_groups
-        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        if isinstance(scheduler, LambdaLR):
             scheduler.base_lrs = [group["initial_lr"] for group in groups]
             for group in groups:
                 group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
-        elif hasattr(scheduler, "last_batch_iteration"):
+        elif hasattr(scheduler, "last_batch_iteration"):  # one of DeepSpeed's, whose rate is a function of the step
             if scheduler.last_batch_iteration >= 0:  # else every step so far was skipped
-                scheduler.step(scheduler.last_batch_iteration)  # one of DeepSpeed's, a function of its step
-        else:  # torch's others go from rate to rate, and keep their settings in their state
+                scheduler.step(scheduler.last_batch_iteration)
+        else:  # torch's others compute each rate from the one before, and keep their settings in their state
             vars(scheduler).update(self._schedule)
-            for group, old in zip(groups, before, strict=True):
+            for group, old in zip(groups, loaded, strict=True):
                 factor = old["lr"] / old["initial_lr"] if old["initial_lr"] else 1.0
                 group["lr"] = group["initial_lr"] * factor
                 cycled = ("betas", "momentum") if "base_momentum" in group else ()
                 group.update({key: old[key] for key in cycled if key in old})
 
-    def _renew_own(self, optimizer: Any) -> None:
-        """Set what DeepSpeed's wrapper keeps beside the groups; a dynamic loss scale goes on where it was."""
-        for name, value in self._own.items():
-            state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
-            setattr(optimizer, name, value)
-            if state.get("dynamic", state.get("dynamic_loss_scale")):
-                universal.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
-
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set in an optimizer's group: not its parameters, nor the steps that some of DeepSpeed's count there."""
-    kept = {key: value for key, value in group.items() if key not in ("params", "step")}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
-
-
-def _scheduler_params(engine: Engine) -> Mapping[str, Any]:
-    return (engine.scheduler_params() if engine.scheduler_name() else None) or {}
+    """Return a group's settings, without its parameters and the step count that some of DeepSpeed's optimizers keep."""
+    settings = {key: value for key, value in group.items() if key not in ("params", "step")}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
 def _mend_without_zero(engine: Engine) -> None:
-    """Have DeepSpeed do without ZeRO what it does with it: scale the loss, keep the norm, see what was skipped."""
+    """Add to an engine without ZeRO what DeepSpeed only does with ZeRO.
+
+    That is: scale the loss of fp16, keep the gradient norm of fp32, and notice the steps that autocast's scaler skips.
+    """
     if engine.fp16_enabled():
         engine.backward = partial(_scaled_backward, engine, engine.backward)
     elif not engine.bfloat16_enabled():
         if engine.gradient_clipping() > 0:
             engine.clip_fp32_gradients = partial(_clip_and_keep_norm, engine)
-        else:
+        else:  # without clipping nothing else would look at the gradients
             engine.optimizer.register_step_pre_hook(partial(_keep_norm, engine))
         if engine.torch_autocast_z0_gradscaler is not None:
             scaler = engine.torch_autocast_z0_gradscaler
-            scaler.step = partial(_step_and_tell_overflow, scaler, scaler.step)
+            scaler.step = partial(_step_and_note_overflow, scaler, scaler.step)
 
 
 def _scaled_backward(engine: Engine, backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
-    """Backward of the loss times the loss scale, for fp16 without ZeRO.
+    """Run backward of the loss times the loss scale, for fp16 without ZeRO.
 
-    DeepSpeed 0.19.8 takes the scale off those gradients, but never puts it on (DeepSpeed#8393). The hook sets what
-    flows into the loss, whatever DeepSpeed makes of it, so that a release that does scale would not scale twice.
+    DeepSpeed 0.19.8 divides those gradients by the scale, but never multiplies the loss by it (DeepSpeed#8393). The
+    hook overwrites the gradient that flows into the loss instead of multiplying it, so that with a release of DeepSpeed
+    that does scale, the loss is not scaled twice.
     """
-    loss = loss.float() + 0.0  # a tensor of our own for the hook; half precision does not reach the scale
+    loss = loss.float() + 0.0  # a new tensor for the hook; half precision does not reach as high as the scale
     factor = engine.optimizer.loss_scale_config.cur_scale / engine.gradient_accumulation_steps()
     loss.register_hook(lambda gradient: torch.full_like(gradient, factor))
     backward(loss)
 
 
 def _clip_and_keep_norm(engine: Engine) -> None:
-    """What the engine does without ZeRO in fp32, except that it forgets the norm; which stays on the device."""
+    """Clip as the engine does in fp32, and keep the norm, which DeepSpeed drops; it stays on the device."""
     from deepspeed.runtime.utils import clip_grad_norm_
 
     engine._global_grad_norm = clip_grad_norm_(
@@ -183,45 +187,43 @@ def _clip_and_keep_norm(engine: Engine) -> None:
 
 
 def _keep_norm(engine: Engine, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Without clipping, without ZeRO and in fp32 nothing else would look at the gradients."""
+    """Compute the gradient norm just before a step without clipping; it stays on the device."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes torch's loss scale off itself
+    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by torch's loss scale itself
     engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients) / (1.0 if scale is None else scale)
 
 
-def _step_and_tell_overflow(scaler: Any, step: Callable[..., Any], optimizer: Any) -> None:
-    """A step of torch's scaler; DeepSpeed would count those that it skips as taken, and move the schedule on."""
+def _step_and_note_overflow(scaler: Any, step: Callable[..., Any], optimizer: Any) -> None:
+    """Step by torch's scaler; DeepSpeed would count its skipped steps as taken, and move the schedule on."""
     step(optimizer)  # which waits for the device itself, to know whether to skip
-    optimizer.overflow = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+    optimizer.overflow = any(overflow.item() for overflow in scaler._found_inf_per_device(optimizer).values())
 
 
 def loss_scale(engine: Engine) -> float:
-    """What the loss is multiplied by, at the next step; 1.0 in bf16 and fp32. Waits for the device under autocast."""
+    """Return the factor on the loss at the next step; 1.0 in bf16 and fp32. Waits for the device under autocast."""
     scalers = (engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None))
     scaler = next((scaler for scaler in scalers if scaler is not None), None)
     return float(scaler.get_scale() if scaler else engine._get_optimizer_loss_scale() or 1.0)
 
 
 def readings(engine: Engine) -> dict[str, float]:
-    """Every group's rate, gradient norm, loss scale, skipped steps: host values; may wait for the device."""
+    """Return every group's rate, gradient norm, loss scale and skipped steps, on the host; may wait for the device."""
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    found = {
+    values = {
         f"train/lr/{group.get('name', index)}": group["lr"] for index, group in enumerate(engine.optimizer.param_groups)
     }
     norm, scale = engine.get_global_grad_norm(), loss_scale(engine)
     if norm is not None:
-        with_scale = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # the only one that leaves it in the norm
-        found["train/grad_norm"] = float(norm) / scale if with_scale else float(norm)
-    found["train/loss_scale"] = scale
-    found["train/skipped_steps"] = engine.skipped_steps
-    return found
+        scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # the only one whose norm includes the loss scale
+        values["train/grad_norm"] = float(norm) / scale if scaled else float(norm)
+    return values | {"train/loss_scale": scale, "train/skipped_steps": engine.skipped_steps}
 
 
 def stop_engine(engine: Engine) -> None:
-    """Release hooks and buffers, so that the next phase may start an engine of its own; collective.
+    """Release hooks and buffers, so that the next phase may start its engine; collective.
 
-    The `comms_logger` of the engine file prints its summary only where a program asks for it.
+    A program has to ask for the summary of the engine file's `comms_logger`: it is printed here.
     """
     if engine.config.get("comms_logger", {}).get("enabled"):
         import deepspeed
@@ -234,12 +236,13 @@ def stop_engine(engine: Engine) -> None:
 
 
 def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: int) -> dict[str, int]:
-    """What a rank holds of parameters, gradients and Adam's states, by ZeRO stage; activations and buffers are extra.
+    """Return the bytes of parameters, gradients and Adam's states on a rank, by ZeRO stage, and their total.
 
-    In mixed precision the 2-byte parameters have a 4-byte master copy, which goes with the optimizer's states.
+    `trained` and `frozen` are numbers of values. Activations and buffers are extra. In mixed precision each parameter
+    of 2 bytes has a master copy of 4, which counts as a state of the optimizer.
     """
-    stage = zero_stage(dict(config))
-    mixed = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "bfloat16", "fp16"))
+    stage = zero_stage(config)
+    mixed = precision_of(config) != "fp32"
     width = 2 if mixed else 4
     shares = [world if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
     sizes = {

@@ -1,34 +1,29 @@
 """Read, check and resolve the engine file: DeepSpeed's own JSON, with Hugging Face's "auto" values.
 
-Every mistake is found here, from the text alone, before torch or DeepSpeed is imported (DeepSpeed's own
-messages come after its imports, on every rank, or only at the first optimizer step). What DeepSpeed knows
-is the matter of `engine_keys.py` and `engine_blocks.py`; what ds_trainer does not do, of `engine_verdicts.py`.
-
-Does not start DeepSpeed, and does not ask what the machine can do (fp16 on a CPU, NVMe paths, compilers).
+The check works on the text alone, before torch is loaded, so that a mistake shows within seconds. It reports unknown
+keys, wrong types and ranges (`keys.py`), keys that have no effect in ds_trainer (`verdicts.py`), values that differ
+between the engine file and the recipe, and combinations that DeepSpeed accepts although it then ignores a part of them
+or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`engine.start_engine`).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.recipe import Phase
-from ds_trainer.engine.blocks import (
-    block_mistakes,
-    offloads,
-    optimizer_params,
-    zero_stage,
-)
-from ds_trainer.engine.blocks import scheduler_mistakes as scheduler_mistakes
 from ds_trainer.engine.keys import (
     flag_at,
     is_auto,
-    is_batch_number,
     is_number,
     key_mistakes,
     key_table,
+    nearest_of,
+    offloads,
+    unknown_key,
     value_at,
+    zero_stage,
 )
 from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
 from ds_trainer.files.json_file import read_json
@@ -36,32 +31,18 @@ from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError
 
 DEFAULT_MICRO_BATCH = 32
-DEFAULT_GRADIENT_CLIPPING = 1.0  # DeepSpeed's own, for a file that does not say; 0.0 is "none"
-DEFAULT_LEARNING_RATE = 5e-5
-
+DEFAULTS = {
+    "gradient_clipping": 1.0,  # DeepSpeed's own, for a file without the key; 0.0 turns clipping off
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.weight_decay": 0.0,
+    "optimizer.params.eps": 1e-8,
+}
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the recipe says about values whose home is the engine file; None where it says nothing."""
-
-    train_batch_size: int | None = None
-    per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    max_grad_norm: float | None = None
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    adam_beta1: float | None = None
-    adam_beta2: float | None = None
-    adam_epsilon: float | None = None
-    bf16: bool | None = None
-    fp16: bool | None = None
-
-
-@dataclass(frozen=True)
-class Settled:
-    """Those values as they will be used: the engine file's, else the recipe's, else the default."""
+class EngineNumbers:
+    """The numbers that a phase is trained with: the engine file's, else the recipe's, else the default."""
 
     train_batch_size: int
     per_device_train_batch_size: int
@@ -72,11 +53,8 @@ class Settled:
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
-    bf16: bool
-    fp16: bool
 
 
-# Where a value lives in the engine file, and what the recipe calls it.
 NAMES_IN_RECIPE = {
     TRAIN: "train_batch_size",
     MICRO: "per_device_train_batch_size",
@@ -90,6 +68,7 @@ NAMES_IN_RECIPE = {
     "bfloat16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
+"""The recipe's field for a key of the engine file."""
 BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
@@ -97,131 +76,236 @@ BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
     "param_persistence_threshold": lambda hidden: 10 * hidden,
 }
+"""How Hugging Face's Trainer fills "auto" in `zero_optimization` from the hidden size of the model."""
 LOW_PRECISION = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
+SHARED_RATES: dict[str, dict[str, float | None]] = {
+    "WarmupLR": {"warmup_max_lr": None},
+    "WarmupDecayLR": {"warmup_max_lr": 0.001},
+    "OneCycle": {"cycle_min_lr": None, "cycle_max_lr": None},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
+    "OneCycleLR": {"max_lr": None},
+    "CyclicLR": {"base_lr": None, "max_lr": None},
+}
+"""The rates that a scheduler sets on every parameter group alike, unless they are lists, with DeepSpeed's default for
+an absent key; where that is None the groups keep their rates."""
 
 
 def read_engine_file(path: str | Path) -> dict[str, Any]:
-    """Read the file as DeepSpeed does: Hjson, so comments and trailing commas are fine, duplicate keys not."""
+    """Read the file as DeepSpeed does: Hjson, with comments and trailing commas, and without duplicate keys."""
     return read_json(path, "the engine file")
 
 
 def check_engine_file(
-    config: dict[str, Any], said: Said, world_size: int, *, name: str = "the engine file"
+    config: dict[str, Any], phase: Phase | None, world_size: int, *, name: str = "the engine file"
 ) -> list[str]:
-    """Every mistake in the file, and between it and the recipe; empty when good. `name` is the file's."""
-    if not isinstance(config, dict):
-        return [f"{name} holds {shown(config)}: it must be an object, {{...}}"]
-    found = [*refusals(config), *key_mistakes(config, key_table()["keys"]), *block_mistakes(config)]
-    found += _precision_mistakes(config, said)
-    disagreements = [*_disagreements(config, said, name)]
-    # a triangle over numbers that are themselves in question would only repeat them
-    return found + disagreements + ([] if disagreements else [*_batch_mistakes(config, said, world_size)])
+    """Return every mistake in the file, and between it and a phase of the recipe, which is None if it cannot be read.
+
+    `name` is the file's, for the messages.
+    """
+    mistakes = [*refusals(config), *key_mistakes(config, key_table()["keys"])]
+    mistakes += [*_typed_block_mistakes(config, "optimizer"), *_typed_block_mistakes(config, "scheduler")]
+    mistakes += _combination_mistakes(config, phase)
+    disagreements = [*_disagreements(config, phase, name)]
+    # the product of batch sizes would only report again that the files disagree on one of them
+    return mistakes + disagreements + ([] if disagreements else [*_batch_mistakes(config, phase, world_size)])
 
 
-def idle_warnings(config: dict[str, Any], phases: Sequence[Said], world_size: int, *, name: str) -> list[str]:
-    """One line that names what has no effect in any phase in a file without mistakes; none where all has."""
+def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> list[str]:
+    """Check the `scheduler` block against the learning rates of the parameter groups, one rate per group.
+
+    DeepSpeed's schedulers set a single number on every group, and would silently undo the groups' own rates.
+    """
+    kind, params = value_at(config, "scheduler.type"), value_at(config, "scheduler.params") or {}
+    rates, mistakes = ", ".join(map(str, group_rates)), []
+    for key, absent in SHARED_RATES.get(kind, {}).items():
+        value, path = params.get(key, absent), f"scheduler.params.{key}"
+        if isinstance(value, list) and len(value) != len(group_rates):
+            mistakes.append(f"{path} has {len(value)} rates, but there are {len(group_rates)} parameter groups")
+        elif value is not None and not isinstance(value, list) and len(set(group_rates)) > 1:
+            mistakes.append(
+                f"{path} is {shown(value)}{'' if key in params else ' by default'}, which {kind} sets on every "
+                f"parameter group, but the groups have different rates ({rates}): remove the scheduler block and use "
+                f"the recipe's lr_scheduler_type, or write one rate per group, [{rates}]"
+            )
+    return mistakes
+
+
+def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_size: int, *, name: str) -> list[str]:
+    """Return one line that names the keys without effect in every phase, or nothing. The file has no mistakes."""
     unknown: dict[str, None] = dict.fromkeys(("hidden_size", "total_steps", "warmup_steps"))
-    idle = [idle_keys(resolve_engine_file(config, said, world_size, **unknown)) for said in phases]
+    idle = [idle_keys(resolve_engine_file(config, phase, world_size, **unknown)) for phase in phases]
     everywhere = [key for key in idle[0] if all(key in keys for keys in idle)]
     return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
 
-def settled_numbers(config: dict[str, Any], said: Said, world_size: int) -> Settled:
-    """Settle every value between a file without mistakes and what the recipe says."""
-    train, micro, steps = _batch_triangle(config, said, world_size)
-    betas = value_at(config, "optimizer.params.betas") or [
-        _first(said.adam_beta1, 0.9),
-        _first(said.adam_beta2, 0.999),
-    ]
-    return Settled(
-        train_batch_size=train,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=steps,
-        max_grad_norm=_first(value_at(config, "gradient_clipping"), said.max_grad_norm, DEFAULT_GRADIENT_CLIPPING),
-        learning_rate=_first(value_at(config, "optimizer.params.lr"), said.learning_rate, DEFAULT_LEARNING_RATE),
-        weight_decay=_first(value_at(config, "optimizer.params.weight_decay"), said.weight_decay, 0.0),
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_epsilon=_first(value_at(config, "optimizer.params.eps"), said.adam_epsilon, 1e-8),
-        bf16=_low_precision(config, said, "bf16"),
-        fp16=_low_precision(config, said, "fp16"),
-    )
+def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int) -> EngineNumbers:
+    """Settle every number between a file without mistakes and the recipe."""
+    train, micro, steps = _batch_triangle(config, phase, world_size)
+    betas = value_at(config, "optimizer.params.betas")
+    beta1, beta2 = betas or (_in_recipe(phase, "adam_beta1"), _in_recipe(phase, "adam_beta2"))
+    numbers = {NAMES_IN_RECIPE[path]: _settled(config, phase, path, value) for path, value in DEFAULTS.items()}
+    return EngineNumbers(train, micro, steps, adam_beta1=_first(beta1, 0.9), adam_beta2=_first(beta2, 0.999), **numbers)
 
 
 def resolve_engine_file(
     config: dict[str, Any],
-    said: Said,
+    phase: Phase | None,
     world_size: int,
     *,
     hidden_size: int | None,
     total_steps: int | None,
     warmup_steps: int | None,
 ) -> dict[str, Any]:
-    """A new config with every "auto" filled that can be; what needs an argument that is None stays "auto".
+    """Return a new config with every "auto" filled; where it needs an argument that is None, "auto" stays.
 
-    Resolving the result again, with more known, fills the rest. Raises ValueError with every mistake.
+    Resolving the result again, with more arguments known, fills the rest. Raises UserError with every mistake.
     """
-    mistakes = check_engine_file(config, said, world_size)
+    mistakes = check_engine_file(config, phase, world_size)
     if mistakes:
         raise UserError("\n".join(mistakes))
-    numbers = settled_numbers(config, said, world_size)
+    numbers = settled_numbers(config, phase, world_size)
     resolved = copy.deepcopy(without_refused(config))
-    resolved[TRAIN] = numbers.train_batch_size
-    resolved[MICRO] = numbers.per_device_train_batch_size
-    resolved[STEPS] = numbers.gradient_accumulation_steps
-    resolved["gradient_clipping"] = numbers.max_grad_norm
-    _fill_precision(resolved, config, said, numbers)
-    _fill_optimizer(resolved, said, numbers)
+    for key in (TRAIN, MICRO, STEPS, "gradient_clipping"):
+        resolved[key] = getattr(numbers, NAMES_IN_RECIPE[key])
+    for section, is_on in _precision_modes(config, phase).items():
+        if is_on or section in resolved:
+            resolved.setdefault(section, {})["enabled"] = is_on
+    _fill_optimizer(resolved, phase, numbers)
     _fill_scheduler(resolved, numbers, total_steps, warmup_steps)
     zero = resolved.get("zero_optimization")
     for key, fill in BY_HIDDEN_SIZE.items():
-        if hidden_size is not None and isinstance(zero, dict) and zero.get(key) == "auto":
+        if hidden_size is not None and isinstance(zero, dict) and is_auto(zero.get(key)):
             zero[key] = fill(hidden_size)
     _fill_with_defaults(resolved, key_table()["keys"], False)
     return resolved
 
 
-# Looking into a config that may be wrong
+# Checking
+
+
+def _typed_block_mistakes(config: dict[str, Any], block: str) -> Iterator[str]:
+    """Check type and parameters of the "optimizer" or "scheduler", and that an "auto" in it can be filled."""
+    section = config.get(block)
+    if not isinstance(section, dict):
+        return
+    kind, params = section.get("type"), section.get("params", {})
+    if kind is None:
+        yield f"{block} has no type, without which DeepSpeed ignores it: write a type, or remove the block"
+    if not isinstance(kind, str) or not isinstance(params, dict):
+        return
+    known = _known_types(block)
+    if _type_name(block, kind) not in known:
+        yield (
+            f'{block}.type is "{kind}", which DeepSpeed {key_table()["deepspeed"]} does not have: '
+            f"did you mean {nearest_of(kind, known)}? Known: {', '.join(known)}"
+        )
+        return
+    allowed, in_table = known[_type_name(block, kind)], key_table()["keys"][block]["keys"]["params"]["keys"]
+    for key, value in params.items():
+        path = f"{block}.params.{key}"
+        if allowed is not None and key not in allowed and key != "max_grad_norm":  # DeepSpeed names its other home
+            yield unknown_key(path, key, allowed)
+        elif is_auto(value) and key not in in_table:
+            yield f'{path} is "auto", which nothing can fill: write its value'
+
+
+def _known_types(block: str) -> dict[str, Collection[str] | None]:
+    """Return the types that "optimizer" or "scheduler" may have, with their parameters; None where they are open."""
+    return {**key_table()[f"{block}s"], **key_table()[f"torch_{block}s"]}
+
+
+def _type_name(block: str, kind: str) -> str:
+    """Return the type as the table has it: DeepSpeed compares the names of its own optimizers in lower case."""
+    return kind.lower() if block == "optimizer" and kind.lower() in key_table()["optimizers"] else kind
+
+
+def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterator[str]:
+    """Report combinations that DeepSpeed accepts and then trains wrongly, or refuses with an unclear error."""
+    stage, modes = zero_stage(config), _precision_modes(config, phase)
+    precisions = [kind for kind in LOW_PRECISION if modes[_section(config, kind)]]
+    if len(precisions) == 2:
+        yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
+    scheduler = value_at(config, "scheduler.type")
+    if scheduler in [*key_table()["torch_schedulers"]] and (stage or precisions):
+        yield (
+            f'scheduler.type is "{scheduler}", one of torch, which does not take DeepSpeed\'s optimizer for ZeRO, bf16 '
+            f"and fp16: use one of {', '.join(key_table()['schedulers'])}, or remove the block"
+        )
+    for part, stages in (("optimizer", "1, 2 or 3"), ("param", "3")):
+        section = f"zero_optimization.offload_{part}"
+        if offloads(config, part) and str(stage) not in stages:
+            yield f"{section} is on, but zero_optimization.stage is {stage}: it works with stage {stages}"
+        if value_at(config, f"{section}.device") == "nvme" and not value_at(config, f"{section}.nvme_path"):
+            yield f'{section}.device is "nvme", but its nvme_path is missing: name a folder on that disk'
+    # Stages 1 and 2 leave the scaling out where they scatter. Stage 3 never multiplies the gradients by the factor
+    # again after the reduction, so that they are too small by it.
+    scatters = flag_at(config, "zero_optimization.reduce_scatter") is not False
+    for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if (value_at(config, path) or default) == default:
+            continue
+        if stage == 3:
+            yield f"{path} does not work with zero_optimization.stage 3: remove it"
+        elif stage and scatters:
+            yield f"{path} needs zero_optimization.reduce_scatter false with stage {stage}: write that, or remove it"
+
+
+def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
+    """Report every value that the engine file and the recipe both have, where the two differ."""
+    pairs = [(path, value_at(config, path), field) for path, field in NAMES_IN_RECIPE.items()]
+    betas = value_at(config, "optimizer.params.betas")
+    if isinstance(betas, list):
+        fields_of_betas = zip(betas, ("adam_beta1", "adam_beta2"), strict=False)
+        pairs += [(f"optimizer.params.betas[{i}]", *pair) for i, pair in enumerate(fields_of_betas)]
+    for path, value, field in pairs:
+        other = _in_recipe(phase, field)
+        if isinstance(value, bool | int | float) and other is not None and value != other:
+            yield (
+                f"{path} is {shown(value)} in {name}, but {field} is {shown(other)} in the recipe: "
+                f'write it in one place, or write "auto" in {name}'
+            )
+
+
+def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int) -> Iterator[str]:
+    """Check that train_batch_size = micro-batch x accumulation steps x ranks, where all three are good numbers."""
+    numbers = _batch_numbers(config, phase)
+    if not all(n is None or (is_number(n) and n == int(n) and n > 0) for n in numbers.values()):
+        return
+    train, micro, steps = _batch_triangle(config, phase, world_size)
+    product = micro * steps * world_size
+    if train == product:
+        return
+    given = [f"{key} {int(value)}" for key, value in numbers.items() if value is not None and key != TRAIN]
+    factors = " x ".join([*given, f"{world_size} rank{'s' if world_size > 1 else ''}"])
+    relation = f"but {factors} = {product}" if len(given) == 2 else f"which {factors} does not divide"
+    yield f'{TRAIN} is {train}, {relation}: change one of them or write "auto"'
+
+
+# Settling between the file and the recipe
 
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-# Between the file and the recipe
+def _in_recipe(phase: Phase | None, field: str) -> Any:
+    """Return a field of the phase; None where the recipe does not set it, or could not be read."""
+    return getattr(phase, field, None)
 
 
-def _disagreements(config: dict[str, Any], said: Said, name: str) -> Iterator[str]:
-    for path, field in NAMES_IN_RECIPE.items():
-        here, there = value_at(config, path), getattr(said, field)
-        if isinstance(here, bool | int | float) and there is not None and here != there:
-            yield _disagreement(path, here, name, field, there)
-    betas = value_at(config, "optimizer.params.betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        for index, field in enumerate(("adam_beta1", "adam_beta2")):
-            there = getattr(said, field)
-            if there is not None and betas[index] != there:
-                yield _disagreement(f"optimizer.params.betas[{index}]", betas[index], name, field, there)
+def _settled(config: dict[str, Any], phase: Phase | None, path: str, default: float | None = None) -> Any:
+    return _first(value_at(config, path), _in_recipe(phase, NAMES_IN_RECIPE[path]), default)
 
 
-def _disagreement(path: str, here: Any, name: str, field: str, there: Any) -> str:
-    return (
-        f"{path} is {shown(here)} in {name}, but {field} is {shown(there)} in the recipe: "
-        f'say it in one place, or write "auto" in {name}'
-    )
+def _batch_numbers(config: dict[str, Any], phase: Phase | None) -> dict[str, Any]:
+    return {key: _settled(config, phase, key) for key in (TRAIN, MICRO, STEPS)}
 
 
-def _batch_numbers(config: dict[str, Any], said: Said) -> dict[str, Any]:
-    there = {key: getattr(said, NAMES_IN_RECIPE[key]) for key in (TRAIN, MICRO, STEPS)}
-    return {key: _first(value_at(config, key), value) for key, value in there.items()}
-
-
-def _batch_triangle(config: dict[str, Any], said: Said, ranks: int) -> tuple[int, int, int]:
-    """train, micro and accumulation, two of which give the third; rounded down where they do not divide."""
-    train, micro, steps = _batch_numbers(config, said).values()
+def _batch_triangle(config: dict[str, Any], phase: Phase | None, ranks: int) -> tuple[int, int, int]:
+    """Return train, micro and accumulation, two of which give the third, rounded down where they do not divide."""
+    train, micro, steps = _batch_numbers(config, phase).values()
     if train is None:
         micro, steps = _first(micro, DEFAULT_MICRO_BATCH), _first(steps, 1)
         train = micro * steps * ranks
@@ -233,96 +317,34 @@ def _batch_triangle(config: dict[str, Any], said: Said, ranks: int) -> tuple[int
     return int(train), int(micro), int(steps)
 
 
-def _batch_mistakes(config: dict[str, Any], said: Said, world_size: int) -> Iterator[str]:
-    numbers = _batch_numbers(config, said)
-    for key, value in numbers.items():
-        if value is not None and not is_batch_number(value):
-            if value_at(config, key) is None:
-                yield f"{NAMES_IN_RECIPE[key]} is {shown(value)} in the recipe: write a whole number above 0"
-            return
-    train, micro, steps = _batch_triangle(config, said, world_size)
-    if train == micro * steps * world_size:
-        return
-    given = [f"{key} {int(value)}" for key, value in numbers.items() if value is not None and key != TRAIN]
-    factors = " x ".join([*given, _counted(world_size)])
-    if len(given) == 2:
-        product = micro * steps * world_size
-        yield f'{TRAIN} is {train}, but {factors} = {product}: change one of them or write "auto"'
-    else:
-        yield f'{TRAIN} is {train}, which {factors} does not divide: change one of them or write "auto"'
-
-
-def _counted(ranks: int) -> str:
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
-
-
-# Precision
-
-
-def _low_precision(config: dict[str, Any], said: Said, kind: str) -> bool:
-    """Whether the engine's own "bf16" or "fp16" mode is on: by the file, else by the recipe.
-
-    A torch_autocast of that type is what the recipe asks for already.
-    """
-    section = _section(config, kind)
-    by_recipe = bool(getattr(said, kind)) and not (_autocast(config, said) and _autocast_type(config) == kind)
-    return bool(_first(flag_at(config, f"{section}.enabled"), by_recipe))
+def _precision_modes(config: dict[str, Any], phase: Phase | None) -> dict[str, bool]:
+    """Return which of the sections for bf16, fp16 and torch_autocast are on: by the file, else by the recipe."""
+    dtype = value_at(config, "torch_autocast.dtype") or "bf16"
+    autocast_kind = next((kind for kind, names in LOW_PRECISION.items() if dtype in names), "")
+    section = config.get("torch_autocast")
+    autocast = bool(flag_at(config, "torch_autocast.enabled"))
+    if isinstance(section, dict) and is_auto(section.get("enabled")):
+        autocast = bool(_in_recipe(phase, autocast_kind))
+    modes = {"torch_autocast": autocast}
+    for kind in LOW_PRECISION:
+        # a torch_autocast of this type is what the recipe asks for already
+        by_recipe = bool(_in_recipe(phase, kind)) and not (autocast and autocast_kind == kind)
+        modes[_section(config, kind)] = bool(_first(flag_at(config, f"{_section(config, kind)}.enabled"), by_recipe))
+    return modes
 
 
 def _section(config: dict[str, Any], kind: str) -> str:
     return "bfloat16" if kind == "bf16" and "bfloat16" in config and "bf16" not in config else kind
 
 
-def _autocast_type(config: dict[str, Any]) -> str:
-    dtype = value_at(config, "torch_autocast.dtype")
-    if dtype is None:
-        return "bf16"
-    return next((kind for kind, names in LOW_PRECISION.items() if dtype in names), "")
-
-
-def _autocast(config: dict[str, Any], said: Said) -> bool:
-    if isinstance(config.get("torch_autocast"), dict) and is_auto(config["torch_autocast"].get("enabled")):
-        return bool(getattr(said, _autocast_type(config), None))
-    return bool(flag_at(config, "torch_autocast.enabled"))
-
-
-def _precision_mistakes(config: dict[str, Any], said: Said) -> Iterator[str]:
-    if "bf16" in config and "bfloat16" in config:
-        yield "bf16 and bfloat16 are one section, and DeepSpeed passes over the second: keep bf16"
-    on = [kind for kind in LOW_PRECISION if _low_precision(config, said, kind)]
-    if len(on) == 2:
-        yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
-        return
-    dynamic = not value_at(config, "fp16.loss_scale")
-    for key in ("loss_scale_window", "min_loss_scale"):
-        value = value_at(config, f"fp16.{key}")
-        if "fp16" in on and dynamic and is_number(value) and value <= 0:
-            yield f"fp16.{key} is {value}: dynamic loss scaling needs a whole number above 0"
-    for path in ("data_types.param_dtype", "data_types.grad_accum_dtype"):
-        asked, mode = value_at(config, path), on[0] if on else "fp32"
-        same = asked in LOW_PRECISION.get(mode, ("fp32", "float32", "float", "torch.float32"))
-        # without ZeRO the gradients are accumulated in the model's own type only
-        if asked is not None and not same and (path.endswith("param_dtype") or zero_stage(config) == 0):
-            yield f"{path} is {shown(asked)}, but the model trains in {mode}: remove it, or write {mode}"
-
-
 # Filling
 
 
-def _fill_precision(resolved: dict[str, Any], config: dict[str, Any], said: Said, numbers: Settled) -> None:
-    for kind in LOW_PRECISION:
-        section, is_on = _section(config, kind), getattr(numbers, kind)
-        if is_on or section in resolved:
-            resolved.setdefault(section, {})["enabled"] = is_on
-    if "torch_autocast" in config:
-        resolved["torch_autocast"]["enabled"] = _autocast(config, said)
+def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: EngineNumbers) -> None:
+    """Fill every "auto", the values that only the recipe has, and the learning rate in any case.
 
-
-def _fill_optimizer(resolved: dict[str, Any], said: Said, numbers: Settled) -> None:
-    """Fill what is "auto", what the recipe says and the block does not, and the rate in any case.
-
-    Under offload DeepSpeed refuses an optimizer of ours unless the file says otherwise, so that it gets a
-    block to build its own CPU Adam from.
+    Under offload DeepSpeed builds its own CPU Adam from the block, and refuses an optimizer that it is handed unless
+    `zero_force_ds_cpu_optimizer` is false: a file without the block gets one.
     """
     ours = {
         "lr": numbers.learning_rate,
@@ -330,28 +352,26 @@ def _fill_optimizer(resolved: dict[str, Any], said: Said, numbers: Settled) -> N
         "eps": numbers.adam_epsilon,
         "weight_decay": numbers.weight_decay,
     }
-    block = resolved.get("optimizer")
-    if block is None:
+    if "optimizer" not in resolved:
         if offloads(resolved, "optimizer") and flag_at(resolved, "zero_force_ds_cpu_optimizer") is not False:
             resolved["optimizer"] = {"type": "AdamW", "params": ours}
         return
+    block = resolved["optimizer"]
     params = block.setdefault("params", {})
-    said_here = {
-        "lr": True,
-        "betas": said.adam_beta1 is not None or said.adam_beta2 is not None,
-        "eps": said.adam_epsilon is not None,
-        "weight_decay": said.weight_decay is not None,
-    }
-    allowed = optimizer_params(block["type"]) or ("lr",)
+    fields = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",), "weight_decay": ("weight_decay",)}
+    allowed = _known_types("optimizer")[_type_name("optimizer", block["type"])] or ("lr",)
     for key, value in ours.items():
-        if is_auto(params.get(key)) or (key not in params and said_here[key] and key in allowed):
+        in_recipe = key == "lr" or any(_in_recipe(phase, field) is not None for field in fields[key])
+        if is_auto(params.get(key)) or (key not in params and in_recipe and key in allowed):
             params[key] = value
 
 
 def _fill_scheduler(
-    resolved: dict[str, Any], numbers: Settled, total_steps: int | None, warmup_steps: int | None
+    resolved: dict[str, Any], numbers: EngineNumbers, total_steps: int | None, warmup_steps: int | None
 ) -> None:
-    params = value_at(resolved, "scheduler.params") or {}
+    if "scheduler" not in resolved:
+        return
+    params = resolved["scheduler"].setdefault("params", {})
     ours = {
         "warmup_min_lr": 0,
         "warmup_max_lr": numbers.learning_rate,
@@ -364,21 +384,16 @@ def _fill_scheduler(
             params[key] = value
 
 
-def _fill_with_defaults(block: dict[str, Any], known: dict[str, Any], auto_is_default: bool) -> None:
-    """Write DeepSpeed's default for each "auto" that DeepSpeed would drop; drop it where there is none."""
-    for key in list(block):
+def _fill_with_defaults(section: dict[str, Any], known: dict[str, Any], auto_is_default: bool) -> None:
+    """Write DeepSpeed's default for each "auto" that DeepSpeed would drop; drop the key where it has no default."""
+    for key in list(section):
         entry = known.get(key, {})
         waits = entry.get("own_auto") or key in BY_HIDDEN_SIZE
-        if is_auto(block[key]) and auto_is_default and not waits:
+        if is_auto(section[key]) and auto_is_default and not waits:
             if "default" in entry:
-                block[key] = entry["default"]
+                section[key] = entry["default"]
             else:
-                del block[key]
-        elif isinstance(block[key], dict) and "keys" in entry:
+                del section[key]
+        elif isinstance(section[key], dict) and "keys" in entry:
             below = auto_is_default or entry.get("auto_is_default", False)
-            _fill_with_defaults(block[key], entry["keys"], below)
-
-
-def said_by(phase: Phase) -> Said:
-    """What a phase says about values whose home is the engine file."""
-    return Said(**{field.name: getattr(phase, field.name) for field in fields(Said)})
+            _fill_with_defaults(section[key], entry["keys"], below)

@@ -1,11 +1,11 @@
-"""Compare a config with the table of every key that DeepSpeed knows: names, JSON types, ranges.
+"""The table of DeepSpeed's keys, `keys.json`: compare an engine file with it, and look values up in a file.
 
-The table, `engine_keys.json`, is written from DeepSpeed by `tests/tools/dump_engine_keys.py`. An entry has
-the `types` and `enum` values that it takes, its limits, `items` of a list, `keys` of a section, `open` where
-other keys may stand too, `alias_of` and `deprecated` for a second name, `default`, `on_by_presence` for a section
-that is on wherever it stands, and how "auto" is meant: `own_auto` where it is DeepSpeed's own word,
-`auto_is_default` for a section in which DeepSpeed drops it and takes the default. Does not know what keys mean
-together (see `engine_blocks.py`), nor which have an effect here (see `engine_verdicts.py`).
+`tests/tools/dump_engine_keys.py` writes the table from DeepSpeed's source. An entry has the JSON `types` and the `enum`
+values of a key, its limits, `items` and `length` of a list, `keys` of a section, `open` for a section that takes other
+keys too, `alias_of` and `deprecated` for a second name, `default`, `on_by_presence` for a section that is on wherever
+it stands, and what "auto" means: `filled` by ds_trainer, `own_auto` for DeepSpeed's own word, `auto_is_default` for a
+section in which DeepSpeed drops "auto" and takes the default. The table knows nothing of combinations of keys
+(`engine_file.py`), nor which keys have an effect in ds_trainer (`verdicts.py`).
 """
 
 import difflib
@@ -13,98 +13,143 @@ import functools
 import json
 import operator
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.messages import shown
 
 AUTO = "auto"
-# Filled from the recipe although DeepSpeed itself has no use for "auto" there.
-FILLED = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "torch_autocast.enabled",
+_WORDS = {"int": "a whole number", "number": "a number", "bool": "true or false", "str": "text"}
+_WORDS |= {"list": "a list", "dict": "an object", "null": "null"}
+_LIMITS = {
+    "above": ("above", operator.gt),
+    "min": ("of at least", operator.ge),
+    "below": ("below", operator.lt),
+    "max": ("of at most", operator.le),
 }
 
 
 @functools.cache
 def key_table() -> dict[str, Any]:
-    """The table: `keys`, those that are `removed`, the names of optimizers and schedulers with their parameters."""
+    """Return the table: `keys`, the `removed` ones, and the optimizers and schedulers with their parameters."""
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def key_mistakes(
-    block: dict[str, Any], known: dict[str, Any], path: str = "", auto_is_default: bool = False
+    section: dict[str, Any], known: dict[str, Any], path: str = "", auto_is_default: bool = False
 ) -> Iterator[str]:
-    """What is wrong with a section at the dotted `path` (with its last dot), by the table's entries."""
-    removed = key_table()["removed"]
-    for key, value in block.items():
+    """Compare a section at the dotted `path` (with its last dot) with the entries of the table."""
+    for key, value in section.items():
         here = f"{path}{key}"
         if key in known:
             yield from _value_mistakes(value, known[key], here, auto_is_default)
-            replaced_by = known[key].get("alias_of") or known[key].get("deprecated")
-            if replaced_by in block:
-                yield f"{here} and {path}{replaced_by} are one setting: keep the second"
-        # DeepSpeed passes over unknown keys at the top level, where plain JSON users keep their comments
-        elif here not in removed and (path or not str(key).startswith(("_", "//", "#"))):
+            newer = known[key].get("alias_of") or known[key].get("deprecated")
+            if newer in section:
+                yield f"{here} and {path}{newer} are one setting: keep the second"
+        # DeepSpeed ignores unknown keys at the top level, where users of plain JSON keep their comments
+        elif here not in key_table()["removed"] and (path or not str(key).startswith(("_", "//", "#"))):
             yield unknown_key(here, str(key), known)
 
 
 def unknown_key(path: str, key: str, known: Collection[str]) -> str:
-    """The mistake of a key that is not among `known`, with the nearest, or the place where it belongs."""
+    """Report a key that is not among `known`, with the nearest one, or with the section that it belongs to."""
     if not difflib.get_close_matches(key, known, 1):
-        homes = [home for home in _all_paths(key_table()["keys"]) if home.split(".")[-1] == key]
+        homes = [home for home in all_paths(key_table()["keys"]) if home.split(".")[-1] == key]
         if homes:
             return f"{path} is not a key that DeepSpeed knows there: it belongs at {' or '.join(homes[:3])}"
     return f"{path} is not a key that DeepSpeed knows: did you mean {nearest_of(key, known)}?"
 
 
 def nearest_of(name: str, known: Collection[str]) -> str:
-    """The known name most like this one, case aside."""
+    """Return the known name most like this one, ignoring case."""
     return max(known, key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
 
 
-def is_batch_number(value: Any) -> bool:
-    """A whole number above 0."""
-    return is_number(value) and value == int(value) and value > 0
+def all_paths(known: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key in the table, sections before what is in them."""
+    for key, entry in known.items():
+        yield f"{path}{key}"
+        yield from all_paths(entry.get("keys", {}), f"{path}{key}.")
 
 
-def flag_at(config: dict[str, Any], path: str) -> bool | None:
-    """True or false at a dotted path, or 1 or 0; None where it is absent, "auto" or something else."""
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path; None where it is absent or "auto"."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return None if is_auto(value) else value
+
+
+def flag_at(config: Mapping[str, Any], path: str) -> bool | None:
+    """Return true or false for a flag at a dotted path, also for 1 and 0; None for anything else."""
     value = value_at(config, path)
     return bool(value) if isinstance(value, bool | int) else None
 
 
-def _all_paths(known: dict[str, Any], path: str = "") -> Iterator[str]:
-    for key, entry in known.items():
-        yield f"{path}{key}"
-        yield from _all_paths(entry.get("keys", {}), f"{path}{key}.")
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage; 0 where the file has none."""
+    if config.get("zero_optimization") is True:  # the format of 2020: true is stage 1
+        return 1
+    stage = value_at(config, "zero_optimization.stage")
+    return int(stage) if is_number(stage) else 0
+
+
+def offloads(config: Mapping[str, Any], part: str) -> bool:
+    """Whether the "optimizer" or the "param" is offloaded, in today's or in the deprecated spelling."""
+    deprecated = "cpu_offload" if part == "optimizer" else "cpu_offload_param"
+    device = value_at(config, f"zero_optimization.offload_{part}.device")
+    return device in ("cpu", "nvme") or bool(flag_at(config, f"zero_optimization.{deprecated}"))
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """Return the precision of the model's weights: "fp16", "bf16" or "fp32"."""
+    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+    return next((kind for name, kind in sections.items() if flag_at(config, f"{name}.enabled")), "fp32")
+
+
+def is_auto(value: Any) -> bool:
+    """Whether a value is the word "auto"."""
+    return isinstance(value, str) and value == AUTO
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _value_mistakes(value: Any, entry: dict[str, Any], path: str, auto_is_default: bool) -> Iterator[str]:
     if is_auto(value):
-        # DeepSpeed drops "auto" inside its pydantic sections; a stage that is silently 0 is no one's wish
+        # DeepSpeed drops "auto" inside its pydantic sections; but no user means stage 0 by the stage "auto"
         droppable = auto_is_default and path != "zero_optimization.stage"
-        if not (droppable or entry.get("own_auto") or path in FILLED):
+        if not (droppable or entry.get("own_auto") or entry.get("filled")):
             yield f'{path} is "auto", which nothing can fill: write {_allowed(entry)}'
-        return
-    types = entry.get("types")
-    if types and not any(_is_of_type(value, kind) for kind in types):
-        yield f"{path} is {shown(value)}: write {_allowed(entry)}" + _hint(value)
-    elif isinstance(value, dict):
-        if "keys" in entry:
-            is_open = entry.get("open", False)
-            inner = {key: value[key] for key in value if not is_open or key in entry["keys"]}
-            below = auto_is_default or entry.get("auto_is_default", False)
-            yield from key_mistakes(inner, entry["keys"], f"{path}.", below)
+    elif not _is_allowed(value, entry):
+        yield f"{path} is {shown(value)}: write {_allowed(entry)}"
+    elif isinstance(value, dict) and "keys" in entry:
+        inner = {key: value[key] for key in value if not entry.get("open") or key in entry["keys"]}
+        below = auto_is_default or entry.get("auto_is_default", False)
+        yield from key_mistakes(inner, entry["keys"], f"{path}.", below)
     elif isinstance(value, list) and "items" in entry:
         for index, item in enumerate(value):
             yield from _value_mistakes(item, entry["items"], f"{path}[{index}]", False)
-    elif value is not None and not _is_within(value, entry):
-        yield f"{path} is {shown(value)}: write {_allowed(entry)}"
+
+
+def _is_allowed(value: Any, entry: dict[str, Any]) -> bool:
+    """Whether a value has one of the entry's types, is one of its `enum` and within its limits."""
+    types = entry.get("types")
+    if types and not any(_is_of_type(value, kind) for kind in types):
+        return False
+    if "enum" in entry and value is not None:
+        if entry.get("any_case") and isinstance(value, str):
+            return value.lower() in [name.lower() for name in entry["enum"]]
+        return value in entry["enum"]
+    if isinstance(value, list):
+        return len(value) == entry.get("length", len(value))
+    limits = [(test, entry[limit]) for limit, (_, test) in _LIMITS.items() if limit in entry]
+    return not is_number(value) or all(test(value, limit) for test, limit in limits)
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
@@ -119,55 +164,11 @@ def _is_of_type(value: Any, kind: str) -> bool:
     return isinstance(value, {"str": str, "list": list, "dict": dict}[kind])
 
 
-def _is_within(value: Any, entry: dict[str, Any]) -> bool:
-    if "enum" in entry:
-        allowed = entry["enum"]
-        if entry.get("any_case") and isinstance(value, str):
-            return value.lower() in [name.lower() for name in allowed]
-        return value in allowed
-    if not is_number(value):
-        return True
-    tests = {"above": operator.gt, "min": operator.ge, "below": operator.lt, "max": operator.le}
-    return all(test(value, entry[limit]) for limit, test in tests.items() if limit in entry)
-
-
 def _allowed(entry: dict[str, Any]) -> str:
+    """Describe what an entry takes, for the end of a message."""
     if "enum" in entry:
         return "one of " + ", ".join(shown(value) for value in entry["enum"])
-    words = {
-        "int": "a whole number",
-        "number": "a number",
-        "bool": "true or false",
-        "str": "text",
-        "list": "a list",
-        "dict": "an object",
-        "null": "null",
-    }
-    kinds = " or ".join(words[kind] for kind in entry.get("types", [])) or "a value"
-    limits = {"above": "above", "min": "of at least", "below": "below", "max": "of at most"}
-    return kinds + "".join(f" {word} {entry[limit]}" for limit, word in limits.items() if limit in entry)
-
-
-def _hint(value: Any) -> str:
-    if isinstance(value, str) and value.rstrip().endswith(","):
-        return " (text without quotes runs to the end of its line, comma included)"
-    return ""
-
-
-def value_at(config: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where it is absent or "auto"."""
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return None if is_auto(value) else value
-
-
-def is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
-def is_number(value: Any) -> bool:
-    """A number that a float can be; true is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    kinds = " or ".join(_WORDS[kind] for kind in entry.get("types", [])) or "a value"
+    limits = "".join(f" {word} {entry[limit]}" for limit, (word, _) in _LIMITS.items() if limit in entry)
+    items = f" of {entry.get('length', '')} values, each {_allowed(entry['items'])}" if "length" in entry else ""
+    return kinds + limits + items

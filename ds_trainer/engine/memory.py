@@ -1,4 +1,4 @@
-"""Out of memory: one error that says where, what this rank held, and what to change."""
+"""The message of a rank that runs out of memory: what it held, and what to change."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from typing import Any
 
 import torch
 
-from ds_trainer.engine.blocks import offloads
-from ds_trainer.engine.engine_file import MICRO, STEPS, zero_stage
+from ds_trainer.engine.engine_file import MICRO, STEPS
+from ds_trainer.engine.keys import offloads, zero_stage
 from ds_trainer.ranks import distributed, machine
 
 
 def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    """What a rank holds: by arithmetic, as of `engine.bytes_per_rank`, and what is beyond in the peak of this process.
+    """Describe the memory of a rank: the bytes of `engine.bytes_per_rank`, and how much more its peak was.
 
-    What a GPU's rank has offloaded is the host's.
+    On a GPU the parts that are offloaded are left out: they are in the host's memory.
     """
     on_gpu = torch.cuda.is_available()
-    away = {
-        name
-        for name, what in (("optimizer", "optimizer"), ("parameters", "param"))
-        if on_gpu and offloads(dict(config), what)
-    }
-    parts = {name: size for name, size in sizes.items() if name not in away | {"total"}}
+    offloaded = {"total"}
+    for name, part in (("optimizer", "optimizer"), ("parameters", "param")):
+        if on_gpu and offloads(config, part):
+            offloaded.add(name)
+    parts = {name: size for name, size in sizes.items() if name not in offloaded}
     by_arithmetic = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     peaks = machine.peak_memory()
     peak, of = (peaks["device"], "the GPU's allocator") if on_gpu else (peaks["resident"], "the process")
     return (
-        f"By the arithmetic of ZeRO stage {zero_stage(dict(config))} it holds {by_arithmetic}; the peak of {of} since "
+        f"By the arithmetic of ZeRO stage {zero_stage(config)} it holds {by_arithmetic}; the peak of {of} since "
         f"the last record is {_size(peak)}, of which {_size(max(0, peak - sum(parts.values())))} are activations, "
         f"buffers and all else."
     )
 
 
 def training_cure(config: Mapping[str, Any]) -> str:
-    """What to change where a step does not fit: the settings that this phase has not yet exhausted."""
+    """Say what to change where a training step does not fit: the settings that this phase has not yet exhausted."""
     micro, cures = config[MICRO], []
     if micro > 1:
         cures.append(
@@ -45,17 +44,17 @@ def training_cure(config: Mapping[str, Any]) -> str:
 
 
 def evaluation_cure(field: str, batch_size: int, config: Mapping[str, Any] | None = None) -> str:
-    """What to change where an evaluation does not fit; `field` is the name of its batch size."""
+    """Say what to change where an evaluation does not fit; `field` is the name of its batch size."""
     cures = [f"lower {field} (now {batch_size})"] if batch_size > 1 else []
     return _cure([*cures, *(_sharing_cures(config) if config else []), "lower the task's max_seq_length"])
 
 
 def _sharing_cures(config: Mapping[str, Any]) -> list[str]:
-    """What takes parameters, gradients and the optimizer's states off a rank."""
-    stage, cures = zero_stage(dict(config)), []
+    """List the settings that take parameters, gradients and the optimizer's states off a rank."""
+    stage, cures = zero_stage(config), []
     if stage < 3 and distributed.world_size() > 1:
         cures.append(f"raise zero_optimization.stage (now {stage})")
-    if torch.cuda.is_available() and not offloads(dict(config), "optimizer"):
+    if torch.cuda.is_available() and not offloads(config, "optimizer"):
         cures.append("offload to the host with zero_optimization.offload_optimizer")
     return cures
 

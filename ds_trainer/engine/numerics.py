@@ -1,15 +1,16 @@
 """Notice optimizer steps that did no good: skipped ones, and those whose gradients spoilt the weights.
 
 DeepSpeed 0.19.8 skips a step whose gradients are not finite in fp16, and with ZeRO in bf16 and fp32 too: weights and
-schedule stay where they were, `global_steps` goes on. It takes such a step in fp32 and bf16 autocast without ZeRO,
-with `bf16.check_grad_overflow` false (stages 1 and 2), and with `zero_optimization.compute_grad_norm` false in fp32.
+schedule stay as they were, `global_steps` goes on. It takes such a step in fp32 and bf16 autocast without ZeRO, with
+`bf16.check_grad_overflow` false (stages 1 and 2), and with `zero_optimization.compute_grad_norm` false in fp32.
 
-Every decision is the same on every rank: DeepSpeed reduces what it skips by, and a check here is one small reduction.
-Does not look at the loss: `report.py` does.
+Every decision is the same on every rank: DeepSpeed decides to skip by a reduced value, and a check here is one small
+reduction. The loss itself is checked by `report/log.py`.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,20 +27,20 @@ class StepWatch:
     def __init__(self, engine: Engine, phase: str, max_skipped: int) -> None:
         self._engine, self._phase, self._max_skipped = engine, phase, max_skipped
         self._in_a_row: list[int] = []
-        self._untold: list[int] = []
+        self._unreported: list[int] = []
         self._taken: list[tuple[int, Tensor | float | None]] = []
         self._spoilt: int | None = None
         scaler = _dynamic_scaler(engine)
         if scaler is not None:
-            scaler.raise_error_at_min_scale = False  # a bare Exception in the middle of the step; `after_step` tells
+            scaler.raise_error_at_min_scale = False  # a bare Exception inside the step; `after_step` raises instead
         self._at_floor = _is_at_floor(engine)
 
     def after_step(self) -> None:
         """Note the optimizer step just made; nothing leaves the device.
 
-        A skipped one is told at once, but for those by which a loss scale finds its place: those wait for a check.
-        Raises NonFiniteLossError at the `max_skipped`th skipped step in a row, or where the loss scale of fp16 should
-        fall and must not.
+        A skipped step is reported at once, except where a loss scale adapts by skipping: such steps are reported at the
+        next check. Raises NonFiniteLossError at the `max_skipped`th skipped step in a row, or where the loss scale of
+        fp16 would have to fall below its minimum.
         """
         step = int(self._engine.global_steps)
         if self._engine.was_step_applied():
@@ -47,32 +48,27 @@ class StepWatch:
             self._taken.append((step, self._engine.get_global_grad_norm()))
         else:
             self._in_a_row.append(step)
-            self._untold.append(step)
+            self._unreported.append(step)
             if self._at_floor or len(self._in_a_row) >= self._max_skipped:
-                raise NonFiniteLossError(self._told_skipped())
+                raise NonFiniteLossError(self._endless_skipping())
             if not _scales(self._engine):
-                self._tell_skipped()
+                self._report_skipped()
         self._at_floor = _is_at_floor(self._engine)
 
     def check(self) -> None:
-        """Say which steps were skipped since the last check; raise NonFiniteLossError for a spoilt one; collective.
+        """Report the steps skipped since the last check; raise NonFiniteLossError for a spoilt one; collective.
 
-        For a flush, and before a checkpoint is saved.
+        Call it before a record of the log, and before a checkpoint is saved.
         """
         if self.spoilt_step() is not None:
-            raise NonFiniteLossError(self._told_spoilt())
-        if self._untold:
-            self._tell_skipped()
-
-    def _tell_skipped(self) -> None:
-        tell = distributed.info if _scales(self._engine) else distributed.warn
-        tell(f"{self._phase}: {self._skipped(self._untold)}{self._scale_now()}")
-        self._untold = []
+            raise NonFiniteLossError(self._spoilt_weights())
+        if self._unreported:
+            self._report_skipped()
 
     def spoilt_step(self) -> int | None:
-        """The first step, counted from 1, that was taken with gradients that are not finite; collective.
+        """Return the first step, counted from 1, that was taken with gradients that are not finite; collective.
 
-        With a norm that DeepSpeed was told not to compute, the last step at which the weights are looked at.
+        Where DeepSpeed computes no norm, the weights are checked instead, and the step is the last one taken.
         """
         taken, self._taken = self._taken, []
         if self._spoilt is None and taken:
@@ -83,19 +79,22 @@ class StepWatch:
             self._spoilt = next((step for (step, _), share in zip(taken, bad, strict=True) if share), None)
         return self._spoilt
 
+    def _report_skipped(self) -> None:
+        scales = _scales(self._engine)
+        scale = f"; the loss scale is now {loss_scale(self._engine):g}" if scales else ""
+        report = distributed.info if scales else distributed.warn  # a loss scale finds its place by skipping
+        report(f"{self._phase}: {self._skipped(self._unreported)}{scale}")
+        self._unreported = []
+
     def _skipped(self, steps: list[int]) -> str:
-        many = len(steps) > 1
-        return (
-            f"optimizer step{'s' if many else ''} {_ranges(steps)} {'were' if many else 'was'} skipped, "
-            f"the gradients are not finite in {_precision(self._engine)}"
-        )
+        runs = [list(run) for _, run in groupby(steps, key=lambda step: step - steps.index(step))]
+        ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        subject = f"steps {ranges} were" if len(steps) > 1 else f"step {ranges} was"
+        return f"optimizer {subject} skipped, the gradients are not finite in {_precision(self._engine)}"
 
-    def _scale_now(self) -> str:
-        return f"; the loss scale is now {loss_scale(self._engine):g}" if _scales(self._engine) else ""
-
-    def _told_skipped(self) -> str:
-        """Of the steps in a row that end the run."""
-        row, engine = self._in_a_row, self._engine
+    def _endless_skipping(self) -> str:
+        """Describe the skipped steps in a row that end the run, and what to change."""
+        engine, first = self._engine, self._in_a_row[0]
         scale = f", at a loss scale of {loss_scale(engine):g}" if _scales(engine) else ""
         limit, start = f"max_skipped_steps is {self._max_skipped}", ""
         if self._at_floor:
@@ -103,46 +102,49 @@ class StepWatch:
         elif engine.fp16_enabled() and engine.dynamic_loss_scale():
             start = "If the scale only started too high, lower fp16.initial_scale_power or raise max_skipped_steps. "
         return (
-            f"{self._phase}: {self._skipped(row)}{scale}; {limit}. {_cure(engine)} {start}"
-            f"The weights are those of step {row[0] - 1}, and checkpoints are as they were"
+            f"{self._phase}: {self._skipped(self._in_a_row)}{scale}; {limit}. {_cure(engine)} {start}"
+            f"The weights are those of step {first - 1}, and the checkpoints are unchanged"
         )
 
-    def _told_spoilt(self) -> str:
-        engine, step, precision = self._engine, self._spoilt, _precision(self._engine)
-        found = f"the gradients of step {step} are not finite in {precision}, and it was taken: the weights are lost"
+    def _spoilt_weights(self) -> str:
+        """Describe the step that spoilt the weights, and what to change."""
+        engine, precision = self._engine, _precision(self._engine)
+        event = f"the gradients of step {self._spoilt} are not finite in {precision}, and DeepSpeed took the step"
         if engine.get_global_grad_norm() is None:
-            found = f"at step {step} the weights are not finite in {precision}; no gradient norm tells since when"
+            event = (
+                f"at step {self._spoilt} the weights are not finite in {precision}; no gradient norm shows since when"
+            )
         skips = ""
         if engine.bfloat16_enabled():
             skips = "With bf16.check_grad_overflow true such steps are skipped. "
         elif not engine.zero_optimization():
             skips = "With zero_optimization.stage 1 such steps are skipped. "
         return (
-            f"{self._phase}: {found}. {_cure(engine)} {skips}"
-            f"Checkpoints are as they were: --resume goes on from the last"
+            f"{self._phase}: {event}: the weights are lost. {_cure(engine)} {skips}"
+            f"The checkpoints are unchanged: --resume goes on from the last"
         )
 
 
 def _non_finite(norms: list[Any], engine: Engine) -> list[float]:
-    """By norm, the share of the ranks on which it is not finite; -1 is DeepSpeed's own word for that."""
+    """Return for each norm the share of the ranks on which it is not finite, or -1, DeepSpeed's mark of an overflow."""
     values = torch.stack([torch.as_tensor(norm, device=engine.device).float().reshape(()) for norm in norms])
     return distributed.mean((~values.isfinite() | (values < 0)).float()).tolist()
 
 
 def _largest_weight(engine: Engine) -> Tensor:
-    """The largest of all weights that this rank holds, in absolute value; NaN where one is."""
-    held = [getattr(p, "ds_tensor", p).detach() for p in engine.module.parameters() if p.requires_grad]
-    return torch.stack([part.abs().max().float() for part in held if part.numel()]).max()
+    """Return the largest absolute value of the weights on this rank; NaN where one is NaN."""
+    parts = [getattr(p, "ds_tensor", p).detach() for p in engine.module.parameters() if p.requires_grad]
+    return torch.stack([part.abs().max().float() for part in parts if part.numel()]).max()
 
 
 def _dynamic_scaler(engine: Engine) -> Any:
-    """DeepSpeed's own loss scaler with ZeRO; None where the scale is fixed, or not its own."""
+    """Return DeepSpeed's loss scaler with ZeRO; None where the scale is fixed, or belongs to torch."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if scaler is not None and scaler.dynamic else None
 
 
 def _is_at_floor(engine: Engine) -> bool:
-    """Whether fp16's loss scale could not be lowered at an overflow: it is the smallest, and no hysteresis is left."""
+    """Whether fp16's loss scale cannot fall at an overflow: it is the smallest, and no hysteresis remains."""
     scaler, config = _dynamic_scaler(engine), getattr(engine.optimizer, "loss_scale_config", None)
     if scaler is not None:
         lowers_now = 1 in (scaler.delayed_shift, scaler.cur_hysteresis)
@@ -153,23 +155,19 @@ def _is_at_floor(engine: Engine) -> bool:
 
 def _scales(engine: Engine) -> bool:
     """Whether the loss is scaled at all."""
-    return bool(engine.fp16_enabled()) or _autocasts_in_fp16(engine)
-
-
-def _autocasts_in_fp16(engine: Engine) -> bool:
-    return bool(engine.torch_autocast_enabled()) and engine.torch_autocast_dtype() == torch.float16
+    return bool(engine.fp16_enabled()) or _precision(engine) == "torch_autocast (fp16)"
 
 
 def _precision(engine: Engine) -> str:
     if engine.torch_autocast_enabled():
-        return f"torch_autocast ({'fp16' if _autocasts_in_fp16(engine) else 'bf16'})"
+        return f"torch_autocast ({'fp16' if engine.torch_autocast_dtype() == torch.float16 else 'bf16'})"
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
 def _cure(engine: Engine) -> str:
-    """What to change, in whole sentences."""
+    """Say what to change, in whole sentences."""
     calmer = "Lower learning_rate or lengthen warmup_steps"
-    if _autocasts_in_fp16(engine):
+    if _precision(engine) == "torch_autocast (fp16)":
         return f'{calmer}, or write torch_autocast.dtype "bfloat16", or fp16 or bf16 in its place.'
     if not engine.fp16_enabled():
         return f"{calmer}, and look at the data of that step, and at losses without a gradient there, as of sqrt at 0."
@@ -177,14 +175,3 @@ def _cure(engine: Engine) -> str:
         return f"fp16.loss_scale is fixed at {engine.loss_scale():g}: write 0, for one that adapts, or use bf16."
     above_1 = engine.dynamic_loss_scale_args()["min_scale"] > 1
     return f"{calmer}, or use bf16{', or lower fp16.min_loss_scale' if above_1 else ''}."
-
-
-def _ranges(steps: list[int]) -> str:
-    """Rising numbers as they are said: "1-17, 20"."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and spans[-1][1] == step - 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: what was written, with sizes and checksums, and whether that is still there.
+"""The files of a checkpoint: what was written, with sizes and checksums, and whether it still is on disk.
 
-All functions but the marker's are collective: the ranks share the reading.
+`checked_sums` and `damage_of` are collective: the ranks share the reading.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 MARKER = "complete.json"
 _CHUNK = 1 << 22
-_PAGE = 1 << 16  # bytes that a full disk may still call free
+_PAGE = 1 << 16  # bytes that a full disk may still report as free
 
 Sums = dict[str, tuple[int, int]]
 """Size and CRC-32 of every file, by its path inside the folder."""
@@ -30,20 +32,20 @@ class DamagedCheckpointError(UserError):
     """The files of a checkpoint are not those that were written."""
 
 
+@dataclass
 class Writes:
-    """What this rank has DeepSpeed write, and what went wrong with it."""
+    """The files that this rank has DeepSpeed write, and the errors of writing."""
 
-    def __init__(self) -> None:
-        self.paths: list[Path] = []
-        self.errors: list[str] = []
+    paths: list[Path] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def watched(engine: Any) -> Iterator[Writes]:
-    """Have DeepSpeed's writer keep an error for later: raised in the midst, it leaves the other ranks at a barrier.
+    """Collect the errors of DeepSpeed's writer: raised inside `save_checkpoint`, they would leave others at a barrier.
 
-    The scripts that DeepSpeed would copy beside its checkpoints stay where they are: they could fail in the same way,
-    and a user's file may have their name.
+    The scripts that DeepSpeed copies beside its checkpoints are not copied: that could fail in the same way, and could
+    overwrite a user's file of that name.
     """
     writes, writer = Writes(), engine.checkpoint_engine
     write, copy = writer.save, engine._copy_recovery_script
@@ -53,7 +55,9 @@ def watched(engine: Any) -> Iterator[Writes]:
         try:
             write(state_dict, path)
         except (OSError, RuntimeError) as error:
-            writes.errors.append(_why(error, Path(path).parent))
+            # on a full disk torch's zip writer only reports that its file is shorter than it should be
+            full = shutil.disk_usage(Path(path).parent).free < _PAGE
+            writes.errors.append(os.strerror(errno.ENOSPC) if full else str(error).splitlines()[0])
 
     writer.save, engine._copy_recovery_script = save, lambda folder: None
     try:
@@ -63,65 +67,64 @@ def watched(engine: Any) -> Iterator[Writes]:
 
 
 def checked_sums(folder: Path, writes: Writes) -> Sums:
-    """Put all files of the folder on disk and sum them. OSError, on every rank, where one is not there for another."""
-    own = [str(path.relative_to(folder)) for path in writes.paths]
-    seen = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    names = sorted(set().union(*distributed.broadcast(distributed.gather({*own, *seen}))))
-    merged: Sums = {}
-    for share in distributed.broadcast(distributed.gather(_own_sums(folder, names))):
-        if isinstance(share, str):
-            raise OSError(share)
-        merged |= share
-    return merged
-
-
-def _own_sums(folder: Path, names: list[str]) -> Sums | str:
-    """Those of every world-th file; or what is wrong with one."""
-    share = names[distributed.rank() :: distributed.world_size()]
-    try:
-        return {name: _size_and_sum(folder / name, sync=True) for name in share}
-    except FileNotFoundError as error:
-        return f"rank {distributed.rank()} does not see {error.filename}: all hosts must share the output folder"
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    """Flush all files of the folder to disk, read them back and sum them. OSError, on every rank, where one fails."""
+    seen = {*writes.paths, *(path for path in folder.rglob("*") if path.is_file())}
+    names = {str(path.relative_to(folder)) for path in seen}
+    everywhere = set().union(*distributed.broadcast(distributed.gather(names)))
+    sums: Sums = {}
+    for name, result in _shared_sums(folder, sorted(everywhere), sync=True).items():
+        if isinstance(result, str):
+            raise OSError(f"{name}: {result}")
+        sums[name] = result
+    return sums
 
 
 def damage_of(folder: Path, sums: Mapping[str, tuple[int, int]]) -> str | None:
-    """What is wrong with the folder's files, if anything, on every rank."""
-    shares = distributed.broadcast(distributed.gather(_own_damage(folder, sums)))
-    return next((damage for damage in shares if damage), None)
-
-
-def _own_damage(folder: Path, sums: Mapping[str, tuple[int, int]]) -> str | None:
-    for name in sorted(sums)[distributed.rank() :: distributed.world_size()]:
-        try:
-            size, checksum = _size_and_sum(folder / name)
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if size != sums[name][0]:
-            return f"{name} has {size:,} bytes, and was written with {sums[name][0]:,}"
-        if checksum != sums[name][1]:
+    """Return the first difference between the folder's files and what was written, on every rank."""
+    for name, result in _shared_sums(folder, sorted(sums), sync=False).items():
+        if isinstance(result, str):
+            return f"{name}: {result}"
+        if result[0] != sums[name][0]:
+            return f"{name} has {result[0]:,} bytes, and was written with {sums[name][0]:,}"
+        if result[1] != sums[name][1]:
             return f"{name} is not what was written: its checksum differs"
     return None
 
 
+def _shared_sums(folder: Path, names: list[str], sync: bool) -> dict[str, tuple[int, int] | str]:
+    """Return size and checksum of every file, or an error in words, on every rank; each rank reads its share."""
+    share = {name: _sum_or_error(folder / name, sync) for name in names[distributed.rank() :: distributed.world_size()]}
+    return {name: result for part in distributed.broadcast(distributed.gather(share)) for name, result in part.items()}
+
+
+def _sum_or_error(path: Path, sync: bool) -> tuple[int, int] | str:
+    """Read a file; `sync` first puts it on disk."""
+    total = 0
+    try:
+        with path.open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            while chunk := file.read(_CHUNK):
+                total = zlib.crc32(chunk, total)
+            return file.tell(), total
+    except FileNotFoundError:
+        return f"rank {distributed.rank()} does not see it, and all hosts must share the output folder"
+    except OSError as error:
+        return str(error.strerror)
+
+
 def write_marker(folder: Path, sums: Sums, position: Mapping[str, Any]) -> None:
-    """Say that the folder is whole, of which files, and where the run was; a marker that is there is replaced."""
-    content, aside = {"files": sums, "position": position}, folder / f"{MARKER}.new"
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(content | {"checksum": _sum_of(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / MARKER)
+    """Write the list of the folder's files and the progress of the phase; an older marker is replaced."""
+    content = {"files": sums, "position": position}
+    write_whole(folder / MARKER, json.dumps(content | {"checksum": _sum_of(content)}, indent=1))
     sync_folder(folder)
 
 
 def read_marker(folder: Path) -> tuple[Sums, dict[str, Any]]:
-    """The files and the position. Raises ValueError for one that is not as it was written."""
+    """Return the files and the progress. Raises UserError for a marker that is not as it was written."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        checksum = content.pop("checksum")
-        if checksum != _sum_of(content):
+        if content.pop("checksum") != _sum_of(content):
             raise UserError("its checksum differs")
         return {name: (size, crc) for name, (size, crc) in content["files"].items()}, content["position"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -129,7 +132,7 @@ def read_marker(folder: Path) -> tuple[Sums, dict[str, Any]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's names on disk; some network file systems cannot, and need not."""
+    """Flush a folder's names to disk; some network file systems cannot, and need not."""
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY)
         try:
@@ -140,20 +143,3 @@ def sync_folder(folder: Path) -> None:
 
 def _sum_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _size_and_sum(path: Path, sync: bool = False) -> tuple[int, int]:
-    total = 0
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK):
-            total = zlib.crc32(chunk, total)
-        return file.tell(), total
-
-
-def _why(error: Exception, place: Path) -> str:
-    """What the system says; torch's zip writer only finds that its file is shorter than it should be."""
-    if shutil.disk_usage(place).free < _PAGE:
-        return os.strerror(errno.ENOSPC)
-    return str(getattr(error, "strerror", None) or str(error).splitlines()[0])

@@ -13,7 +13,7 @@ from typing import Any
 import hjson
 
 from ds_trainer.files.messages import cut, kind_of, listed
-from ds_trainer.files.whole_file import read_file
+from ds_trainer.files.reading import read_file
 from ds_trainer.ranks.failures import UserError
 
 _MOST_BYTES = 2**20

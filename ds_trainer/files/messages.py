@@ -1,51 +1,48 @@
-"""How what a user wrote is shown back in a message: as it was written, and short, whatever it is."""
+"""Show a user's value in a message: as it was written, and short."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
-_MOST_OF_A_LINE = 1000
-_MOST = 3500
+_MAX_LINE = 1000
+_MAX_MESSAGE = 3500  # characters
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """The value as it stands in a JSON file, cut where it is long."""
+    """Return the value in JSON, cut to `most` characters."""
     return cut(json.dumps(value, ensure_ascii=False, default=str), most)
 
 
 def quoted(value: Any, most: int = 60) -> str:
-    """The value as Python writes it, cut where it is long."""
+    """Return the value as Python writes it, cut to `most` characters."""
     return cut(repr(value), most)
 
 
 def listed(values: Iterable[Any], most: int = 20) -> str:
-    """The values quoted, with commas; of many the first, and how many more there are."""
-    found = list(values)
-    more = f" and {len(found) - most:,} more" if len(found) > most else ""
-    return ", ".join(map(quoted, found[:most])) + more
+    """Return the values quoted and with commas; of more than `most` values, the first ones and the number of others."""
+    items = list(values)
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(quoted, items[:most])) + more
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many characters."""
+    """Cut a text to `most` characters; three dots show that it was longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def shortened(message: str) -> str:
-    """A message that can be read: long lines cut; of many lines the first, and how many more there are."""
-    lines = [cut(line, _MOST_OF_A_LINE) for line in message.split("\n")]
-    if sum(len(line) + 1 for line in lines) <= _MOST:
-        return "\n".join(lines)
-    kept, room = 0, _MOST
-    while len(lines[kept]) < room:
-        room -= len(lines[kept]) + 1
-        kept += 1
-    return "\n".join([*lines[:kept], f"... and {len(lines) - kept:,} lines more"])
+    """Cut a message so that it can be read: long lines, and what follows the first thousands of characters."""
+    lines = [cut(line, _MAX_LINE) for line in message.split("\n")]
+    kept = sum(length <= _MAX_MESSAGE for length in accumulate(len(line) + 1 for line in lines))
+    more = len(lines) - kept
+    return "\n".join([*lines[:kept], *([f"... and {more:,} more lines"] if more else [])])
 
 
 def kind_of(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """Name the kind of a JSON value in words."""
     if value is None or isinstance(value, bool):
         return shown(value)
     words = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "an object"}

@@ -1,4 +1,4 @@
-"""Tables of text: aligned for a console, or in Markdown for a page. A row maps the names of columns to cells."""
+"""Write tables of text, aligned for a console or in Markdown for a page. A row maps names of columns to cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"[-+–]?\d[\d.,]*\s*\S*( \(.*\))?|–|")
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """The rows as lines below the names of their columns; a column whose cells are all numbers is flush right."""
+    """Return the rows as lines below the names of their columns; columns that hold only numbers are flush right."""
     columns = _columns(rows)
     lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
@@ -25,14 +25,14 @@ def aligned(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table of GitHub's Markdown; a cell's own pipes and line breaks are escaped."""
+    """Return the rows as a table in GitHub's Markdown; pipes and line breaks in cells are escaped."""
     columns = _columns(rows)
     lines = [columns, ["---"] * len(columns), *([row.get(column, "") for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """The names of all columns, in the order in which they first appear."""
+    """Return the names of all columns in the order of their first appearance."""
     return list(dict.fromkeys(column for row in rows for column in row))
 
 

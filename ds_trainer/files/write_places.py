@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_trainer.files.messages import quoted
+from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.ranks.failures import UserError
 
 CACHE_VARIABLE = "DS_TRAINER_CACHE"
@@ -22,7 +23,6 @@ DEFAULT_CACHE = "~/.cache/ds_trainer"
 OWN_FOLDER = "deepspeed"
 """In the output folder, for what DeepSpeed itself writes."""
 
-_RUN_LIST = ".ds_trainer.json"
 _PLACE = re.compile(r"(^|_)(path|dir|directory|folder|file|filename)s?$")
 _ONLY_READ = {"index_to_sample_path", "index_to_metric_path"}
 _FOLDER_NAMES = {"job_name"}
@@ -95,7 +95,7 @@ def cache_place(said: str | None, as_read: Any, roots: Sequence[str | Path]) -> 
 def output_place_mistakes(output: Path, in_recipe: bool) -> list[str]:
     """Why an output folder that only stands in a recipe's file may not be written to: other things are in it."""
     try:
-        foreign = in_recipe and output.is_dir() and any(output.iterdir()) and not (output / _RUN_LIST).is_file()
+        foreign = in_recipe and output.is_dir() and any(output.iterdir()) and not (output / RUN_LIST).is_file()
     except OSError:  # told by the check of the folder itself
         return []
     if not foreign:
@@ -105,7 +105,7 @@ def output_place_mistakes(output: Path, in_recipe: bool) -> list[str]:
 
 def is_run(folder: Path) -> bool:
     """Whether a run of ours wrote in this folder."""
-    return os.path.isfile(folder / _RUN_LIST)
+    return os.path.isfile(folder / RUN_LIST)
 
 
 def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:

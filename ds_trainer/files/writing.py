@@ -1,4 +1,4 @@
-"""Write a file or a folder whole or not at all: beside its place first, then put there in one step."""
+"""Write a file or a folder as a whole or not at all: first beside its place, then renamed into it in one step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_ASIDE = re.compile(r"\..+\.tmp")
+_ASIDE = re.compile(r"\..+\.(\d+|[a-z0-9_]{8})\.tmp")  # a process id, or eight characters of mkdtemp
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Put a file in its place, in that of an older one too. Text is written as UTF-8."""
+    """Write a file, or replace an existing one. Text is written as UTF-8."""
     with file_aside(path) as aside:
-        aside.write_bytes(content.encode() if isinstance(content, str) else content)
+        # a lone surrogate, from a path that is not UTF-8, becomes \udcXX, which JSON reads back
+        aside.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Put a JSON file in its place; its folder is made."""
+    """Write a JSON file, or replace an existing one; missing folders above it are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def file_aside(path: Path) -> Iterator[Path]:
-    """The path to write a file to, beside `path`; put there when the block ends, removed when it fails."""
+    """Yield a path beside `path` to write to; the file is renamed to `path` at the end, or removed after an error."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield aside
@@ -42,14 +43,14 @@ def file_aside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_aside(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, which must not exist; renamed to it when the block ends, removed when it fails.
+    """Yield an empty folder beside `path`; it is renamed to `path` at the end, or removed after an error.
 
-    OSError where another process has put something there meanwhile.
+    `path` must not exist, or be an empty folder. Raises OSError where another process has made it in the meantime.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
-        aside.chmod(0o755)  # that of mkdtemp is for its owner alone
+        aside.chmod(0o755)  # mkdtemp makes folders that only their owner can read
         yield aside
         aside.rename(path)
     finally:
@@ -57,5 +58,5 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def is_aside(path: Path) -> bool:
-    """Whether a path has the name of something that was written beside its place, by a process that may be dead."""
+    """Whether a path is named like a file or folder of `file_aside` or `folder_aside`; its process may be dead."""
     return _ASIDE.fullmatch(path.name) is not None

@@ -1,304 +1,185 @@
 """Check the hosts of a hostfile before a run, and print one table: `launch/doctor.py`.
 
-Each check runs on every host at once, by ssh, as DeepSpeed will run the ranks there. Nothing is written but a file with
-a random token into the output folder, which is removed. Torch is not loaded here, so that a broken one is found, too.
+Each check runs on every host at once by ssh, with the variables that DeepSpeed will export there. Nothing is written
+but a file with a random token into the output folder, which is removed. Torch is not loaded here, so that a broken one
+is noticed too.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import secrets
-import shlex
 import shutil
 import sys
-import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.files.whole_file import read_file
-from ds_trainer.hosts import probe as doctor_probe
-from ds_trainer.hosts.checks import (
-    FACT_CHECKS,
-    FAILED,
-    Row,
-    Setting,
-    all_reduce_row,
-    check_facts,
-    check_names,
-    common_interface,
-    connect_row,
-    path_row,
-    port_row,
-    shown,
-    skipped,
-    ssh_row,
-)
-from ds_trainer.hosts.hostfile import Host, environment_files, exports, misread, parse_environment, read_hostfile
-from ds_trainer.hosts.remote import Remote, Reply, at_once
+from ds_trainer.files.reading import read_file
+from ds_trainer.files.run_folder import check_output_folder
+from ds_trainer.files.tables import aligned
+from ds_trainer.hosts import checks, probe
+from ds_trainer.hosts.checks import FAILED, OK, SKIPPED, WARNING, Row, judged, skipped
+from ds_trainer.hosts.hostfile import Host, environment_files, exports, is_plain, parse_environment, read_hostfile
+from ds_trainer.hosts.remote import PROJECT, Remote, Reply, at_once
+from ds_trainer.ranks.failures import UserError
 
-PROJECT = str(Path(__file__).resolve().parent.parent)
-_PORT = 29500
-_ALL = "all"
-USER_ERROR = 2
+_ALL, _HERE = "all", "this one"  # stand for a host in rows that belong to none
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked doctor's command."""
+    """A checked command of the doctor."""
 
     hostfile: Path
     output: Path | None
     ssh: tuple[str, ...]
+    """The ssh command without the host."""
     master_addr: str | None
     master_port: int
     timeout: int
+    """Seconds for each command on a host."""
     as_json: bool
 
 
-def doctor_command(arguments: Sequence[str]) -> int:
-    """Check, print, and give the exit code: 0 all is well, 1 a check failed, 2 the hostfile is wrong.
-
-    A wrong flag ends with 2, too, by argparse.
-    """
-    job = read_job(arguments)
-    rows = [shown(row) for row in examine(job)]
-    print(json.dumps([asdict(row) for row in rows], indent=2) if job.as_json else table(rows, _width()))
-    failed = {row.check for row in rows if row.result == FAILED}
-    return USER_ERROR if "hostfile" in failed else 1 if failed else 0
-
-
-def read_job(arguments: Sequence[str]) -> Job:
-    parser = argparse.ArgumentParser(
-        prog="doctor.py", description="Check a hostfile's hosts before a run.", allow_abbrev=False
-    )
-    parser.add_argument("--hostfile", type=Path, required=True, help="as for deepspeed: a line `NAME slots=N` a host")
-    parser.add_argument("--output_dir", type=Path, help="the run's: must be one folder for all hosts")
-    parser.add_argument("--ssh_port", type=int, help="as for deepspeed")
-    parser.add_argument(
-        "--ssh_args",
-        default=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
-        help="ssh's flags, as in PDSH_SSH_ARGS_APPEND, from which they are taken by default",
-    )
-    parser.add_argument("--master_addr", help="as for deepspeed")
-    parser.add_argument("--master_port", type=int, default=_PORT, help=f"as for deepspeed ({_PORT})")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds for each command on a host (60)")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    flags = parser.parse_args(arguments)
-    for name, value, most in (("ssh_port", flags.ssh_port, 65535), ("master_port", flags.master_port, 65535)):
-        if value is not None and not 1 <= value <= most:
-            parser.error(f"--{name} is {value}: give 1 to {most}")
-    if not 5 <= flags.timeout <= 3600:
-        parser.error(f"--timeout is {flags.timeout}: give 5 to 3600 seconds")
-    try:
-        more = shlex.split(flags.ssh_args)
-    except ValueError as error:
-        parser.error(f"--ssh_args {flags.ssh_args!r}: {error}")
-    # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
-    patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
-    patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
-    port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
-    ssh = ("ssh", "-T", *more, *patience, *port)
-    return Job(flags.hostfile, flags.output_dir, ssh, flags.master_addr, flags.master_port, flags.timeout, flags.json)
-
-
 def examine(job: Job) -> list[Row]:
-    """All checks, in the order in which one needs another."""
-    rows, exported = check_environment()
+    """Make all checks, in the order in which one needs the other."""
+    environment, exported = environment_rows()
     try:
         hosts = read_hostfile(job.hostfile)
-    except ValueError as error:
+    except UserError as error:
         cure = "write a line `NAME slots=RANKS` for each host: see launch/hostfile.example"
-        failed = Row("hostfile", _ALL, "FAILED", str(error), cure)
-        return [failed, *rows, skipped("all others", _ALL, "hostfile failed")]
-    ranks = f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks"
-    addresses = {host: doctor_probe.resolve(host.address) for host in hosts}
-    here = doctor_probe.facts({"project": PROJECT})
+        rest = Row("all others", _ALL, SKIPPED, "hostfile failed")
+        return [Row("hostfile", _ALL, FAILED, str(error), cure), *environment, rest]
+    addresses = {host: probe.resolve(host.address) for host in hosts}
+    here = probe.facts({"project": str(PROJECT)})
     local = len(hosts) == 1 and addresses[hosts[0]] in (*here["interfaces"].values(), "127.0.0.1", "127.0.1.1")
-    names = check_names(hosts, addresses, here["name"])
-    used = [] if local else [_pdsh(), path_row(list(dict.fromkeys((PROJECT, os.getcwd(), sys.executable))))]
-    rows = [Row("hostfile", _ALL, "ok", ranks), *rows, *used, *names]
-    ssh = () if local else job.ssh
-    remote = Remote(PROJECT, sys.executable, exported, ssh, job.timeout)
-    rows += [_local_ssh(job, hosts[0])] if local else []
-    unknown = {row.host for row in names if row.result == FAILED}
-    rows += [skipped(check, name, "name failed") for name in sorted(unknown) for check in ("ssh", *FACT_CHECKS)]
-    with _token(job.output) as (folder, path, token):
-        asked = at_once(lambda host: _facts(remote, host, path), [host for host in hosts if host.name not in unknown])
-    facts = {host: reply.value for host, reply in asked.items() if not reply.error}
-    interface = common_interface(facts, addresses)
-    setting = Setting(hosts, here, remote.exports, PROJECT, sys.executable, token, folder, interface)
-    for host, reply in asked.items():
-        rows += _host_rows(host, reply, setting, local)
-    rows += [Row("output folder", _ALL, "FAILED", folder, "give another --output_dir")] if path and not token else []
-    between = _between(job, remote, setting, facts, rows)
-    if all(row.result == "ok" for row in between):  # NCCL does not go by a host's own name
-        harmless = ("own name", FAILED)
-        rows = [replace(row, result="warning") if (row.check, row.result) == harmless else row for row in rows]
-    return [*rows, *between]
+    ranks = f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks"
+    rows = [Row("hostfile", _ALL, OK, ranks), *environment, *([] if local else _launcher_rows())]
+    rows += checks.name_rows(hosts, addresses, here["name"])
+    remote = Remote(exported, () if local else job.ssh, job.timeout)
+    mistakes = check_output_folder(job.output, overwrite=True) if job.output else []
+    rows += [Row("output folder", _HERE, FAILED, mistake, "give another --output_dir") for mistake in mistakes]
+    with _token(None if mistakes else job.output) as token:
+        replies = at_once(lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host]), hosts)
+    folder = Path(token[0]).parent if token else None
+    rows += [row for host, reply in replies.items() for row in _host_rows(host, reply, here, folder)]
+    if local:
+        unneeded = "not needed for this machine alone; deepspeed tries it unless --no_ssh_check is given"
+        rows = [replace(row, result=SKIPPED, found=unneeded) if row.check == "ssh" else row for row in rows]
+    broken = [row for row in rows if row.result == FAILED and row.check in ("name", "ssh", "python", "project")]
+    if broken:
+        why = f"{broken[0].check} failed on {broken[0].host}"
+        return [*rows, *skipped(["master port", "all-reduce"], hosts, why)]
+    # DeepSpeed takes the first address that `hostname -I` prints on the first host
+    address = next(filter(None, [job.master_addr, *replies[hosts[0]].value["addresses"]]), hosts[0].address)
+    network = network_rows(remote, hosts, address, job.master_port)
+    if all(row.result == OK for row in network):
+        # NCCL, and a single host, do not need the host's own name: what works is no fault
+        milder = {"result": WARNING} if len(hosts) > 1 else {"result": OK, "cure": ""}
+        rows = [replace(row, **milder) if (row.check, row.result) == ("own name", FAILED) else row for row in rows]
+    return [*rows, *network]
 
 
-def check_environment() -> tuple[list[Row], dict[str, str]]:
-    """The rows of what DeepSpeed exports on the hosts, from files and from this shell, and what of it can be."""
-    rows, said = [], dict[str, str]()
+def environment_rows() -> tuple[list[Row], dict[str, str]]:
+    """Check `.deepspeed_env`; also returns all variables that DeepSpeed will export on the hosts."""
+    rows, configured = [], dict[str, str]()
     for path in environment_files():
         try:
             values, mistakes = parse_environment(read_file(path).decode(errors="replace"))
-        except ValueError as error:
+        except UserError as error:
             values, mistakes = {}, [str(error)]
-        said |= values
-        found = "\n".join(mistakes) or ", ".join(values) or "is empty"
-        cure = f"correct {path}: one NAME=VALUE a line and nothing else" if mistakes else ""
-        rows.append(Row(".deepspeed_env", "this one", "FAILED" if mistakes else "ok", found, cure))
-    rows = rows or [Row(".deepspeed_env", "this one", "ok", "there is none")]
-    values = exports(os.environ, said, PROJECT)
-    wrong = misread(values)
-    if wrong:
-        found = f"{', '.join(wrong)}: a quote, a backslash or $( in it would be read by the hosts' shells"
-        rows.append(Row("exports", "this one", "FAILED", found, "unset it, or take these characters out"))
-    return rows, {name: value for name, value in values.items() if name not in wrong}
+        configured |= values
+        found, cure = "\n".join(mistakes) or ", ".join(values), f"correct {path}: one NAME=VALUE a line, nothing else"
+        rows.append(judged(".deepspeed_env", _HERE, not mistakes, found, cure))
+    rows = rows or [Row(".deepspeed_env", _HERE, OK, "does not exist")]
+    return rows, exports(os.environ, configured, PROJECT)
 
 
-def _pdsh() -> Row:
-    if path := shutil.which("pdsh"):
-        return Row("pdsh", "this one", "ok", path)
-    cure = "apt install pdsh; or start each host by hand, with --no_ssh --node_rank N --master_addr ADDRESS"
-    return Row("pdsh", "this one", "FAILED", "deepspeed starts the hosts with it, and it is not on the PATH", cure)
-
-
-def _local_ssh(job: Job, host: Host) -> Row:
-    """This machine alone needs no ssh, but DeepSpeed tries it before it starts."""
-    error = Remote("", "", {}, job.ssh, job.timeout).ready(host)
-    if not error:
-        return ssh_row(host, "")
-    cure = "run deepspeed with --no_ssh_check --master_addr 127.0.0.1, or without the hostfile"
-    return Row("ssh", host.name, "warning", f"{error}: not needed here, but deepspeed wants it", cure)
+def _launcher_rows() -> list[Row]:
+    """Check what DeepSpeed's launcher needs on this machine to start ranks on others."""
+    pdsh = shutil.which("pdsh")
+    start = "apt install pdsh; or start each host by hand, with --no_ssh --node_rank N --master_addr ADDRESS"
+    wrong = [path for path in {str(PROJECT), str(Path.cwd()), sys.executable} if not is_plain(path)]
+    found = f"{' and '.join(map(repr, wrong))}: DeepSpeed writes it unquoted into the hosts' shells"
+    move = "move it to a path without blanks or other special characters"
+    return [
+        judged("pdsh", _HERE, pdsh, pdsh or "is not on the PATH, and deepspeed starts the hosts with it", start),
+        judged("paths", _HERE, not wrong, found if wrong else "need no quotes", move),
+    ]
 
 
 @contextlib.contextmanager
-def _token(output: Path | None) -> Iterator[tuple[str, str | None, str]]:
-    """A file with a random text in the output folder, or in the nearest folder above: folder, path and text.
+def _token(output: Path | None) -> Iterator[tuple[str, str] | None]:
+    """Write a random text to a file in the output folder, or in the nearest existing folder above it.
 
-    Without an output folder there is none; where it cannot be written, the folder is the reason and the text empty.
+    Yields the path and the text, or None without an output folder. The file is removed at the end.
     """
     if output is None:
-        yield "", None, ""
+        yield None
         return
-    above = (output.absolute(), *output.absolute().parents)
-    folder = next(path for path in above if os.path.isdir(path))
-    path, token = folder / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
-    place = output
+    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
+    path, text = folder / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(output)  # its name may be too long, or lead through a file
-        place = folder
-        path.write_text(token)
-    except OSError as error:
-        yield f"{place} cannot be written here: {error.strerror}", str(path), ""
-        return
-    try:
-        yield str(folder), str(path), token
+        path.write_text(text)
+        yield str(path), text
     finally:
         path.unlink(missing_ok=True)
 
 
-def _facts(remote: Remote, host: Host, token: str | None) -> Reply:
-    asked = time.time()
-    reply = remote.probe(host, "facts", token=token)
-    return replace(reply, value={**reply.value, "asked": asked, "answered": time.time()})
-
-
-def _host_rows(host: Host, reply: Reply, setting: Setting, local: bool) -> list[Row]:
+def _host_rows(host: Host, reply: Reply, here: Mapping[str, Any], folder: Path | None) -> list[Row]:
+    """Return the rows of one host; without ssh or python the checks that need them are skipped."""
+    ssh = checks.ssh_row(host, reply.error if reply.ssh_failed else "")
     if reply.ssh_failed:
-        return [ssh_row(host, reply.error), *(skipped(check, host.name, "ssh failed") for check in FACT_CHECKS)]
-    rows = [] if local else [ssh_row(host, "")]
+        return [ssh, *skipped(checks.FACT_CHECKS, [host], "ssh failed")]
     if reply.error:
-        cure = "install the same version at the same path on every host"
-        rows.append(Row("python", host.name, "FAILED", reply.error, cure))
-        return [*rows, *(skipped(check, host.name, "python failed") for check in FACT_CHECKS[1:])]
-    return [*rows, *check_facts(host, reply.value, setting)]
+        python = Row("python", host.name, FAILED, reply.error, checks.SAME_PYTHON)
+        return [ssh, python, *skipped(checks.FACT_CHECKS[1:], [host], "python failed")]
+    return [ssh, *checks.fact_rows(host, reply.value, here, folder)]
 
 
-def _between(
-    job: Job, remote: Remote, setting: Setting, facts: Mapping[Host, Mapping[str, Any]], rows: Sequence[Row]
-) -> list[Row]:
-    """The checks of what is between hosts; they need all of them."""
-    hosts = setting.hosts
-    broken = [row for row in rows if row.result == FAILED and row.check in ("name", "ssh", "python", "project")]
-    if broken:
-        why = f"{broken[0].check} failed on {broken[0].host}"
-        return [skipped(check, host.name, why) for check in ("master port", "all-reduce") for host in hosts]
-    address = job.master_addr or next(iter(facts[hosts[0]]["addresses"] or []), None)
-    if not address and len(hosts) == 1:
-        address = "127.0.0.1"
-    if not address:
-        cure = "give deepspeed, and this command, --master_addr ADDRESS"
-        first = Row("master port", hosts[0].name, "FAILED", "`hostname -I` there gives no address", cure)
-        return [first, *(skipped("all-reduce", host.name, "master port failed") for host in hosts)]
-    ports = check_ports(remote, hosts, address, job.master_port)
-    if any(row.result == FAILED for row in ports):
-        return [*ports, *(skipped("all-reduce", host.name, "master port failed") for host in hosts)]
-    return [*ports, *check_all_reduce(remote, setting, address, job.master_port)]
-
-
-def check_ports(remote: Remote, hosts: Sequence[Host], address: str, port: int) -> list[Row]:
-    """The first host can listen on the port, and the others reach it."""
+def network_rows(remote: Remote, hosts: Sequence[Host], address: str, port: int) -> list[Row]:
+    """Check that the ranks can meet: all hosts reach the first one at `port`, and sum a number over one rank each."""
     first, *others = hosts
 
-    def call(host: Host) -> Reply:
-        return remote.probe(host, "connect", address=address, port=port)
+    def reach(host: Host) -> Reply:
+        if host == first:
+            return remote.ask(host, "listen", port=port, callers=len(others))
+        return remote.ask(host, "connect", address=address, port=port)
 
-    listening, calls = remote.while_listening(first, port, len(others), lambda: at_once(call, others))
-    rows = [port_row(first, port, listening.error)]
-    if calls is None:
-        return [*rows, *(skipped("master port", host.name, f"{port} is not free") for host in others)]
-    return [*rows, *(connect_row(host, f"{address}:{port}", reply.error) for host, reply in calls.items())]
+    def add(host: Host) -> Reply:
+        meeting = {"address": address, "port": port, "rank": hosts.index(host), "world": len(hosts)}
+        return remote.ask(host, "all_reduce", **meeting)
 
-
-def check_all_reduce(remote: Remote, setting: Setting, address: str, port: int) -> list[Row]:
-    """One rank on every host, summed over all, by torch alone."""
-    ranks = {host: rank for rank, host in enumerate(setting.hosts)}
-    meeting = {"address": address, "port": port, "world": len(ranks)}
-    replies = at_once(
-        lambda host: remote.module(host, "ds_trainer.hosts.rank", {**meeting, "rank": ranks[host]}), setting.hosts
-    )
-    return [all_reduce_row(host, reply.value, reply.error, setting) for host, reply in replies.items()]
-
-
-def table(rows: Sequence[Row], width: int) -> str:
-    """The rows under each other; hosts with the same finding share one, found and cure are wrapped to the width."""
-    hosts = len({row.host for row in rows if row.check == "ssh"})
-    merged: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in rows:
-        merged.setdefault((row.check, row.result, row.found, row.cure), []).append(row.host)
-    order = list(dict.fromkeys(row.check for row in rows))
-    cells = [("check", "host", "result", "found", "cure")]
-    for (check, result, found, cure), names in sorted(merged.items(), key=lambda item: order.index(item[0][0])):
-        where = f"all {hosts}" if len(names) == hosts > 1 else ", ".join(names)
-        cells.append((check, where, result, found, cure))
-    lengths = [max(len(line[column]) for line in cells) for column in range(3)]
-    lengths[1] = min(lengths[1], 24)
-    rest = max(60, width - sum(lengths) - 8)
-    needed = [max(len(part) for line in cells for part in line[column].split("\n")) for column in (3, 4)]
-    found_length = needed[0] if sum(needed) <= rest else min(needed[0], max(rest * 2 // 5, rest - needed[1]))
-    lengths += [found_length, min(needed[1], rest - found_length)]
-    return "\n".join(line for row in cells for line in _lines(row, lengths))
+    free = f"give another --master_port to deepspeed, or end the process that has it: ss -ltnp 'sport = :{port}'"
+    reachable = "open all TCP ports between the hosts; if {0} is not an address of their common network, "
+    replies = at_once(reach, hosts)
+    rows = _reply_rows("master port", {first: replies.pop(first)}, free)
+    if rows[0].result == FAILED:
+        rows += skipped(["master port"], others, f"{port} is not free")
+    else:
+        rows += _reply_rows("master port", replies, f"{reachable.format(address)}give --master_addr")
+    if any(row.result == FAILED for row in rows):
+        return [*rows, *skipped(["all-reduce"], hosts, "master port failed")]
+    cure = f"{reachable.format('that')}write into .deepspeed_env: {checks.GLOO_INTERFACE}=INTERFACE"
+    return [*rows, *_reply_rows("all-reduce", at_once(add, hosts), f"{cure} (with GPUs NCCL_SOCKET_IFNAME)")]
 
 
-def _lines(cells: Sequence[str], lengths: Sequence[int]) -> Iterator[str]:
-    columns = [
-        [part for line in cell.split("\n") for part in textwrap.wrap(line, length, break_on_hyphens=False) or [""]]
-        for cell, length in zip(cells, lengths, strict=True)
+def _reply_rows(check: str, replies: dict[Host, Reply], cure: str) -> list[Row]:
+    return [
+        judged(check, host.name, not reply.error, reply.error or reply.value["found"], cure)
+        for host, reply in replies.items()
     ]
-    for number in range(max(map(len, columns))):
-        parts = [column[number] if number < len(column) else "" for column in columns]
-        yield "  ".join(part.ljust(length) for part, length in zip(parts, lengths, strict=True)).rstrip()
 
 
-def _width() -> int:
-    return shutil.get_terminal_size((160, 24)).columns
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text; hosts with the same result share a line."""
+    hosts = len({row.host for row in rows if row.check == "ssh"})
+    order = list(dict.fromkeys(row.check for row in rows))
+    names: dict[Row, list[str]] = {}
+    for row in sorted(rows, key=lambda row: order.index(row.check)):
+        names.setdefault(replace(row, host="", found=row.found.replace("\n", "; ")), []).append(row.host)
+    hosts_of = {row: f"all {hosts}" if len(among) == hosts > 1 else ", ".join(among) for row, among in names.items()}
+    return aligned([{**vars(row), "host": host} for row, host in hosts_of.items()])

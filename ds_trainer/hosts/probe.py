@@ -1,15 +1,18 @@
-"""What a host tells about itself, for `launch/doctor.py`: a script that is sent to the host's python by ssh.
+"""Ask a host about itself: a script that `launch/doctor.py` sends to the host's python by ssh.
 
-It needs nothing but Python and writes nothing. The request, JSON in base64, is its argument; its answer is one line of
-JSON behind a mark, since a login may print things of its own.
+It needs nothing but Python and writes nothing. Its arguments are the name of a function and the request, which is JSON
+in base64. Its answer is one line of JSON behind a mark, because a login may print other lines.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -17,17 +20,17 @@ import struct
 import subprocess
 import sys
 import time
+from importlib import metadata
 
 MARK = "ds_trainer-doctor:"
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # asks for the IPv4 address of an interface
 
 
 def facts(request: dict) -> dict:
-    """Versions, tools, names, addresses and clock of this host; what it sees of `project` and `token`."""
+    """Return versions, tools, names and addresses of this host, and what it sees of `project` and of `token`."""
     return {
-        "time": time.time(),
-        "python": ".".join(str(part) for part in sys.version_info[:3]),
+        "python": platform.python_version(),
         "versions": versions(),
         "source": source_hash(request["project"]),
         "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
@@ -35,110 +38,115 @@ def facts(request: dict) -> dict:
         "own_address": resolve(socket.gethostname()),
         "interfaces": interfaces(),
         "addresses": first_addresses(),
-        "token": read_token(request.get("token")),
+        "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "known_address": request.get("known_address"),
+        "output_folder": find_token(*request.get("token") or ()),
     }
 
 
 def versions() -> dict:
-    """The installed packages' versions, from their metadata: nothing is imported, so a broken one is told, too."""
-    from importlib import metadata
-
-    have = {found.metadata["Name"]: found.version for found in reversed([*metadata.distributions()])}
-    return {package: have.get(package) for package in PACKAGES}
+    """Return the versions of the installed packages from their metadata: a broken package is not imported."""
+    installed = {found.metadata["Name"]: found.version for found in reversed([*metadata.distributions()])}
+    return {package: installed.get(package) for package in PACKAGES}
 
 
 def source_hash(project: str) -> str | None:
-    """Of the library's and the commands' source; None where the project is not there."""
+    """Hash the source of the library and the commands; None where the project does not exist."""
     digest = hashlib.sha256()
     for part in ("ds_trainer", "launch"):
         top = os.path.join(project, part)
         if not os.path.isdir(top):
             return None
-        names = [os.path.join(folder, name) for folder, _, files in os.walk(top) for name in files]
-        for path in sorted(names):
-            if path.endswith((".py", ".json")):
-                with open(path, "rb") as file:
-                    digest.update(os.path.relpath(path, project).encode() + b"\0" + file.read() + b"\0")
+        paths = [os.path.join(folder, name) for folder, _, files in os.walk(top) for name in files]
+        for path in sorted(path for path in paths if path.endswith((".py", ".json"))):
+            with open(path, "rb") as file:
+                digest.update(os.path.relpath(path, project).encode() + b"\0" + file.read() + b"\0")
     return digest.hexdigest()[:12]
 
 
 def resolve(name: str) -> str | None:
+    """Return the IPv4 address of a name, or None."""
     try:
         return socket.gethostbyname(name)
-    except (OSError, UnicodeError):  # not found; or no name at all, such as one with an empty part
+    except (OSError, UnicodeError):  # a UnicodeError: the name is not even valid
         return None
 
 
 def interfaces() -> dict:
-    """The IPv4 address of every interface that has one."""
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """Return the IPv4 address of every interface that has one."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            found[name] = socket.inet_ntoa(reply[20:24])
-    return found
+            with contextlib.suppress(OSError):  # this interface has no IPv4 address
+                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
-def first_addresses() -> list | None:
-    """`hostname -I`, whose first one DeepSpeed takes for the ranks to meet at; None where that does not work."""
+def first_addresses() -> list:
+    """Return what `hostname -I` prints: DeepSpeed makes the ranks meet at the first address of the first host."""
     try:
-        done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
+        return []
 
 
-def read_token(path: str | None) -> dict | None:
-    """What the file holds, or why it cannot be read; a network's file system may take a moment to show it."""
-    if path is None:
-        return None
-    for last in (False, False, False, True):
-        try:
-            with open(path) as file:
-                return {"text": file.read(), "writable": os.access(os.path.dirname(path), os.W_OK)}
-        except OSError as error:
-            if last:
-                return {"error": error.strerror, "folder": os.path.isdir(os.path.dirname(path))}
+def find_token(path: str = "", text: str = "") -> str:
+    """Say how a file that another host has written, and its folder, look from here; nothing where all is well."""
+    folder = os.path.dirname(path)
+    for _ in range(4 if path else 0):  # a network file system may take a moment to show a new file
+        with contextlib.suppress(OSError), open(path) as file:
+            if file.read() == text:
+                return "" if os.access(folder, os.W_OK) else "cannot be written"
         time.sleep(0.5)
-    return None
+    return "is another folder than here" if os.path.isdir(folder) else "does not exist"
 
 
 def listen(request: dict) -> dict:
-    """Listen on `port` of all addresses, say so, and wait for `callers` to come and go."""
-    with socket.socket() as server:
+    """Listen on `port` of all addresses until so many `callers` have come, or half of the time limit is over."""
+    end = time.monotonic() + request["seconds"] / 2
+    with socket.socket() as server, contextlib.suppress(TimeoutError):  # who did not come says so itself
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(("", request["port"]))
         except OSError as error:
-            return {"error": error.strerror}
+            return {"error": f"{request['port']}: {error.strerror}"}
         server.listen(request["callers"])
-        answer({"listening": True})
         for _ in range(request["callers"]):
+            server.settimeout(max(0.1, end - time.monotonic()))
             caller, _ = server.accept()
             with caller:
-                caller.recv(1)  # the caller leaves first: the port is free at once
-    return {"done": True}
+                caller.recv(1)  # the caller closes first, so that the port is free at once
+    return {"found": f"{request['port']} is free"}
 
 
 def connect(request: dict) -> dict:
-    """Connect to `port` of `address`; tell the own address that it went out from."""
+    """Connect to `port` of `address`, whose listener may take a moment to start."""
+    address, end = (request["address"], request["port"]), time.monotonic() + request["seconds"] / 2
+    place = "{}:{}".format(*address)
+    while True:
+        try:
+            socket.create_connection(address, max(0.1, end - time.monotonic())).close()
+            return {"found": f"{place} is reached"}
+        except OSError as error:
+            if time.monotonic() >= end:
+                return {"error": f"{place}: {error.strerror or error}"}
+        time.sleep(0.2)
+
+
+def all_reduce(request: dict) -> dict:
+    """Take part in an all-reduce as one rank; this alone imports the project, and torch, of this host."""
     try:
-        with socket.create_connection((request["address"], request["port"]), timeout=request["seconds"] / 2) as call:
-            return {"address": call.getsockname()[0]}
-    except OSError as error:
-        return {"error": error.strerror or str(error)}
+        from ds_trainer.hosts.rank import all_reduce
 
-
-def answer(value: dict) -> None:
-    print(MARK + json.dumps(value), flush=True)
+        return all_reduce(request)
+    except (RuntimeError, ValueError, ImportError, OSError) as error:
+        return {"error": str(error)}
 
 
 if __name__ == "__main__":
-    asked = json.loads(base64.b64decode(sys.argv[1]))
-    signal.alarm(asked["seconds"])  # nothing stays behind where the ssh is gone
-    answer({"facts": facts, "listen": listen, "connect": connect}[asked["do"]](asked))
+    request = json.loads(base64.b64decode(sys.argv[2]))
+    signal.alarm(request["seconds"])  # or the process would stay behind where ssh is cut off
+    answer = {"facts": facts, "listen": listen, "connect": connect, "all_reduce": all_reduce}[sys.argv[1]](request)
+    print(MARK + json.dumps(answer), flush=True)
+    os._exit(0)  # the threads of torch's backend may wait for a rank that is gone

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_trainer.files.messages import quoted
+from ds_trainer.files.reading import memory
 from ds_trainer.files.run_folder import MODEL_FILES
-from ds_trainer.files.whole_file import memory
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8, VALUES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.whole_file import content_hash
+from ds_trainer.files.reading import content_hash
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.messages import listed, quoted
-from ds_trainer.files.whole_file import check_file, read_value
+from ds_trainer.files.reading import check_file, read_value
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
 
@@ -87,7 +87,7 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
     if not os.path.lexists(folder / "config.json"):
         raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model")
     for path in sorted(folder.glob("*.json")):
-        check_file(path, most=_MOST_BYTES)
+        check_file(path, max_bytes=_MOST_BYTES)
     config = read_value(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'} holds {quoted(config)}: it must be an object, {{...}}")

@@ -1,7 +1,7 @@
-"""Meet the ranks of this attempt, in a store that may still hold what earlier attempts wrote.
+"""Meet the ranks of this attempt in a store that may still hold what earlier attempts wrote.
 
-torchrun keeps one store over all its restarts when it is given `--master_port` (torch 2.13, static rendezvous): a rank
-that comes first would read the addresses of dead processes, and the notices that they left.
+torchrun keeps one store over all its restarts when it is given `--master_port` (torch 2.13, static rendezvous). A rank
+that comes first would read the addresses of dead processes there, and the notices that they left.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from datetime import timedelta
 from typing import Any
 
 INIT_METHOD = "attempt://"
-"""What `init_process_group` is told, once `register` was called."""
+"""The `init_method` for `init_process_group`, once `register` was called."""
 
-_LOOK = 0.05  # seconds between two looks at the store
+_POLL = 0.05  # seconds
 
 
 def register() -> None:
-    """Make INIT_METHOD known to torch."""
+    """Register INIT_METHOD with torch."""
     from torch.distributed import register_rendezvous_handler
 
     register_rendezvous_handler("attempt", _rendezvous)
 
 
 def _rendezvous(url: str, *, timeout: timedelta, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """As `env://`, but the store holds only what the ranks of this attempt write."""
+    """Do what `env://` does, with a store that holds only what the ranks of this attempt write."""
     from torch.distributed import rendezvous
 
     for store, rank, world_size in rendezvous("env://", timeout=timeout, **options):
@@ -35,28 +35,29 @@ def _rendezvous(url: str, *, timeout: timedelta, **options: Any) -> Iterator[tup
 
 
 def fresh(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A part of `store` that no earlier attempt wrote to, the same for all ranks. Every rank calls it.
+    """Return a part of `store` that no earlier attempt wrote to, the same one on every rank. Every rank calls it.
 
-    Rank 0 names the attempt; the others answer under that name with one of their own, until rank 0 lists it. An earlier
-    attempt's name, answers and list may all be there, but that list lacks the new answer.
+    Rank 0 draws a name for the attempt. Each other rank answers below the name that it reads with a random word of its
+    own, until rank 0's list has that word. A rank that reads the name of an earlier attempt may see its answers and its
+    list too, but that list cannot have the new word, so the rank reads the name again.
 
     Raises:
         DistStoreError: not all ranks have come within `timeout`.
     """
     from torch.distributed import DistStoreError, PrefixStore
 
-    meeting, mine, ranks = PrefixStore("attempts", store), uuid.uuid4().hex, range(1, world_size)
+    meeting, word, others = PrefixStore("attempts", store), uuid.uuid4().hex, range(1, world_size)
     meeting.set_timeout(timeout)
     if rank == 0:
-        meeting.set("current", mine)
-        answers = [meeting.get(f"{mine}/{other}").decode() for other in ranks]
-        meeting.set(f"{mine}/met", json.dumps(answers))
-        return PrefixStore(mine, store)
+        meeting.set("current", word)
+        answers = [meeting.get(f"{word}/{other}").decode() for other in others]
+        meeting.set(f"{word}/met", json.dumps(answers))
+        return PrefixStore(word, store)
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
         attempt = meeting.get("current").decode()
-        meeting.set(f"{attempt}/{rank}", mine)
-        if meeting.check([f"{attempt}/met"]) and mine in json.loads(meeting.get(f"{attempt}/met")):
+        meeting.set(f"{attempt}/{rank}", word)
+        if meeting.check([f"{attempt}/met"]) and word in json.loads(meeting.get(f"{attempt}/met")):
             return PrefixStore(attempt, store)
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
     raise DistStoreError(f"rank {rank} was not met by rank 0 in time")

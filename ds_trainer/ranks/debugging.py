@@ -1,14 +1,13 @@
-"""Let a debugger of another program attach to a run: debugpy (the extra `debug`), on rank 0 and this host alone.
+"""Let a debugger attach to a run: debugpy (the extra `debug`) on rank 0, which only this host can reach.
 
-Whoever attaches can run code as this user: nothing listens on any address but 127.0.0.1. From another machine, forward
-the port by ssh. The other ranks wait for rank 0 as they always do, which `--timeout` bounds.
+Whoever attaches can run code as this user, so debugpy listens at 127.0.0.1 and no other address. From another machine,
+forward the port by ssh. The other ranks wait for rank 0 as they always do, for at most `--timeout` seconds.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import time
 
 from ds_trainer.ranks import distributed
@@ -16,37 +15,29 @@ from ds_trainer.ranks.failures import StoppedError, UserError
 from ds_trainer.ranks.launcher import launchers
 
 _HOST = "127.0.0.1"
-_LOOK = 0.2  # seconds between two looks for the debugger and the launcher
+_POLL = 0.2  # seconds
 
 
 def debug_port_mistakes(port: int | None) -> list[str]:
-    """Why no debugger could be waited for at a port; only rank 0, which is to listen, tries it."""
+    """Return why rank 0 cannot listen for a debugger; whether the port is free shows in `wait_for_debugger`."""
     if port is None or not distributed.is_main():
         return []
-    if not 1 <= port <= 65535:
-        return [f"--debug_port is {port}: give a port from 1 to 65535"]
     if importlib.util.find_spec("debugpy") is None:
         return ["--debug_port needs debugpy, which is not installed: pip install 'ds_trainer[debug]'"]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as debugpy's: a port just left is free
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            return [f"--debug_port {port} cannot be listened on at {_HOST}: {error.strerror}; give another"]
-    return []
+    return [] if 1 <= port <= 65535 else [f"--debug_port is {port}: give a port from 1 to 65535"]
 
 
 def wait_for_debugger(port: int) -> None:
-    """Listen at the port on rank 0 until a debugger has attached; on other ranks do nothing.
+    """Listen at the port on rank 0 until a debugger has attached; do nothing on other ranks.
 
-    ValueError where the port cannot be listened on, StoppedError where the launcher ends meanwhile.
+    Raises UserError where the port is taken, and StoppedError where the launcher ends in the meantime.
     """
     if not distributed.is_main():
         return
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # it warns of breakpoints in Python's own modules
     import debugpy
 
-    debugpy.configure(subProcess=False)  # a compiler's process is nobody's to attach to
+    debugpy.configure(subProcess=False)  # nobody wants to attach to the compilers that DeepSpeed starts
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
@@ -54,6 +45,6 @@ def wait_for_debugger(port: int) -> None:
     above = launchers()
     distributed.info(f"rank 0 waits for a debugger on {_HOST}:{port}")
     while not debugpy.is_client_connected():
-        if not all(found.alive for found in above):
+        if not all(launcher.alive for launcher in above):
             raise StoppedError(f"rank 0: its launcher is gone, and no debugger came to {_HOST}:{port}: stopped")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)

@@ -1,10 +1,10 @@
-"""Who and where this process is: rank, world, device, threads, collectives, rank-0 log.
+"""Rank, world, collectives, and the log of rank 0.
 
-All collectives of this library are here. Those over tensors take them to `device()` first, those over plain values go
-by objects, which torch takes there, or through a group of the hosts' own.
+All collectives of this library are here. Those over tensors move them to `device()` first; those over plain values go
+by objects, which torch moves there, or through a process group over the hosts' own network.
 
-Works with no process group too (world size 1). The environment of the `deepspeed` launcher or `torchrun` is read
-before torch is loaded, so that mistakes are told by one rank only.
+Everything works without a process group too, with a world size of 1. Rank and world are read from the environment of
+the `deepspeed` launcher or `torchrun`, before torch is loaded, so that only one rank reports a mistake.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import fcntl
 import functools
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from ds_trainer.ranks import attempts
 from ds_trainer.ranks.failures import OutOfMemoryError, UserError, ran_out
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT = 1800
-"""Seconds that a rank waits for another, unless a command says otherwise."""
+"""Seconds that a rank waits for another, by default."""
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -48,7 +49,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Ranks on this host: DeepSpeed's launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
+    """Return the number of ranks on this host, which DeepSpeed calls LOCAL_SIZE and torchrun LOCAL_WORLD_SIZE."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
@@ -69,7 +70,7 @@ def warn(message: str) -> None:
 
 
 def start_logging() -> None:
-    """Send this library's log to standard error, plain."""
+    """Write this library's log to standard error, without any prefix."""
     if not _LOG.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -79,17 +80,17 @@ def start_logging() -> None:
 
 
 def start(timeout: int = TIMEOUT) -> None:
-    """Join the process group that the launcher describes, through DeepSpeed; share out the cores.
+    """Join the process group that the launcher describes, through DeepSpeed, and share out the cores.
 
-    `timeout`, in seconds, is how long a rank waits for another, here and in every process group made later: DeepSpeed
-    trains on one of its own, which takes torch's default and no other.
+    A rank waits at most `timeout` seconds for another, here and in every process group that is made later. DeepSpeed
+    trains on a group of its own, for which it takes no timeout, so torch's defaults are changed.
     """
     import deepspeed
     import torch
     from torch.distributed import distributed_c10d
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())  # collectives over objects go through the current device
+        torch.cuda.set_device(local_rank())  # collectives over objects use the current device
     else:
         share_threads()
         keep_freed_memory()
@@ -105,15 +106,17 @@ def start(timeout: int = TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def building_kernels() -> Iterator[None]:
-    """While DeepSpeed may compile: remove the locks of processes that were killed at it, for which torch would wait.
+    """Surround what may make DeepSpeed compile: remove the locks of processes that were killed while they compiled.
 
-    Whoever may compile holds a shared lock on the folder of kernels; where nobody does, a lock of torch's is stale.
+    torch locks the folder of a kernel by an empty file, which a killed process leaves behind, and then waits for ever.
+    So every process of this library that may compile holds a shared lock, of the kind that ends with the process, on
+    one file beside the folders. A process that can take that lock alone knows that all of torch's locks are stale.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
     with contextlib.ExitStack() as until_built:
         with contextlib.suppress(OSError):
-            # torch's own word for where it builds: one lock a folder, the default one or one that the user names
+            # torch knows the folder of all kernels, the default one or the user's; ours is a kernel that is never built
             own = Path(_get_build_directory("ds_trainer", verbose=False))
             held = os.open(own / "users", os.O_RDWR | os.O_CREAT)
             until_built.callback(os.close, held)
@@ -136,18 +139,18 @@ def stop() -> None:
 
 
 def free_shared_memory() -> None:
-    """Remove what DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
+    """Remove the file that DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
     place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code, everything written.
+    """Write out everything and end the process with this exit code, without Python's own tear-down.
 
-    Without Python's own tear-down: threads of gloo that outlive their process group abort it there, after all is done,
-    in about one run of ten ("terminate called without an active exception", exit code -6).
+    There, threads of gloo that outlive their process group would abort the process in about one run of ten, with exit
+    code -6 ("terminate called without an active exception").
     """
-    with contextlib.suppress(OSError):  # whoever read it may be gone
+    with contextlib.suppress(OSError):  # the reader of the output may be gone
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -155,7 +158,7 @@ def leave(code: int) -> NoReturn:
 
 
 def share_threads() -> None:
-    """Give each local rank its part of the cores; DeepSpeed leaves every rank all of them. OMP_NUM_THREADS wins."""
+    """Give each local rank its part of the cores, unless OMP_NUM_THREADS is set; DeepSpeed gives all cores to each."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -163,39 +166,35 @@ def share_threads() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next allocation; where there is another C library, do nothing.
+    """Let glibc keep freed memory for the next allocation; other C libraries are left alone.
 
-    A training step allocates the same buffers every time. By default each of more than 32 MiB is mapped, zeroed by the
-    kernel a page at a time and unmapped again: half of a step's time on some machines.
+    A training step allocates the same buffers every time. By default, glibc maps each buffer of more than 32 MiB anew
+    and the kernel zeroes it page by page, which is half of a step's time on some machines.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_MAX, 0)
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def bound_freed_memory() -> None:
-    """Give back what is kept once this host's ranks together hold more than half its memory.
+    """Return freed memory to the system once the ranks of this host together hold more than half of its memory.
 
-    Batches of many shapes leave holes that fit no other's blocks: SQuAD's ranks grew to 10 GB here, of 2 to 6 in use.
+    Batches of many shapes leave holes into which no later buffer fits: a rank that trained on SQuAD with 2 to 6 GB in
+    use grew to 10 GB.
     """
-    try:
-        held = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return
+    held = int(Path("/proc/self/statm").read_text().split()[1])  # pages
     if held * local_world_size() > os.sysconf("SC_PHYS_PAGES") // 2:
         give_back_freed_memory()
 
 
 def give_back_freed_memory() -> None:
-    """Give the system what glibc keeps free, for work of other shapes; the next steps pay for it once."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    """Return the memory that glibc keeps to the system, for work of other shapes; the next steps are slower once."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def device() -> torch.device:
-    """The device of this rank: one GPU a local rank, or the CPU."""
+    """Return the device of this rank: the GPU with its local rank's number, or the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -211,24 +210,22 @@ def barrier() -> None:
 
 
 def on_main(call: Callable[[], T]) -> T:
-    """Run `call` on rank 0 only and give its value, which must pickle, on every rank; if it raises, all ranks raise."""
-    if not is_main():
-        outcome: tuple[Any, Exception | None] = broadcast((None, None))
-    else:
+    """Run `call` on rank 0 and return its value on every rank; if it raises, all ranks raise. The value must pickle."""
+    if is_main():
         try:
-            outcome = (call(), None)
+            value = call()
         except Exception as error:
             broadcast((None, _for_other_ranks(error)))
             raise
-        broadcast(outcome)
-    value, mistake = outcome
-    if mistake is not None:
-        raise mistake
+        return broadcast((value, None))[0]
+    value, failure = cast("tuple[Any, Exception | None]", broadcast((None, None)))
+    if failure is not None:
+        raise failure
     return value
 
 
 def _for_other_ranks(error: Exception) -> Exception:
-    """The error in a form that every rank can read: of the kinds that are told to the user, the same kind."""
+    """Return an error that pickles, of the same kind where the kind decides about the exit code or the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, str(error.filename))
     if ran_out(error):
@@ -237,7 +234,7 @@ def _for_other_ranks(error: Exception) -> Exception:
 
 
 def on_each_host(call: Callable[[], None]) -> None:
-    """Run `call` on rank 0, then on the first rank of every other host; if it raises anywhere, all ranks raise."""
+    """Run `call` on rank 0, then on the first rank of each other host; a ValueError on any of them is raised on all."""
     on_main(call)
     mistake = None
     if local_rank() == 0 and not is_main():
@@ -245,13 +242,12 @@ def on_each_host(call: Callable[[], None]) -> None:
             call()
         except ValueError as error:
             mistake = str(error)
-    mistakes = list(filter(None, broadcast(gather(mistake))))
-    if mistakes:
-        raise UserError(mistakes[0])
+    for text in filter(None, broadcast(gather(mistake))):
+        raise UserError(text)
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank. Any value that pickles."""
+    """Return rank 0's value on every rank. It must pickle."""
     if world_size() == 1:
         return value
     import torch.distributed as dist
@@ -262,7 +258,7 @@ def broadcast(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value on rank 0, in rank order; an empty list elsewhere."""
+    """Return the values of all ranks, in rank order, on rank 0, and an empty list elsewhere. They must pickle."""
     if world_size() == 1:
         return [value]
     import torch.distributed as dist
@@ -273,19 +269,12 @@ def gather(value: T) -> list[T]:
 
 
 def largest(value: int) -> int:
-    """The largest of all ranks' values, on every rank. Waits for no accelerator."""
-    if world_size() == 1:
-        return value
-    import torch
-    import torch.distributed as dist
-
-    box = torch.tensor([value])
-    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=_host_group())
-    return int(box)
+    """Return the largest of all ranks' values on every rank. Waits for no accelerator."""
+    return max(row[0] for row in numbers_of_all([value]))
 
 
 def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
-    """Every rank's whole numbers, equally many, by rank, on every rank. Waits for no accelerator."""
+    """Return the integers of each rank, equally many, by rank, on every rank. Waits for no accelerator."""
     if world_size() == 1:
         return [list(values)]
     import torch
@@ -293,30 +282,30 @@ def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
 
     box = torch.zeros(world_size(), len(values), dtype=torch.int64)
     box[rank()] = torch.tensor(values)
-    dist.all_reduce(box, group=_host_group())
+    dist.all_reduce(box, group=_host_group())  # the sum, in which each row is zero but on one rank
     return box.tolist()
 
 
 @functools.cache
 def _host_group() -> Any:
-    """A process group over the hosts' own network: the default one, unless that is the accelerators'."""
+    """Return a process group over the hosts' own network: the default one, unless that is the accelerators'."""
     import torch.distributed as dist
 
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def mean(values: torch.Tensor) -> torch.Tensor:
-    """The average of a tensor over the ranks, on this rank's device."""
+    """Return the mean of a tensor over the ranks, on this rank's device."""
     return _all_reduced(values, "SUM") / world_size()
 
 
 def maximum(values: torch.Tensor) -> torch.Tensor:
-    """The largest of the ranks' values, for each of a tensor, on this rank's device."""
+    """Return the element-wise maximum of a tensor over the ranks, on this rank's device."""
     return _all_reduced(values, "MAX")
 
 
 def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
-    """A copy on this rank's device, reduced over the ranks: NCCL has no collective for what the host holds."""
+    """Reduce a copy on this rank's device over the ranks: NCCL has no collectives for tensors of the host."""
     values = values.to(device(), copy=True)
     if world_size() > 1:
         import torch.distributed as dist
@@ -326,13 +315,9 @@ def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def _describe_lone_process() -> None:
-    """A process that no launcher started is a world of one, at a free port: DeepSpeed would look for MPI."""
-    if "RANK" in os.environ:
-        return
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in alone.items()})
+    """Describe a process that no launcher started as a world of one, for which DeepSpeed would look for MPI."""
+    if "RANK" not in os.environ:
+        with socket.socket() as any_socket:
+            any_socket.bind(("127.0.0.1", 0))
+            port = any_socket.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

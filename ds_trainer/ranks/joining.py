@@ -1,23 +1,26 @@
-"""What a command of several ranks has around it: the ranks meet, and an error says which of them is lost."""
+"""Surround the work of several ranks: they meet, and an error names the rank that is lost or ran out of memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import LostRankError, OutOfMemoryError
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.failures import OutOfMemoryError, RankError, first_line, ran_out
 from ds_trainer.ranks.watching import rendezvous, watched
 
 
 @contextlib.contextmanager
 def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
-    """Among the other ranks, and without `transformers` telling on every rank what this library tells on one.
+    """Join the other ranks, which may keep each other waiting for `timeout` seconds, and leave them at the end.
 
-    An error that only says that a rank is missing becomes one that says which, and why.
+    `transformers` is silenced, which would print on every rank what this library prints on one. An error that only
+    reports that a rank is missing is replaced by one that names the rank and the cause.
     """
     import transformers
 
@@ -27,13 +30,35 @@ def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     try:
         with watched(), told_if_out(""):
             yield
-    except (LostRankError, OutOfMemoryError):  # a process group without one of its ranks cannot be left in order
+    except RankError:  # a process group without one of its ranks cannot be left in order
         distributed.free_shared_memory()
         raise
     except BaseException:
         distributed.stop()
         raise
     distributed.stop()
+
+
+@contextlib.contextmanager
+def told_if_out(
+    where: str, advice: Callable[[], str] = lambda: "Free memory on this host, or take one with more."
+) -> Iterator[None]:
+    """Raise OutOfMemoryError where memory runs out inside.
+
+    Its message has `where`, such as " in the evaluation", and `advice`: whole sentences on what was held and the cure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        # the frames hold the activations, and the message and what follows need some memory too
+        for source in (error, error.__cause__, error.__context__):
+            traceback.clear_frames(source.__traceback__ if source else None)
+        process = f"rank {distributed.rank()} (host {socket.gethostname()}, process {os.getpid()})"
+        cause = first_line(error) or type(error).__name__
+        message = f"{process} ran out of memory{where}: {cause}. {advice()}"
+        raise OutOfMemoryError(message, distributed.rank()) from error
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run takes place on: versions, hosts and devices; and the most memory that a rank has held."""
+"""The hardware and software of a run: versions, hosts, devices, and the most memory that a rank has held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = ("torch", "transformers", "deepspeed", "numpy")
 
 
 def session() -> dict[str, Any]:
-    """The versions of this library and of those below it, on rank 0, and every host's ranks by device; collective."""
+    """Return the versions on rank 0, and for each host the number of ranks by device. Collective."""
     mine = (socket.gethostname(), device_name())
     hosts: dict[str, dict[str, int]] = {}
     for (host, device), ranks in Counter(distributed.broadcast(distributed.gather(mine))).items():
@@ -28,43 +28,45 @@ def session() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of this library, of Python, and of the libraries that a result depends on most."""
+    """Return the versions of this library, of Python, and of the libraries that a result depends on most."""
     libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return {"ds_trainer": ds_trainer.__version__, "python": platform.python_version(), **libraries}
 
 
 def device_name() -> str:
-    """What this rank computes on, by its maker's name."""
+    """Return the product name of this rank's device."""
     return torch.cuda.get_device_name(distributed.device()) if torch.cuda.is_available() else cpu_name()
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    """Return the product name of the CPU, or its architecture where the system does not name it."""
+    names = _fields(Path("/proc/cpuinfo"))
+    return names.get("model name", platform.machine())
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes that this process has held since the last call: `resident`, and of a GPU `device`.
+    """Return the most bytes that this process has held since the last call: `resident`, and `device` of its GPU.
 
-    Where the system does not let it be reset, or does not tell it, `resident` is the most since the process began.
-    Waits for no GPU: its allocator counts on the host.
+    `resident` is the most since the process began where the system cannot reset it. Waits for no GPU, whose allocator
+    counts on the host.
     """
-    found = {"resident": _resident_peak()}
+    peaks = {"resident": _resident_peak()}
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.max_memory_allocated()
+        peaks["device"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return peaks
 
 
 def _resident_peak() -> int:
     try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        peak = next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # from now on it is what is held now
-    except (OSError, StopIteration):
+        peak = 1024 * int(_fields(Path("/proc/self/status"))["VmHWM"].split()[0])
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it to the memory held now
+    except (OSError, KeyError):
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Read a file of lines NAME: VALUE; nothing where it does not exist."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

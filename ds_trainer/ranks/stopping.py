@@ -1,7 +1,7 @@
-"""Being asked to stop: by a signal, or by the end of the launcher; all ranks stop after the same step.
+"""React to signals: all ranks of a run stop after the same step; other commands clean up before they end.
 
-A signal only leaves a note; the loop looks at the notes of all ranks where it can stop. A second signal ends the
-process at once.
+In a run a signal, or the end of the launcher, only leaves a note. Where the loop can stop, it looks at the notes of all
+ranks. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -12,82 +12,112 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.ranks.launcher import Process, launchers
 
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
-"""Those of users and schedulers; SIGUSR1 is what Slurm is mostly told to send before time is up."""
+"""The signals of users and schedulers. Slurm is mostly configured to send SIGUSR1 before the time is up."""
 
-_REASONS = ("", "its launcher is gone", *(found.name for found in SIGNALS))
-_SAME = 2.0  # seconds: Ctrl-C reaches a rank from the terminal, and again as SIGTERM from DeepSpeed's launcher
-_OVER = 0  # no signal's number
-_LOOK = 0.5  # seconds between two looks at the launcher
+_REASONS = ("", "its launcher is gone", *(number.name for number in SIGNALS))
+_SAME_REQUEST = 2.0  # seconds: Ctrl-C comes from the terminal, and again as SIGTERM from DeepSpeed's launcher
+_CLOSE = 0  # ends the thread; no signal has this number
+_POLL = 0.5  # seconds between two looks at the launcher
 
 
 class StopRequests:
-    """Gathers the requests to stop this run. To be used as a context, from the main thread.
+    """Collect the requests to stop this run; a context manager for the main thread.
 
-    A thread of its own hears the signals: while the main thread waits in a collective, Python's handlers do not run.
+    A second thread receives the signals, because Python runs the handlers in the main thread, and only when that is
+    not inside of a collective, where it may wait for minutes. Python's C code writes the number of each signal into a
+    pipe (`set_wakeup_fd`), whatever the main thread does, and the second thread reads the pipe.
     """
 
     def __init__(self) -> None:
         self._reason, self._when = 0, 0.0
-        self._before: dict[int, Any] = {}
-        self._inbox, self._outbox = -1, -1
 
     def __enter__(self) -> StopRequests:
         self._inbox, self._outbox = os.pipe()
-        os.set_blocking(self._outbox, False)
-        self._before = {number: signal.signal(number, _leave_to_the_thread) for number in SIGNALS}
+        os.set_blocking(self._outbox, False)  # set_wakeup_fd requires it
+        self._before: dict[int, Any] = {number: signal.signal(number, _ignore) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(launchers(),), name="stop-requests", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.write(self._outbox, bytes([_OVER]))
+        os.write(self._outbox, bytes([_CLOSE]))
         self._thread.join()
         os.close(self._inbox)
         os.close(self._outbox)
 
     def check(self) -> None:
-        """Raise StoppedError on every rank if any of them was asked to stop. Every rank must ask at the same place."""
+        """Raise StoppedError on every rank if any rank was asked to stop. Collective."""
+        # the largest number of all ranks' reasons: every rank must stop, and for the same reason
         reason = distributed.largest(self._reason)
         if reason:
             raise StoppedError(_REASONS[reason])
 
-    def _listen(self, known: Sequence[Process]) -> None:
-        """Hear signals as they come, and look after the launchers in between."""
+    def _listen(self, ancestors: Sequence[Process]) -> None:
+        """Read the signals from the pipe, and look after the launchers in between."""
         while True:
-            ready, _, _ = select.select([self._inbox], [], [], _LOOK)
+            ready, _, _ = select.select([self._inbox], [], [], _POLL)
             for number in os.read(self._inbox, 64) if ready else b"":
-                if number == _OVER:
+                if number == _CLOSE:
                     return
-                if number in SIGNALS:
-                    self._signalled(number)
-            if not self._reason and not all(found.alive for found in known):
-                self._ask(_REASONS[1])
+                if number not in SIGNALS:
+                    continue
+                if self._reason and time.monotonic() - self._when > _SAME_REQUEST:
+                    os._exit(128 + number)
+                self._note(signal.Signals(number).name)
+            if not all(ancestor.alive for ancestor in ancestors):
+                self._note(_REASONS[1])
 
-    def _signalled(self, number: int) -> None:
-        if self._reason and time.monotonic() - self._when > _SAME:
-            os._exit(128 + number)
-        if not self._reason:
-            self._ask(signal.Signals(number).name)
-
-    def _ask(self, reason: str) -> None:
+    def _note(self, reason: str) -> None:
+        """Keep the first reason and print it."""
+        if self._reason:
+            return
         self._reason, self._when = _REASONS.index(reason), time.monotonic()
-        # not by the log, whose lock a rank that hangs may hold
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        # not through the log: the main thread may hold its lock while it hangs
+        with contextlib.suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
 
 
-def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler, so that the signal does not end the process."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing; without a handler it would end the process."""
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM inside, as Ctrl-C raises KeyboardInterrupt, so that contexts are left in order."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Delay SIGINT and SIGTERM until the end of the block, which must not be left half done."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])

@@ -1,4 +1,4 @@
-"""Wall-clock seconds of a call, also where a GPU does its work."""
+"""Measure the wall-clock seconds of a call, also where a GPU does the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Wall seconds of `call`, all of its work on `device` in it, and nothing of what was asked of that before."""
+    """Return the wall-clock seconds of `call` with all its work on `device`, and none that was queued there before."""
     _wait(device)
     started = time.perf_counter()
     call()

@@ -1,7 +1,17 @@
-"""What became of the other ranks: a notice board in the store of their rendezvous.
+"""Find out what became of the other ranks, by a notice board in the store of their rendezvous.
 
-A collective only says that somebody is missing. So a rank that fails posts why, all others say where they are, and
-those that wait in a collective name the one that does not.
+A collective that fails only says that some rank is missing, and often only on some ranks. So there is a board, a part
+of the key-value store by which the ranks met, with at most one notice for each rank:
+
+1. A rank that ends with an error posts a notice: "failed" with its error, "waits" where the error is only that a
+   collective failed, or "out of memory".
+2. A thread of every other rank sees that there are notices, and posts where its main thread is: it "waits" in a
+   collective, or is "busy" elsewhere, with the line of code.
+3. The rank of step 1 gives the others five seconds to post. Then a rank without a notice is gone or stopped, one that
+   failed is the cause, and if there is neither, a busy one hangs.
+4. A rank that waits on for ever (some collectives have no timeout) is ended by its thread after 15 more seconds.
+
+Rank 0 holds the store: when its process ends, no rank can read the board. So all ranks read it before they post.
 """
 
 from __future__ import annotations
@@ -14,22 +24,23 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError
+from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError, first_line
 from ds_trainer.ranks.launcher import process
 
-_LOOK = 0.5  # seconds between two looks at the board
-_GRACE = 5.0  # seconds for all to post
-_HUNG = 15.0  # seconds after which a rank that others gave up ends itself
+_POLL = 0.5  # seconds between two looks at the board
+_GRACE = 5.0  # seconds for all ranks to post
+_HUNG = 15.0  # seconds after which a rank that the others have given up ends itself
 
-_OUT = "out of memory"
-"""The state of a rank that ended for want of it."""
+_FAILED, _WAITS, _BUSY, _OUT = "failed", "waits", "busy", "out of memory"
+"""The states of ranks on the board."""
 
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "rendezvous")
-"""What errors of collectives speak of; most are plain RuntimeErrors."""
+"""Words in the errors of collectives, most of which are plain RuntimeErrors."""
 
 
 class RankWatch:
@@ -38,130 +49,123 @@ class RankWatch:
     def __init__(self) -> None:
         from torch.distributed import PrefixStore, distributed_c10d
 
-        # its own connection: a wait of another thread would block the one that a process group uses
+        # a connection of its own: a store serves one request at a time, and a process group may wait on the other one
         self._board: Any = PrefixStore("ds_trainer", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
-        mine = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._roster: list[dict[str, Any]] = distributed.broadcast(distributed.gather(mine))
-        self._main = threading.main_thread().ident
+        self._roster = distributed.broadcast(distributed.gather((socket.gethostname(), os.getpid())))
+        self._notices: dict[int, list[str]] = {}
+        """State and text of each rank that has posted. The thread and the main thread both replace it as a whole."""
         self._over = threading.Event()
-        self._posts: dict[int, dict[str, Any]] = {}
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def close(self) -> None:
+        """End the thread."""
         self._over.set()
 
     def explained(self, error: Exception) -> Exception:
-        """The error to end with: this rank's own, or who was lost, where it only says that somebody was."""
+        """Return the error to end with: this one, or one that names the lost rank where this one does not."""
         if isinstance(error, NonFiniteLossError | StoppedError):
-            return error  # every rank has it
-        lost = _is_of_a_collective(error)
-        if not (lost and self._starved()):  # known already, it needs no board, which is gone where rank 0 is
+            return error  # every rank raises it
+        is_of_a_collective = _is_of_a_collective(error)
+        # where the thread has read the cause already, the board is not needed; it may be gone together with rank 0
+        if not (is_of_a_collective and self._texts(_OUT)):
             with contextlib.suppress(RuntimeError):
-                if isinstance(error, OutOfMemoryError):
-                    self._post(_OUT, str(error))
-                    if error.teller == distributed.rank():  # of several ranks that run out the first one tells
-                        error.teller = int(self._board.compare_set("teller", "", str(distributed.rank())))
-                else:
-                    self._post("waits" if lost else "failed", _first_line(error))
-            self._gather_posts()
-        if not lost:
+                self._post_error(error, _WAITS if is_of_a_collective else _FAILED)
+            self._wait_for_notices()
+        if not is_of_a_collective:
             return error
-        if starved := self._starved():
-            return starved
-        missing = self._missing() or self._busy()
-        text = "; ".join(missing.values()) or f"a rank was lost, and none can be named: {_first_line(error)}"
-        teller = next((r for r in range(distributed.world_size()) if r not in missing or self._told_itself(r)), 0)
-        return LostRankError(text, teller)
+        for rank, text in self._texts(_OUT).items():
+            return OutOfMemoryError(text, rank)
+        lost = self._lost() or {
+            rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
+        }
+        text = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_named(error)}"
+        able_to_print = [rank for rank in range(len(self._roster)) if rank not in lost or rank in self._texts(_FAILED)]
+        return LostRankError(text, next(iter(able_to_print), 0))
 
-    def _starved(self) -> OutOfMemoryError | None:
-        """The error of a rank that ran out of memory and tells it, for this rank, which lacks it now, to end with."""
-        posts = [(rank, post["text"]) for rank, post in list(self._posts.items()) if post["state"] == _OUT]
-        return OutOfMemoryError(posts[0][1], posts[0][0]) if posts else None
+    def _texts(self, state: str) -> dict[int, str]:
+        """Return the texts of the ranks that posted a state."""
+        return {rank: text for rank, (posted, text) in self._notices.items() if posted == state}
 
-    def _told_itself(self, rank: int) -> bool:
-        return self._posts.get(rank, {}).get("state") == "failed"
-
-    def _missing(self) -> dict[int, str]:
-        """The ranks that failed or are not there, and what is known of them."""
-        there = {distributed.rank(), *self._posts}
-        found = {rank: self._absence(rank) for rank in range(len(self._roster)) if rank not in there}
-        failed = {rank: post["text"] for rank, post in list(self._posts.items()) if post["state"] == "failed"}
-        return found | {rank: f"{self._who(rank)} failed: {text}" for rank, text in failed.items()}
-
-    def _busy(self) -> dict[int, str]:
-        """The ranks that neither fail nor wait for others: they hang, if none is missing."""
-        busy = {rank: post["text"] for rank, post in list(self._posts.items()) if post["state"] == "busy"}
-        return {rank: f"{self._who(rank)} hangs, in {text}" for rank, text in busy.items()}
-
-    def _absence(self, rank: int) -> str:
-        own = self._roster[rank]
-        if own["host"] == socket.gethostname() and process(own["pid"]) is None:
-            return f"{self._who(rank)} is gone: it was killed, by hand or for want of memory"
-        return f"{self._who(rank)} does not answer: it is stopped, or its host is down or cut off"
+    def _lost(self) -> dict[int, str]:
+        """Describe the ranks that failed, or have posted nothing."""
+        lost = {rank: f"{self._who(rank)} failed: {text}" for rank, text in self._texts(_FAILED).items()}
+        for rank, (host, pid) in enumerate(self._roster):
+            if rank == distributed.rank() or rank in self._notices:
+                continue
+            state = "does not answer: it is stopped, or its host is down or cut off"
+            if host == socket.gethostname() and process(pid) is None:
+                state = "is gone: it was killed, by hand or because memory ran out"
+            lost[rank] = f"{self._who(rank)} {state}"
+        return lost
 
     def _who(self, rank: int) -> str:
-        return f"rank {rank} (host {self._roster[rank]['host']}, process {self._roster[rank]['pid']})"
+        host, pid = self._roster[rank]
+        return f"rank {rank} (host {host}, process {pid})"
+
+    def _post_error(self, error: Exception, state: str) -> None:
+        if isinstance(error, OutOfMemoryError):
+            self._post(_OUT, str(error))
+            if error.teller == distributed.rank():  # of several ranks that run out of memory the first one prints it
+                error.teller = int(self._board.compare_set("teller", "", str(distributed.rank())))
+        else:
+            self._post(state, _named(error))
 
     def _post(self, state: str, text: str) -> None:
-        self._board.set(f"post/{distributed.rank()}", json.dumps({"state": state, "text": text}))
+        self._board.set(f"post/{distributed.rank()}", json.dumps([state, text]))
         self._board.add("posts", 1)
 
-    def _gather_posts(self) -> None:
-        """Read the board until all are on it: other ranks see this one's post, and write their own."""
+    def _wait_for_notices(self) -> None:
+        """Read the board until all ranks are on it, or the time is over."""
         end = time.monotonic() + _GRACE
-        while time.monotonic() < end:
-            if not self._read() or len(self._posts) == distributed.world_size():
-                return
-            time.sleep(_LOOK / 5)
+        while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
+            time.sleep(_POLL / 5)
 
     def _read(self) -> bool:
-        """Take over what is posted; False where the board cannot be reached: it is rank 0's."""
+        """Read the board; False where it cannot be reached, because rank 0 has ended."""
         try:
-            for rank in range(distributed.world_size()):
-                if self._board.check([f"post/{rank}"]):
-                    self._posts[rank] = json.loads(self._board.get(f"post/{rank}"))
+            posted = [rank for rank in range(len(self._roster)) if self._board.check([f"post/{rank}"])]
+            self._notices = {rank: json.loads(self._board.get(f"post/{rank}")) for rank in posted}
         except RuntimeError:
             return False
         return True
 
     def _watch(self) -> None:
-        """Once another rank has posted, say where this one is; end it if it hangs."""
-        while not self._over.wait(_LOOK):
-            try:
+        """Once another rank has posted, post where this one is; end it if it hangs. This is the thread."""
+        while not self._over.wait(_POLL):
+            with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the board with it
                 if not self._board.add("posts", 0):
                     continue
-                self._read()  # before the post that the others wait for: they may end then, and the board with rank 0
-                if not self._board.check([f"post/{distributed.rank()}"]):
-                    self._post(*self._whereabouts())
+                # read first: the others wait for this rank's notice, and may then end, rank 0 and the board included
                 self._read()
-            except RuntimeError:
-                pass  # rank 0 is gone, and with it the board
+                if not self._board.check([f"post/{distributed.rank()}"]):
+                    self._post(*_whereabouts())
+                self._read()
             if not self._over.wait(_HUNG):
-                if self._starved():  # with NCCL a rank waits on the device, and no error wakes it
-                    os._exit(OutOfMemoryError.exit_code)
-                with contextlib.suppress(OSError):
-                    faulthandler.dump_traceback(all_threads=True)
-                    others = "; ".join(self._missing().values()) or "others have ended"
-                    sys.stderr.write(f"rank {distributed.rank()} hangs, and ends too: {others}\n")
-                    sys.stderr.flush()
-                os._exit(LostRankError.exit_code)
+                self._end()
 
-    def _whereabouts(self) -> tuple[str, str]:
-        frame = sys._current_frames().get(self._main or 0)
-        files: list[str] = []
-        while frame is not None:
-            files.append(
-                f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name} "
-                f"({frame.f_code.co_filename}, line {frame.f_lineno})"
-            )
-            frame = frame.f_back
-        waits = any("torch/distributed" in place for place in files[:6])
-        return ("waits", "") if waits else ("busy", files[0] if files else "code of its own")
+    def _end(self) -> None:
+        """End this process, whose main thread does not come back."""
+        if self._texts(_OUT):  # with NCCL a rank waits on the device, where no error wakes it; the cause is printed
+            os._exit(OutOfMemoryError.exit_code)
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(all_threads=True)
+            others = "; ".join(self._lost().values()) or "others have ended"
+            sys.stderr.write(f"rank {distributed.rank()} hangs, and ends too: {others}\n")
+            sys.stderr.flush()
+        os._exit(LostRankError.exit_code)
+
+
+def _whereabouts() -> tuple[str, str]:
+    """Return whether the main thread waits in a collective or is busy, and in which line."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1]
+    if any("torch/distributed" in frame.filename for frame in frames[:6]):
+        return _WAITS, ""
+    return _BUSY, f"{frames[0].name} ({frames[0].filename}, line {frames[0].lineno})"
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """While the ranks work together, errors name the rank that caused them."""
+    """Let errors name the rank that caused them while the ranks work together."""
     if distributed.world_size() == 1:
         yield
         return
@@ -179,7 +183,7 @@ def watched() -> Iterator[None]:
 
 
 def rendezvous(join: Callable[[], None], timeout: int) -> None:
-    """Join the other ranks; LostRankError where they do not come in time."""
+    """Join the other ranks. Raises LostRankError where they do not come within `timeout` seconds."""
     try:
         join()
     except Exception as error:
@@ -188,7 +192,7 @@ def rendezvous(join: Callable[[], None], timeout: int) -> None:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise LostRankError(
             f"rank {distributed.rank()} (host {socket.gethostname()}): the {distributed.world_size()} ranks have not "
-            f"found each other at {place} within {timeout} s: {_first_line(error)}",
+            f"found each other at {place} within {timeout} s: {_named(error)}",
             distributed.rank(),
         ) from error
 
@@ -200,5 +204,5 @@ def _is_of_a_collective(error: Exception) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS))
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""The matrices of an encoder, by layer and by what they are in it, and how much of each a pruned model has kept."""
+"""The matrices of an encoder by layer and role, and how much of each a pruned model has kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ds_trainer.ranks.failures import UserError
 
 Counts: TypeAlias = Mapping[str, Mapping[str, int]]
-"""`kept` and `total` weights of each linear layer of the encoder, by name."""
+"""The numbers of `kept` and `total` weights of each linear layer of the encoder, by name."""
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -29,55 +29,46 @@ _ROLES = {
     "output.dense": "ff out",
     "ffn.lin2": "ff out",
 }
-"""The matrices of BERT, RoBERTa, ELECTRA, DeBERTa-v2 and DistilBERT by their names inside a layer."""
+"""Roles of the matrices of BERT, RoBERTa, ELECTRA, DeBERTa-v2 and DistilBERT, by their names inside a layer."""
 
 _HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
-"""The dimension of a weight, (out, in), along which the heads lie."""
+"""The dimension of a weight, (out, in), along which the heads lie, by role."""
 
 
 def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> dict[str, dict[int, Array]]:
     """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
 
-    `before` says how many weights each matrix had before heads and neurons were cut out, where they were: the share is
-    of those, and of whole matrices, since what is left does not say which heads they were.
+    `before` has the number of weights of each matrix before heads and neurons were cut out, where they were: then the
+    shares are of these numbers, and of whole matrices, since the remaining weights do not show which heads they were.
     """
     shares: dict[str, dict[int, Array]] = {}
-    if before:
-        for name, whole in before.items():
-            share = counts[name]["kept"] / max(whole, 1) if name in counts else 0.0
-            shares.setdefault(role_of(name), {})[int(layer_of(name) or 0)] = np.array([share])
-        return _in_order(shares)
-    heads, size = _heads_of(model) if any(role_of(name) in _HEADS for name in counts) else (0, 0)
-    for name, count in counts.items():
-        role, layer = role_of(name), int(layer_of(name) or 0)
-        found = np.array([count["kept"] / max(count["total"], 1)])
+    heads, size = (0, 0) if before or not any(role_of(name) in _HEADS for name in counts) else _heads_of(model)
+    for name in before or counts:
+        role, count = role_of(name), counts.get(name, {"kept": 0, "total": 0})
+        whole = before[name] if before else count["total"]
+        share = np.array([count["kept"] / max(whole, 1)])
         if heads and role in _HEADS:
             kept = np.moveaxis(_nonzero(model, f"{name}.weight"), _HEADS[role], 0)
             if len(kept) % size == 0:
-                found = kept.reshape(len(kept) // size, -1).mean(1)
-        shares.setdefault(role, {})[layer] = found
-    return _in_order(shares)
-
-
-def _in_order(shares: dict[str, dict[int, Array]]) -> dict[str, dict[int, Array]]:
-    """The roles of attention and feed-forward first, as they come in a layer."""
-    order = [role for role in (*_QKV, "output", "ff in", "ff out") if role in shares]
-    return {role: shares[role] for role in [*order, *(role for role in shares if role not in order)]}
+                share = kept.reshape(len(kept) // size, -1).mean(1)
+        shares.setdefault(role, {})[int(layer_of(name) or 0)] = share
+    order = dict.fromkeys(_ROLES.values())  # as they come in a layer
+    return {role: shares[role] for role in dict.fromkeys([*order, *shares]) if role in shares}
 
 
 def layer_of(name: str) -> str:
-    """The layer's number in a linear layer's name, from 0: the first part that is one."""
+    """The layer's number in a linear layer's name, from 0: the first part that is a number."""
     return next((part for part in name.split(".") if part.isdigit()), "")
 
 
 def role_of(name: str) -> str:
-    """What a linear layer is inside its layer: in the words of attention, where its family is known."""
+    """The role of a linear layer inside its layer: in the words of attention, where its family is known."""
     inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
     return _ROLES.get(inside, inside)
 
 
 def _heads_of(model: Path) -> tuple[int, int]:
-    """How many heads a model's config says a layer has, and the size of one; zeros where it says neither."""
+    """How many heads a layer has and the size of one, by the model's config; zeros where the config has neither."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_attention_heads") or config.get("n_heads") or 0
     hidden = config.get("hidden_size") or config.get("dim") or 0
@@ -85,7 +76,7 @@ def _heads_of(model: Path) -> tuple[int, int]:
 
 
 def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where a weight of a model folder is not zero: (out, in). ValueError where it is not there."""
+    """Where a weight of a model folder is not zero: (out, in). UserError where the folder does not have the weight."""
     from safetensors import safe_open
 
     for file in sorted(model.glob("*.safetensors")):

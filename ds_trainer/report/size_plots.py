@@ -5,112 +5,92 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_trainer.report.figure import Figure
-from ds_trainer.report.plots import COLOURS, LOWER_IS_BETTER, MARKERS, dress, label, title
+from ds_trainer.report import drawing
+from ds_trainer.report.drawing import LEGEND, colours, dress, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Point:
-    """A model folder, or one that exits early."""
+class MeasuredModel:
+    """A model folder, run to its end or with early exits."""
 
     name: str
     bytes: int
-    """On disk."""
+    """Size on disk."""
     kept: float
-    """Share of the base's encoder weights that are there and not 0."""
+    """Encoder weights that are present and not 0, as a share of the base's encoder weights."""
     score: float | None
     speed_ups: Mapping[str, float]
-    """To the base, by what they were measured at."""
+    """Speed-ups relative to the base, by the case they were measured in."""
 
 
-def size_speed_score(metric: str | None, points: Sequence[Point]) -> Figure | None:
-    """The score over bytes and over speed-ups; without a score, the speed-ups over encoder weights kept.
+def size_speed_score(metric: str | None, models: Sequence[MeasuredModel]) -> Figure | None:
+    """Draw the score over bytes and over speed-ups; without a score, the speed-ups over encoder weights kept.
 
-    A colour is a folder, a marker what a speed-up was measured at. None where nothing is there to compare.
+    A colour is a model, a marker the case of a speed-up. None where there is nothing to compare.
     """
-    points = [point for point in points if point.speed_ups]
-    scored = [(point, point.score) for point in points if point.score is not None and math.isfinite(point.score)]
+    models = [model for model in models if model.speed_ups]
+    scored = [model for model in models if model.score is not None and math.isfinite(model.score)]
     if metric is None or not scored:
-        return _speed_by_size(points)
+        return _speed_by_size(models)
     if len(scored) < 2:
         return None
-    points = [point for point, _ in scored]
-    markers = _markers(points)
-    figure = Figure(900, _height(points, markers))
-    left, right = figure.panels(1, 2, sharey=True)
-    for colour, (point, score) in zip(_colours(points), scored, strict=True):
-        left.plot(point.bytes / _MIB, score, "o", color=colour, markersize=9)
-        for setting, speed_up in point.speed_ups.items():
-            right.plot(speed_up, score, markers[setting], color=colour, markersize=9, mec="white")
-    lower = metric.rpartition("/")[2] in LOWER_IS_BETTER
-    dress(left, "size on disk (MiB)", f"{metric} (less is better)" if lower else metric)
+    figure = drawing.new_figure(900, _height(scored), f"{metric} against size and speed")
+    left, right = drawing.add_panels(figure, 1, 2, sharey=True)
+    scores = [model.score for model in scored if model.score is not None]
+    for colour, model, score in zip(colours(scored), scored, scores, strict=True):
+        left.plot(model.bytes / _MIB, score, "o", color=colour, markersize=9)
+        for case, speed_up in model.speed_ups.items():
+            right.plot(speed_up, score, _case_markers(scored)[case], color=colour, markersize=9, mec="white")
+    dress(left, "size on disk (MiB)", drawing.score_name(metric))
     dress(right, "measured speed-up", "")
-    left.set_xlim(0, 1.08 * max(point.bytes for point in points) / _MIB)
+    left.set_xlim(0, 1.08 * max(model.bytes for model in scored) / _MIB)
     right.axvline(1, color="0.6", linewidth=1, zorder=0)
-    _room(left, [score for _, score in scored])
-    _legends(right, points, markers)
-    title(figure, f"{metric} against size and speed")
+    drawing.limit_scores(left, scores)
+    _legend(right, scored)
     return figure
 
 
-def _speed_by_size(points: Sequence[Point]) -> Figure | None:
-    if len(points) < 2:
+def _speed_by_size(models: Sequence[MeasuredModel]) -> Figure | None:
+    if len(models) < 2:
         return None
-    markers = _markers(points)
-    figure = Figure(800, _height(points, markers))
-    (axes,) = figure.panels()
-    for colour, point in zip(_colours(points), points, strict=True):
-        for setting, speed_up in point.speed_ups.items():
-            axes.plot(100 * point.kept, speed_up, markers[setting], color=colour, markersize=9, mec="white")
+    figure, axes = drawing.one_panel(800, _height(models), "speed-up against size")
+    for colour, model in zip(colours(models), models, strict=True):
+        for case, speed_up in model.speed_ups.items():
+            axes.plot(100 * model.kept, speed_up, _case_markers(models)[case], color=colour, markersize=9, mec="white")
     axes.axhline(1, color="0.6", linewidth=1, zorder=0)
-    axes.set_xlim(0, 105 * (max(point.kept for point in points) or 1))
-    axes.set_ylim(0, 1.1 * max(speed_up for point in points for speed_up in point.speed_ups.values()))
+    axes.set_xlim(0, 105 * (max(model.kept for model in models) or 1))
+    axes.set_ylim(0, 1.1 * max(speed_up for model in models for speed_up in model.speed_ups.values()))
     dress(axes, "encoder weights kept (%)", "measured speed-up")
-    _legends(axes, points, markers)
-    title(figure, "speed-up against size")
+    _legend(axes, models)
     return figure
 
 
-def _markers(points: Sequence[Point]) -> dict[str, str]:
-    """One for each setting; they come again after the eighth."""
-    settings = dict.fromkeys(setting for point in points for setting in point.speed_ups)
-    return {setting: MARKERS[place % len(MARKERS)] for place, setting in enumerate(settings)}
+def _case_markers(models: Sequence[MeasuredModel]) -> dict[str, str]:
+    """A marker for each case that something was measured in."""
+    cases = dict.fromkeys(case for model in models for case in model.speed_ups)
+    return dict(zip(cases, drawing.markers(cases), strict=True))
 
 
-def _height(points: Sequence[Point], markers: Mapping[str, str]) -> int:
-    """In pixels; the legend has room."""
-    return max(420, 80 + 21 * (len(points) + len(markers)))
+def _height(models: Sequence[MeasuredModel]) -> int:
+    """The height in pixels that leaves room for the legend."""
+    return max(420, 80 + 21 * (len(models) + len(_case_markers(models))))
 
 
-def _colours(points: Sequence[Point]) -> list[str]:
-    return [COLOURS[place % len(COLOURS)] for place in range(len(points))]
-
-
-def _room(axes: Axes, scores: Sequence[float]) -> None:
-    """Up are at least 2 points, or 2 % of a score above 1, so that noise does not look like a result."""
-    middle, span = (max(scores) + min(scores)) / 2, max(scores) - min(scores)
-    half = max(1.3 * span, 0.02 * max(1, *map(abs, scores))) / 2
-    axes.set_ylim(middle - half, middle + half)
-
-
-def _legends(axes: Axes, points: Sequence[Point], markers: Mapping[str, str]) -> None:
-    """Right of the panel: the folders by their colours, then the settings by their markers."""
+def _legend(axes: Axes, models: Sequence[MeasuredModel]) -> None:
+    """List the models by their colours, then the cases by their markers."""
     from matplotlib.lines import Line2D
 
-    of_folders = [
-        Line2D([], [], color=colour, marker="o", linestyle="", label=label(point.name))
-        for colour, point in zip(_colours(points), points, strict=True)
+    entries = [(model.name, colour, "o") for model, colour in zip(models, colours(models), strict=True)]
+    entries += [(case, "0.35", marker) for case, marker in _case_markers(models).items()]
+    lines = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", label=label(name)) for name, colour, marker in entries
     ]
-    of_settings = [
-        Line2D([], [], color="0.35", marker=marker, linestyle="", label=label(setting))
-        for setting, marker in markers.items()
-    ]
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
-    axes.legend(handles=[*of_folders, *of_settings], frameon=False, fontsize=9, **place)
+    axes.legend(handles=lines, **LEGEND)

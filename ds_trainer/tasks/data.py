@@ -1,17 +1,15 @@
 """Tokenised examples: cached once, memory-mapped, and dealt out to steps and ranks by length.
 
-What makes up a batch is a pure function of the optimizer step: a run resumes at its step, and nothing else
-needs saving. Does not read files (`tabular.py`, `readers.py`), tokenise or collate (`tasks/`).
+The content of a batch is a pure function of the optimizer step: a run resumes at its step, and nothing else needs
+saving. Reading files (`records.py`), tokenising and collating (the families) are elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,23 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_trainer.files.writing import folder_aside
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 CACHE_VERSION = 4
-"""Part of every fingerprint: raise it when tokenised data of the same sources would come out otherwise."""
+"""Part of every fingerprint: raise it when the tokenised data of the same sources would come out differently."""
 
 _INDEX = "index.json"
 Array = NDArray[Any]
-Positions = NDArray[np.int64]
+ExampleIds = NDArray[np.int64]
+"""Indices of examples in their split."""
 
 
 @dataclass(frozen=True)
 class Examples:
     """A tokenised split.
 
-    Rows are ragged in `tokens`, flat arrays that `offsets` (n + 1,) int64 cuts. `fields` hold one value, or
-    one row of a fixed shape, for each example (labels, say). `notes` are any JSON values.
+    The examples lie one behind another in the flat arrays of `tokens`, cut by `offsets` (n + 1,) int64. `fields` hold
+    one value, or one array of a fixed shape, for each example (labels, for instance). `notes` are any JSON values.
     """
 
     offsets: Array
@@ -55,32 +55,28 @@ class Examples:
         """(n,) tokens of each example."""
         return np.diff(self.offsets)
 
-    def row(self, position: int) -> dict[str, Array]:
-        """The token columns of one example, without copying."""
-        start, end = self.offsets[position], self.offsets[position + 1]
+    def row(self, index: int) -> dict[str, Array]:
+        """Return the token columns of one example, without copying."""
+        start, end = self.offsets[index], self.offsets[index + 1]
         return {name: flat[start:end] for name, flat in self.tokens.items()}
 
-    def padded(self, positions: Sequence[int] | Positions, fill: Mapping[str, int], multiple: int = 1) -> PaddedRows:
-        """Rows side by side, padded on the right to the longest, rounded up to a multiple; int64."""
-        chosen = np.asarray(positions, dtype=np.int64)
+    def padded(self, ids: Sequence[int] | ExampleIds, fill: Mapping[str, int], multiple: int = 1) -> dict[str, Array]:
+        """Lay examples side by side, padded on the right to the longest one, rounded up to a multiple.
+
+        Returns the token columns and "attention_mask" (1 where there is a token), each (rows, width) int64. `fill` has
+        the padding of each column, by default 0.
+        """
+        chosen = np.asarray(ids, dtype=np.int64)
         starts = self.offsets[chosen]
         lengths = self.offsets[chosen + 1] - starts
         width = -(-int(lengths.max()) // multiple) * multiple
-        places = np.arange(width)
-        mask = places < lengths[:, None]
-        index = np.where(mask, starts[:, None] + places, 0)
-        columns = {
+        columns = np.arange(width)
+        mask = columns < lengths[:, None]
+        index = np.where(mask, starts[:, None] + columns, 0)
+        padded = {
             name: np.where(mask, flat[index], fill.get(name, 0)).astype(np.int64) for name, flat in self.tokens.items()
         }
-        return PaddedRows(columns, mask.astype(np.int64))
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """`columns` and `mask` (1 where there is a token), each (rows, width) int64."""
-
-    columns: dict[str, Array]
-    mask: Array
+        return padded | {"attention_mask": mask.astype(np.int64)}
 
 
 def pack(
@@ -89,12 +85,11 @@ def pack(
     fields: Mapping[str, Array],
     notes: Mapping[str, Any] | None = None,
 ) -> Examples:
-    """Flatten ragged columns that come in chunks of rows; a row is equally long in all its columns."""
-    flat: dict[str, list[Array]] = {name: [] for name in dtypes}
+    """Flatten token columns that come in chunks of examples; an example is equally long in all its columns."""
+    flat: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
     lengths: list[int] = [0]
     for chunk in chunks:
-        rows = chunk[next(iter(dtypes))]
-        lengths += map(len, rows)
+        lengths += map(len, chunk[next(iter(dtypes))])
         for name, parts in flat.items():
             parts.append(np.fromiter(chain.from_iterable(chunk[name]), dtypes[name]))
     tokens = {name: np.concatenate(parts) for name, parts in flat.items()}
@@ -102,9 +97,9 @@ def pack(
 
 
 def spread(count: int, limit: int | None) -> Sequence[int]:
-    """Positions of at most `limit` of `count` examples, evenly spaced; of all where there is no limit.
+    """Choose at most `limit` of `count` indices, evenly spaced; all where there is no limit.
 
-    The first ones of a file would be of one class where it is sorted by label, or of a few articles.
+    The first examples of a file would be of one class where it is sorted by label, or of a few articles.
     """
     if limit is None or limit >= count:
         return range(count)
@@ -112,31 +107,33 @@ def spread(count: int, limit: int | None) -> Sequence[int]:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Hash of JSON values and `CACHE_VERSION`, as a folder name."""
-    text = json.dumps([CACHE_VERSION, *parts], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    """Hash JSON values and `CACHE_VERSION`, for the name of a folder."""
+    return hash_of([CACHE_VERSION, *parts])
+
+
+def hash_of(value: Any) -> str:
+    """Hash a JSON value, whatever the order of its keys."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def cached(cache_dir: Path, key: str, build: Callable[[], Examples]) -> Examples:
-    """The examples under `cache_dir/key`, memory-mapped; built by rank 0 where there are none.
+    """Return the examples in `cache_dir/key`, memory-mapped; rank 0 builds them where there are none.
 
-    Every rank must call it with the same key. On a host that does not see rank 0's folder, its first local
-    rank builds too. What is broken on disk (sizes and checksums tell) is built anew. If any `build`
-    raises a ValueError, every rank raises it.
+    Every rank must call it with the same key. On a host that does not see rank 0's folder, its first local rank builds
+    too. A folder that is damaged, as its sizes and checksums show, is built anew. If any `build` raises a ValueError,
+    every rank raises it.
     """
     folder = cache_dir.expanduser() / key
     distributed.on_each_host(lambda: _ensure(folder, build))
-    found = _open(folder)
-    assert found is not None, f"{folder} was whole a moment ago"
-    return found
+    examples = _open(folder)
+    assert examples is not None, f"{folder} was whole a moment ago"
+    return examples
 
 
 def _ensure(folder: Path, build: Callable[[], Examples]) -> None:
-    if _open(folder) is None:
-        _save(build(), folder)
-
-
-def _save(examples: Examples, folder: Path) -> None:
+    if _open(folder) is not None:
+        return
+    examples = build()
     arrays = {"offsets": examples.offsets}
     arrays |= {f"tokens.{name}": flat for name, flat in examples.tokens.items()}
     arrays |= {f"fields.{name}": values for name, values in examples.fields.items()}
@@ -149,44 +146,37 @@ def _save(examples: Examples, folder: Path) -> None:
     save_aside(folder, write)
 
 
+def _open(folder: Path) -> Examples | None:
+    arrays, notes = open_arrays(folder) or ({}, {})
+    if "offsets" not in arrays:
+        return None
+    tokens, fields = (
+        {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        for prefix in ("tokens.", "fields.")
+    )
+    return Examples(arrays["offsets"], tokens, fields, notes)
+
+
 def save_aside(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have arrays and their index written into a folder beside, then rename it: under its name it is always whole."""
+    """Let `write` put arrays and their index in a folder beside, then rename it: `folder` itself is always whole."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-        try:
+        with folder_aside(folder) as aside:
             write(aside)
-            _make_current(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            if open_arrays(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # it is damaged
     except OSError as error:
-        raise UserError(f"cache_dir {folder.parent} cannot be written: {error}") from error
+        if open_arrays(folder) is None:  # otherwise another run was faster
+            raise UserError(f"cache_dir {folder.parent} cannot be written: {error}") from error
 
 
 def write_index(folder: Path, arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> None:
-    """Say which arrays the folder holds, each in NAME.npy, with their checksums."""
+    """Record which arrays the folder holds, each in NAME.npy, with their checksums."""
     index = {"checksums": {name: _checksum(array) for name, array in arrays.items()}, "notes": dict(notes)}
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def _make_current(aside: Path, folder: Path) -> None:
-    """Rename into place. What is there already is either broken, or whole by another run that was faster."""
-    aside.chmod(0o755)  # mkdtemp's folder is for its owner alone
-    for _ in range(10):
-        with contextlib.suppress(OSError):
-            aside.rename(folder)
-            return
-        if open_arrays(folder) is not None:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            trash = Path(tempfile.mkdtemp(prefix=".broken-", dir=folder.parent))
-            folder.rename(trash / "examples")
-            shutil.rmtree(trash, ignore_errors=True)
-    raise OSError(f"{folder} cannot be replaced")
-
-
 def open_arrays(folder: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
-    """The memory-mapped arrays of a folder and its notes; None where it is missing, incomplete or broken."""
+    """Return the memory-mapped arrays of a folder and its notes; None where it is missing or damaged."""
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
         # as a plain array: indexing a np.memmap costs several times more
@@ -196,22 +186,8 @@ def open_arrays(folder: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
         }
         whole = all(_checksum(array) == index["checksums"][name] for name, array in arrays.items())
         return (arrays, index["notes"]) if whole else None
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, EOFError, KeyError, TypeError):
         return None
-
-
-def _open(folder: Path) -> Examples | None:
-    found = open_arrays(folder)
-    return _assembled(*found) if found and "offsets" in found[0] else None
-
-
-def _assembled(arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> Examples:
-    groups: dict[str, dict[str, Array]] = {"tokens": {}, "fields": {}}
-    for name, array in arrays.items():
-        group, _, column = name.partition(".")
-        if column:
-            groups[group][column] = array
-    return Examples(arrays["offsets"], groups["tokens"], groups["fields"], notes)
 
 
 def _checksum(array: Array) -> int:
@@ -221,11 +197,11 @@ def _checksum(array: Array) -> int:
 class BatchPlan:
     """Which examples make up the global batch of each optimizer step: a pure function of the step.
 
-    The data are one stream over all epochs, each epoch a permutation of its own, cut in batches of
-    `batch_size`: no batch is partial, and the places from a multiple of n to the next hold each example once.
-    The whole batches of an epoch are gathered in windows, sorted by length within each, and visited in random
-    order. A window holds at most `WINDOW` batches and a quarter of the data (but one batch at least), so that
-    what is in a batch still varies. A batch that straddles two epochs stays as it is.
+    The data are one stream over all epochs, each epoch a permutation of its own, cut into batches of `batch_size`: no
+    batch is partial, and each n entries from a multiple of n on hold every example once. The whole batches of an epoch
+    are gathered in windows, sorted by length within each, and visited in random order. A window holds at most `WINDOW`
+    batches and a quarter of the data (but one batch at least), so that the content of a batch still varies. A batch
+    that straddles two epochs stays as it is.
     """
 
     WINDOW = 50
@@ -237,8 +213,8 @@ class BatchPlan:
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
-    def indices(self, step: int) -> Positions:
-        """(batch_size,) positions of the examples of a step, from 0."""
+    def indices(self, step: int) -> ExampleIds:
+        """Return the (batch_size,) examples of a step, counted from 0."""
         n, size = len(self._lengths), self._batch_size
         epoch = step * size // n
         if ((step + 1) * size - 1) // n != epoch:
@@ -249,27 +225,27 @@ class BatchPlan:
         start, end = (first + (last - first) * i // windows for i in (window, window + 1))
         return self._window(start, end)[step - start]
 
-    def between(self, start: int, end: int) -> Positions:
-        """(end - start,) positions of the examples at these places of the order in which they are visited.
+    def between(self, start: int, end: int) -> ExampleIds:
+        """Return the (end - start,) examples from number `start` to `end` in the order in which they are visited.
 
-        From step * batch_size on this is the batch of a step; a run that goes on with batches of another size takes
-        the same examples in the same order.
+        The batch of a step begins at step * batch_size. A run that goes on with batches of another size takes the same
+        examples in the same order.
         """
         first, last = start // self._batch_size, -(-end // self._batch_size)
         visited = np.concatenate([self.indices(step) for step in range(first, last)])
         return visited[start - first * self._batch_size : end - first * self._batch_size]
 
-    def _stream(self, start: int, end: int) -> Positions:
+    def _stream(self, start: int, end: int) -> ExampleIds:
         n = len(self._lengths)
         epochs = range(start // n, (end - 1) // n + 1)
         parts = [self._permutation(e)[max(0, start - e * n) : min(n, end - e * n)] for e in epochs]
         return np.concatenate(parts)
 
-    def _make_permutation(self, epoch: int) -> Positions:
+    def _make_permutation(self, epoch: int) -> ExampleIds:
         return np.random.default_rng((self._seed, 0, epoch)).permutation(len(self._lengths))
 
-    def _make_window(self, start: int, end: int) -> Positions:
-        """(end - start, batch_size): the batches of a window of steps, in the order of their steps."""
+    def _make_window(self, start: int, end: int) -> ExampleIds:
+        """Return (end - start, batch_size), the batches of a window of steps, in the order of their steps."""
         chosen = self._stream(start * self._batch_size, end * self._batch_size)
         by_length = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         order = np.random.default_rng((self._seed, 1, start)).permutation(end - start)
@@ -277,25 +253,25 @@ class BatchPlan:
 
 
 def steps_for(epochs: float, examples: int, batch_size: int, seen: int = 0) -> int:
-    """Optimizer steps until every example was seen `epochs` times, rounded up; `seen` is how many were already."""
+    """Count the optimizer steps, rounded up, in which every example is seen `epochs` times; `seen` are done already."""
     return math.ceil(round((epochs * examples - seen) / batch_size, 9))
 
 
-def shard(positions: Positions, lengths: Array, rank: int, world: int, accumulation: int) -> Positions:
-    """(accumulation, micro) positions of one rank: its part of the global batch, cut in micro-batches.
+def shard(ids: ExampleIds, lengths: Array, rank: int, world: int, accumulation: int) -> ExampleIds:
+    """Return the (accumulation, micro) examples of one rank: its part of the global batch, cut into micro-batches.
 
-    Micro-batch m takes examples of adjacent lengths on all ranks, rank r every world-th of them, so ranks
-    have equal work and padding is least. The longest go first: what does not fit in memory shows at once.
+    Micro-batch m takes examples of adjacent lengths on all ranks, rank r every world-th of them, so that ranks have
+    equal work and the least padding. The longest go first: a batch that does not fit in memory fails at once.
     """
-    assert len(positions) % (world * accumulation) == 0, f"{len(positions)} over {world} x {accumulation}"
-    longest_first = positions[np.argsort(-lengths[positions], kind="stable")]
+    assert len(ids) % (world * accumulation) == 0, f"{len(ids)} over {world} x {accumulation}"
+    longest_first = ids[np.argsort(-lengths[ids], kind="stable")]
     return longest_first.reshape(accumulation, -1, world)[:, :, rank]
 
 
-def evaluation_shard(lengths: Array, rank: int, world: int, batch_size: int) -> list[Positions]:
-    """One rank's batches of a split, longest first; every rank has equally many, of equal sizes.
+def evaluation_shard(lengths: Array, rank: int, world: int, batch_size: int) -> list[ExampleIds]:
+    """Return one rank's batches of a split, longest first; every rank has the same number, of the same sizes.
 
-    Where the examples do not divide by the ranks, the last is repeated: one more answer to the same id.
+    Where the ranks do not divide the number of examples, the last one is repeated: one more answer to the same id.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     order = np.concatenate([order, np.repeat(order[-1:], -len(order) % world)])

@@ -1,4 +1,4 @@
-"""Loss terms and score penalties: pure functions of tensors, computed in fp32.
+"""Loss terms of distillation, and penalties on mask scores: pure functions of tensors, computed in fp32.
 
 Distillation: KL with temperature (arXiv 1503.02531), cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of
 hidden states and attention maps (TinyBERT, arXiv 1909.10351).
@@ -14,51 +14,50 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PAD_LOGIT = -1e4
-"""In logits, a place that is no class: a padded position of an answer's start, say. Finite in every dtype."""
+from ds_trainer.tasks.task import PAD_LOGIT
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Values of logits worked on at a time: what stays in a core's cache, or fills a GPU."""
+"""How many logits are worked on at a time: as many as stay in a core's cache, or fill a GPU."""
 
 # Hard-concrete distribution of arXiv 1712.01312: temperature, and the interval (0, 1) stretched to (LOW, HIGH).
 TEMPERATURE = 2 / 3
 LOW, HIGH = -0.1, 1.1
 
 L0_SHIFT = -TEMPERATURE * math.log(-LOW / HIGH)
-"""Added to log-alpha, the sigmoid is the chance that a hard-concrete gate is not 0 (eq. 12)."""
+"""sigmoid(log-alpha + L0_SHIFT) is the chance that a hard-concrete gate is not 0 (eq. 12)."""
 
 L0_KEPT_ABOVE = math.log(-LOW / HIGH)
-"""Without noise, a gate is above 0 where log-alpha is above this: sigmoid(x) * (HIGH - LOW) + LOW > 0."""
+"""A gate without noise is above 0 where log-alpha is above this: sigmoid(x) * (HIGH - LOW) + LOW > 0."""
 
 PENALTY_SHIFT = {"l1": 0.0, "l0": L0_SHIFT}
 
 
 def score_penalty(scores: Tensor, kind: str) -> Tensor:
-    """Mean of sigmoid(scores + shift) over one matrix, a scalar in [0, 1].
+    """Return the mean of sigmoid(scores + shift) over one matrix, a scalar in [0, 1].
 
-    "l1" is the norm of sigmoid(scores) divided by their number (arXiv 2005.07683, section 4); "l0" the expected
-    share of open hard-concrete gates.
+    "l1" is the norm of sigmoid(scores) divided by their number (arXiv 2005.07683, section 4); "l0" is the
+    expected share of open hard-concrete gates.
     """
     return torch.sigmoid(scores.float() + PENALTY_SHIFT[kind]).mean()
 
 
 def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
-    """Gradient of `score_penalty` by the scores, in their shape and always in fp32.
+    """Return the gradient of `score_penalty` by the scores, in their shape and always in fp32.
 
-    It is at most 1 / (4 * number of scores), which fp16 rounds by half from a million scores on: the caller multiplies
-    by the loss scale first, and casts last.
+    It is at most 1 / (4 * number of scores), which fp16 rounds by half from a million scores on: the caller must
+    multiply by the loss scale first, and cast last.
     """
     share = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
     return (1 - share).mul_(share).div_(scores.numel())
 
 
 def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Gates in [0, 1] of log-alpha's shape; `uniform` is the noise in (0, 1), None at evaluation (eq. 10 to 13)."""
+    """Return gates in [0, 1] of log-alpha's shape; `uniform` is noise in (0, 1), None at evaluation (eq. 10 to 13)."""
     return _stretched(_concrete(log_alpha, uniform)).clamp(0, 1)
 
 
 def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Derivative of `hard_concrete` by log-alpha, elementwise: 0 where a gate is clamped."""
+    """Return the elementwise derivative of `hard_concrete` by log-alpha, which is 0 where a gate is clamped."""
     concrete = _concrete(log_alpha, uniform)
     gates = _stretched(concrete)
     between = (gates > 0) & (gates < 1)
@@ -81,10 +80,10 @@ def _stretched(concrete: Tensor) -> Tensor:
 
 
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher || student), mean over rows, times T**2; 0 of no rows. Both logits (rows, classes), any float dtype.
+    """Return KL(teacher || student), mean over rows, times T**2; 0 without rows. Logits (rows, classes), any dtype.
 
-    Overwrites `teacher`: its memory becomes that of the gradient, found in the same pass, so that there are never more
-    than two tensors of this size. It can be differentiated once.
+    Overwrites `teacher`: its memory holds the gradient, which is computed in the same pass, so that there are never
+    more than two tensors of this size. The result can be differentiated once.
     """
     return _DistillationKl.apply(student, teacher, temperature)
 
@@ -117,38 +116,38 @@ class _DistillationKl(torch.autograd.Function):
 
 
 def _gradient_memory(student: Tensor, teacher: Tensor) -> Tensor:
-    """Where the gradient goes: into the teacher's logits, where their precision allows."""
+    """Return the memory of the gradient: that of the teacher's logits, if their precision allows it."""
     if student.dtype == torch.float16:
-        return torch.empty_like(student, dtype=torch.float32)  # not yet times the loss scale, it would vanish
+        return torch.empty_like(student, dtype=torch.float32)  # it would vanish: the loss scale comes later
     return teacher if teacher.dtype == student.dtype else torch.empty_like(student)
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
-    """Squared difference of logits (rows, classes), summed over classes, mean over rows, as DistilBERT's script has it.
+    """Return the squared difference of logits (rows, classes), summed over classes, mean over rows, as in DistilBERT.
 
-    Places that are `PAD_LOGIT` in the teacher's are left out.
+    Entries that are `PAD_LOGIT` in the teacher's logits do not count.
     """
     difference = torch.where(teacher != PAD_LOGIT, student.float() - teacher.float(), 0.0)
     return difference.square().sum() / max(1, len(student))
 
 
 def hidden_cosine(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """1 - cos, mean over the positions where mask (rows, length) is 1. States (rows, length, width)."""
+    """Return 1 - cos, mean over the tokens where mask (rows, length) is 1. States are (rows, length, width)."""
     distance = 1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1)
     return (distance * mask).sum() / mask.sum()
 
 
 def hidden_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Squared difference, mean over width and the positions where mask (rows, length) is 1."""
+    """Return the squared difference, mean over width and the tokens where mask (rows, length) is 1."""
     difference = (student.float() - teacher.float()).square().mean(-1)
     return (difference * mask).sum() / mask.sum()
 
 
 def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Squared difference of attention maps (rows, heads, length, length), mean over heads and attended pairs.
+    """Return the squared difference of attention maps (rows, heads, length, length), mean over heads and token pairs.
 
-    Maps of models with different numbers of heads are averaged over their heads before. A model in training gives
-    its maps after dropout: set attention_probs_dropout_prob to 0 in its config where that noise is not wanted.
+    The maps of models with different numbers of heads are averaged over their heads first. A model in training returns
+    its maps after dropout: set attention_probs_dropout_prob to 0 in its config to avoid that noise.
     """
     if student.shape[1] != teacher.shape[1]:
         student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)

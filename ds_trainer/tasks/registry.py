@@ -1,45 +1,49 @@
-"""The families of tasks, and how the task of a spec is built for a model."""
+"""Build the task of a spec, check its files, and read its texts, whatever its family.
+
+The families are listed in `FAMILIES` (`config/task_specs.py`). Importing this module loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_trainer.config.recipe import TaskSpec, TextSpec
-from ds_trainer.config.task_specs import family
-from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.config.task_specs import FAMILIES, TaskBase, family
+from ds_trainer.files.write_places import DEFAULT_CACHE
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.lm import lm_text
-from ds_trainer.tasks.lm.lm_task import LmTask
-from ds_trainer.tasks.squad import squad_file
-from ds_trainer.tasks.squad.squad_task import SquadTask
-from ds_trainer.tasks.task import Batch, Task
-from ds_trainer.tasks.text.readers import TASK_NAMES, unknown_task
-from ds_trainer.tasks.text.text_task import TextTask
-from ds_trainer.tasks.text.text_task import training_texts as texts_of_rows
 
-__all__ = ["TASKS", "Batch", "Task", "TextTask", "build_task", "training_texts"]
-
-TASKS: dict[str, type[Task]] = {"text": TextTask, "squad": SquadTask, "lm": LmTask}
-_TEXTS: dict[str, Callable[[Any], list[str]]] = {
-    "text": texts_of_rows,
-    "squad": squad_file.training_texts,
-    "lm": lm_text.training_texts,
-}
-_CACHE_DIR = "~/.cache/ds_trainer"
+if TYPE_CHECKING:
+    from ds_trainer.tasks.task import Task
 
 
-def build_task(spec: TaskSpec, source: str | Path, cache_dir: str | Path | None = None) -> Task:
-    """The task of a spec for the model folder (or hub name) `source`; every rank must build it.
+def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None = None) -> Task:
+    """Build the task of a spec for the model folder (or hub name) `source`; every rank must do so."""
+    from ds_trainer.models.pretrained import load_tokenizer
 
-    Raises ValueError for a name that is no task, with the nearest ones.
+    task_class: type[Task] = _loaded(FAMILIES[family(spec)].task)
+    return task_class(spec, load_tokenizer(source), source, Path(cache_dir or DEFAULT_CACHE))
+
+
+def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> list[str]:
+    """Return every mistake in a task's settings, and every missing folder, file or column; loads nothing heavy.
+
+    `splits` defaults to training and all evaluation splits. Records beyond the first are not read, and the hub is not
+    asked.
     """
-    if isinstance(spec, TextSpec) and spec.name not in TASK_NAMES:
-        raise UserError(unknown_task(spec.name))
-    return TASKS[family(spec)](spec, load_tokenizer(source), source, Path(cache_dir or _CACHE_DIR))  # type: ignore[call-arg, arg-type]
+    module = _loaded(FAMILIES[family(spec)].data)
+    return module.check_data_files(spec, splits) if module else []
 
 
-def training_texts(spec: TaskSpec) -> list[str]:
-    """Every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
-    return _TEXTS[family(spec)](spec)
+def training_texts(spec: TaskBase) -> list[str]:
+    """Return every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
+    module = _loaded(FAMILIES[family(spec)].data)
+    if module is None:
+        raise UserError(f'the task "{spec.name}" has no texts to train a tokenizer on: take a model that brings one')
+    return module.training_texts(spec)
+
+
+def _loaded(entry: Any) -> Any:
+    """Import what an entry of the table names; anything but a name is returned as it is."""
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

@@ -1,48 +1,44 @@
-"""What a task is: data, loss and score of one family of problems.
+"""The interface of a task: the data, the loss and the score of one family of problems.
 
-A task knows nothing of techniques, ranks or DeepSpeed. Its data are `Examples`, tokenised once; batches are
-collated from positions, so that the loop alone decides which rank sees what.
+A task knows nothing of techniques, ranks or DeepSpeed. Its data are `Examples`, which are tokenised once; a batch is
+collated from the ids of its examples, so that the loop alone decides which rank sees which ones.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.task_specs import TaskSpec
-from ds_trainer.models.pretrained import HeadKind, input_names, load_config
+from ds_trainer.models.pretrained import HeadKind, input_names, load_config, pad_token_id
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Examples, PaddedRows, cached
-from ds_trainer.tasks.losses import PAD_LOGIT
-
-__all__ = ["PAD_LOGIT", "Batch", "Task", "Unit"]
-
-if TYPE_CHECKING:
-    from ds_trainer.tasks.data import Positions
-
+from ds_trainer.tasks.data import ExampleIds, Examples, cached
 
 Unit = Literal["example", "label", "token", "pair"]
-"""What the mean of a loss term is taken over: the examples of a batch, the places that carry a label, the attended
-positions, or the pairs of positions of which one attends to the other.
+"""What the mean of a loss term is taken over: the examples of a batch, the labels, the attended tokens, or the pairs of
+tokens of which one attends to the other.
 
-Micro-batches have equally many examples, and different numbers of all else. A term that is no mean over data, such as a
-penalty on weights, is alike in every micro-batch and counts as one over examples.
+Micro-batches have the same number of examples, and different numbers of everything else. A term that is no mean over
+data, such as a penalty on weights, is the same in every micro-batch and counts as one over examples.
 """
+
+PAD_LOGIT = -1e4
+"""The logit of an entry that is no class, such as a padded position as the start of an answer; finite in any dtype."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`inputs` go to the model; `labels` (as the task needs them) and `ids` (rows,), places in the split, stay here.
+    """A batch of examples: `inputs` go to the model, `labels` (in the task's own shape) to the loss.
 
-    `others` are inputs that this model does not take and another model of the same examples may.
+    `ids` (rows,) are the examples' indices in their split. `others` are inputs that this model does not take, but
+    another model of the same examples may, such as a teacher of another architecture.
     """
 
     inputs: dict[str, Tensor]
@@ -52,15 +48,16 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Positions the model computes, padding included."""
+        """The number of positions that the model computes, padding included."""
         return self.inputs["input_ids"].numel()
 
     @property
     def mask(self) -> Tensor:
-        """(rows, length), 1 where there is a token; also where the model takes no mask."""
+        """(rows, length), 1 where there is a token, even if the model takes no mask."""
         return (self.inputs | self.others)["attention_mask"]
 
     def to(self, device: torch.device) -> Batch:
+        """Copy all tensors but `ids` to a device."""
         inputs, others = (
             {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
             for tensors in (self.inputs, self.others)
@@ -74,10 +71,10 @@ Predict = Callable[[Batch], Any]
 
 @dataclass(frozen=True)
 class Forward:
-    """One micro-batch, what the model made of it, and the optimizer step it belongs to.
+    """One micro-batch, the model's output for it, and the optimizer step that it belongs to.
 
-    `shares` say by unit how many there are in the micro-batch, over the mean of all micro-batches of the step on all
-    ranks; a unit that is not named is in equal parts in all of them.
+    `shares` weigh a mean over this micro-batch: for each unit, its count here divided by the average count of the
+    step's micro-batches on all ranks. A unit that is missing is equally frequent in all of them.
     """
 
     batch: Batch
@@ -87,133 +84,142 @@ class Forward:
 
 
 class Task(ABC):
-    """One family of problems; one subclass a family."""
+    """One family of problems. A subclass sets `head`, and implements the abstract methods.
 
-    spec: TaskSpec
-    tokenizer: Any
+    `source` is the model folder (or hub name) that the task is built for. Every rank must build the task and use its
+    splits. A tokenizer without a padding token gets its end of text as one, in place.
+
+    head: the head that a model of this task has.
+    splits: the splits to evaluate on.
+    held_out_split: the training examples that no phase trains on; only tasks of labelled text have some.
+    label_names: the names of the classes, in the model's order; empty where classes have no names.
+    regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
+    logits_of: a row of `logits` is an "example"; or an example whose columns are the tokens ("token"); or a "position",
+        an entry of `inputs["head_positions"]`.
+    loss_unit: what `loss` is a mean over.
+    logits_unit: what a comparison of the `logits` of two models is a mean over.
+    inputs_vary: whether an example's inputs differ from one `draw` to the next.
+    own_inputs: inputs that a model of `build_model` takes beyond those of its architecture.
+    """
+
+    spec: Any
     head: HeadKind
-    cache_dir: Path
     splits: tuple[str, ...] = ("validation",)
-    """The splits to evaluate on."""
+    held_out_split: ClassVar[str] = "held_out"
     label_names: tuple[str, ...] = ()
-    """The classes in the model's order, where they have names."""
     regression: bool = False
-    """Whether `logits` are values to be compared by their difference, not scores of classes."""
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
-    """What a row of `logits` is: an example; an example, and its columns are the tokens; or a place of
-    `inputs["head_positions"]`."""
     loss_unit: ClassVar[Unit] = "example"
-    """What `loss` is a mean over."""
     logits_unit: Unit = "example"
-    """What a comparison of the `logits` of two models is a mean over."""
     inputs_vary: bool = False
-    """Whether an example's inputs differ from one `draw` to the next."""
+    own_inputs: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, tokenizer: Any, head: HeadKind, cache_dir: Path) -> None:
-        self.tokenizer, self.head, self.cache_dir = tokenizer, head, cache_dir
+    def __init__(self, spec: Any, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
+        self.spec, self.tokenizer, self.cache_dir = spec, tokenizer, cache_dir
+        self.config = load_config(source, self.head)
+        self._input_names = input_names(self.config, self.head)
+        self.pad_token_id = pad_token_id(tokenizer)
         self._examples: dict[str, Examples] = {}
 
+    # What a family implements
+
+    @abstractmethod
+    def fingerprint(self, split: str) -> str:
+        """Hash everything that decides the result of `tokenised`, on this host."""
+
+    @abstractmethod
+    def tokenised(self, split: str) -> Examples:
+        """Read and tokenise a split; a `UserError` says what is wrong with its files."""
+
+    @abstractmethod
+    def build_model(self, folder: str | Path) -> nn.Module:
+        """Load the model of `folder` (or a hub name) with this task's head, in fp32, on the CPU."""
+
+    @abstractmethod
+    def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
+        """Make a batch on the CPU, padded to its longest example.
+
+        Random inputs (the masks of MLM) are a function of the example and of `draw`, which is 0 at evaluation.
+        """
+
+    @abstractmethod
+    def loss(self, out: Any, batch: Batch) -> Tensor:
+        """Return the scalar fp32 loss, the mean over the `loss_unit`s of the micro-batch; 0 where it has none."""
+
+    @abstractmethod
+    def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return logits, each (rows, classes), `PAD_LOGIT` where an entry is no class. A row is a `logits_of`."""
+
+    @abstractmethod
+    def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
+        """Return the model's answer to each example, by its id: examples that only pad a shard fall out."""
+
+    @abstractmethod
+    def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        """Compute the task's metrics over all examples of a split; refuse answers of logits that are not finite."""
+
+    # What a family may change
+
+    def limit(self, split: str) -> int | None:
+        """Return how many examples of the split to use at most."""
+        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
+
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
+        """Count the units of these examples, "example" aside, in any `draw`.
+
+        Every host has the numbers in memory, so that each rank knows the sums over the global batch before its first
+        forward, without asking another rank or the device.
+        """
+        lengths = examples.lengths[ids]
+        return {"token": int(lengths.sum()), "pair": int(np.square(lengths).sum())}
+
+    def check_trained(self, folder: str | Path) -> None:
+        """Refuse a model without a trained head for this task: its score would mean nothing."""
+        if not self.head.trained_in(load_config(folder, self.head)):
+            raise UserError(f"{folder} is no trained {self.head.name}: fine-tune it first")
+
+    def held_out_key(self) -> str:
+        """Identify the held-out examples, whichever run reads them; "" where there are none. Not collective."""
+        return ""
+
+    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
+        """Return the share of the split's examples to which two models give the same answer."""
+        return sum(answers[id] == others[id] for id in answers) / len(answers)
+
+    def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
+        """Return JSON files, by name, that users of this task expect beside its score, such as predictions."""
+        return {}
+
+    # What all families share
+
     def examples(self, split: str) -> Examples:
-        """The tokenised split, memory-mapped from the cache. The first call for a split is collective."""
+        """Return the tokenised split, memory-mapped from the cache. The first call for a split is collective."""
         if split not in self._examples:
             self._examples[split] = cached(self.cache_dir, self.key(split), lambda: self.tokenised(split))
         return self._examples[split]
 
     def key(self, split: str) -> str:
-        """What tells this tokenised split from every other, on every rank; collective."""
+        """Return rank 0's fingerprint of a split on every rank; collective."""
         return distributed.on_main(lambda: self.fingerprint(split))
 
-    def counts(self, examples: Examples, positions: Positions) -> dict[Unit, int]:
-        """How many of each unit but "example" these examples bring to a batch, whatever `draw` it is of.
-
-        It is found from what every host has in memory, so that each rank knows the sums over the global batch before
-        its first forward, without asking another rank or the device.
-        """
-        lengths = examples.lengths[positions]
-        return {"token": int(lengths.sum()), "pair": int(np.square(lengths).sum())}
-
-    def limit(self, split: str) -> int | None:
-        """How many examples of the split to use at most."""
-        return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
-
-    def hidden_size(self, folder: str | Path) -> int:
-        """The model's width, known without loading it, for the engine file's "auto" bucket sizes."""
-        return int(load_config(folder, self.head).get_text_config().hidden_size)
-
-    def check_trained(self, folder: str | Path) -> None:
-        """Refuse, by ValueError, a model that has no trained head for this task: its score would mean nothing."""
-        if not self.head.trained_in(load_config(folder, self.head)):
-            raise UserError(f"{folder} is no trained {self.head.name}: fine-tune it first")
-
-    def held_out_key(self) -> str:
-        """What tells the held-out examples from all others, whatever reads them; empty where there are none.
-
-        Not collective: this rank alone reads the files.
-        """
-        return ""
+    def padded_inputs(self, examples: Examples, ids: ExampleIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Pad examples side by side, and part the tensors: those that the task's model takes, and the others."""
+        columns = examples.padded(ids, {"input_ids": self.pad_token_id}, self.spec.pad_to_multiple_of)
+        others = {name: torch.from_numpy(column) for name, column in columns.items()}
+        return {name: others.pop(name) for name in list(others) if name in self._input_names}, others
 
     def inputs_for(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """The batch's inputs as another model of this task takes them, a teacher of another family say."""
+        """Return the batch's inputs as another model of this task takes them, such as a teacher."""
         names = input_names(model.config, self.head) | self.own_inputs
         return {name: value for name, value in (batch.inputs | batch.others).items() if name in names}
 
-    own_inputs: ClassVar[frozenset[str]] = frozenset()
-    """Inputs that a model of `build_model` takes beyond those of its architecture."""
-
-    @abstractmethod
-    def fingerprint(self, split: str) -> str:
-        """Hash of all that decides what `tokenised` gives, on this host."""
-
-    @abstractmethod
-    def tokenised(self, split: str) -> Examples:
-        """Read and tokenise the split; ValueError tells what is wrong with its files."""
-
-    @abstractmethod
-    def build_model(self, folder: str | Path) -> nn.Module:
-        """Load the model of `folder` (or hub name) with this task's head, in fp32, on the CPU."""
-
-    @abstractmethod
-    def collate(self, examples: Examples, positions: Sequence[int] | Positions, draw: int = 0) -> Batch:
-        """A batch on the CPU, padded to its longest row.
-
-        What is random in the inputs (the masks of MLM) is a function of the example and of `draw`, 0 at evaluation.
-        """
-
-    @abstractmethod
-    def loss(self, out: Any, batch: Batch) -> Tensor:
-        """Scalar fp32 loss, the mean over the `loss_unit`s of the micro-batch; 0 where it has none."""
-
-    @abstractmethod
-    def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
-        """Each (rows, classes), `PAD_LOGIT` where a place is no class. Rows need not be examples."""
-
-    @abstractmethod
-    def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
-        """What the model says of each example, by its id: examples that pad a shard fall out."""
-
-    @abstractmethod
-    def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        """The task's metrics over all examples of the split; ValueError where a model's logits are not finite."""
-
-    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
-        """Share of the split's examples of which two models say the same."""
-        return sum(answers[id] == others[id] for id in answers) / len(answers)
-
-    def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """JSON files, by name, that a user of this task expects beside its score: predictions."""
-        return {}
-
-
-def model_inputs(padded: PaddedRows, taken: Container[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The columns and the attention mask as tensors: those that a model takes by their names, and the others."""
-    columns = {name: torch.from_numpy(column) for name, column in padded.columns.items()}
-    columns["attention_mask"] = torch.from_numpy(padded.mask)
-    others = {name: columns.pop(name) for name in list(columns) if name not in taken}
-    return columns, others
+    def hidden_size(self, folder: str | Path) -> int:
+        """Return the model's width without loading it, for the engine file's "auto" bucket sizes."""
+        return int(load_config(folder, self.head).get_text_config().hidden_size)
 
 
 def check_finite(split: str, finite: Sequence[bool]) -> None:
-    """Refuse answers that come of logits that are not finite: one for each example, false where they are not."""
+    """Refuse answers of logits that are not finite; `finite` has one entry per example."""
     broken = len(finite) - sum(finite)
     if broken:
         raise UserError(

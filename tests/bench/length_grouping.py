@@ -23,7 +23,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 
 from ds_trainer.config.task_specs import LmSpec, TextSpec
 from ds_trainer.models.pretrained import load_tokenizer
-from ds_trainer.tasks.data import Array, BatchPlan, Positions
+from ds_trainer.tasks.data import Array, BatchPlan, ExampleIds
 from ds_trainer.tasks.lm.lm_task import LmTask
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.text.text_task import TextTask
@@ -49,7 +49,7 @@ BARS = {"sst2": Bars(0.25, 1.3), "wikitext2": Bars(0.5, 1.1)}
 class Side:
     """A model, and how it takes turns on the batches of one side."""
 
-    def __init__(self, task: Task, folder: Path, turns: Iterator[list[Positions]]) -> None:
+    def __init__(self, task: Task, folder: Path, turns: Iterator[list[ExampleIds]]) -> None:
         self.task, self.turns = task, turns
         self.model: Any = task.build_model(folder).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
@@ -65,19 +65,19 @@ class Side:
             self.step += 1
 
 
-def grouped_turns(plan: BatchPlan, steps: int) -> Iterator[list[Positions]]:
+def grouped_turns(plan: BatchPlan, steps: int) -> Iterator[list[ExampleIds]]:
     for turn in count():
         yield [plan.indices(turn * steps + step) for step in range(steps)]
 
 
-def random_turns(plan: BatchPlan, steps: int) -> Iterator[list[Positions]]:
+def random_turns(plan: BatchPlan, steps: int) -> Iterator[list[ExampleIds]]:
     """The examples of each grouped turn, dealt out at random."""
     rng = np.random.default_rng(1)
     for batches in grouped_turns(plan, steps):
         yield list(rng.permutation(np.concatenate(batches)).reshape(steps, -1))
 
 
-def padding_share(lengths: Array, batches: list[Positions]) -> float:
+def padding_share(lengths: Array, batches: list[ExampleIds]) -> float:
     """Share of padding among the positions that the batches compute."""
     found = [lengths[batch] for batch in batches]
     return 1 - sum(int(b.sum()) for b in found) / sum(len(b) * int(b.max()) for b in found)

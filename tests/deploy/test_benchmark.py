@@ -1,9 +1,10 @@
-"""Model folders side by side: what is measured, told, written and refused. No time is asserted."""
+"""Model folders side by side: measurements, notes, files and errors. No time is asserted."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,11 @@ from transformers import (
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.train import run_command
-from ds_trainer.deploy import backends as benchmark_backends
 from ds_trainer.deploy import benchmark, benchmark_page
-from ds_trainer.deploy.backends import compiled, compiling
-from ds_trainer.deploy.benchmark import measure, random_inputs, ratios
-from ds_trainer.deploy.benchmark_settings import left_out, settings
-from ds_trainer.deploy.latency import summary
+from ds_trainer.deploy.benchmark import add_ratios, compile_anew, measure, random_inputs
+from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
+from ds_trainer.deploy.latency import eager, summary
+from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import layers_of
@@ -67,7 +67,7 @@ def task_flags(tiny_recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Calls of each device's turn take what the test says, the base's first: no clock is looked at."""
+    """Calls take the times that the test gives, the base's first: no clock is used."""
     times = SimpleNamespace(each=[0.010])
 
     def in_turns(runs: Any, limit: float, device: Any, calls: int) -> dict[Any, list[float]]:
@@ -78,7 +78,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def found(*arguments: Any) -> dict[str, Any]:
-    return measure(read_benchmark_job([str(argument) for argument in arguments]))
+    """The results of a benchmark, which are yielded anew after each case."""
+    *_, last = measure(read_benchmark_job([str(argument) for argument in arguments]))
+    return last
 
 
 def test_each_folder_is_measured_at_each_setting(plain: Path, clock: SimpleNamespace) -> None:
@@ -115,20 +117,20 @@ def test_speed_ups_are_set_against_flops() -> None:
     """Twice as fast with half the FLOPs is 1, with a quarter 0.5; without the base's times there is no ratio."""
     taken = {"a": [8.0, 8.0], "b": [4.0, 4.0], "c": [4.0, 4.0]}
     times: dict[str, dict[str, float]] = {name: {"median_ms": own[0]} for name, own in taken.items()}
-    ratios(times, taken, {"a": 100.0, "b": 50.0, "c": 25.0}, "a")
+    add_ratios(times, taken, {"a": 100.0, "b": 50.0, "c": 25.0}, "a")
     assert [found["speed_up"] for found in times.values()] == [1, 2, 2]
     assert [found["speed_up_per_flop_ratio"] for found in times.values()] == [1, 1, 0.5]
     alone = {"b": {"median_ms": 4.0}}
-    ratios(alone, taken, {"b": 1.0}, "a")
+    add_ratios(alone, taken, {"b": 1.0}, "a")
     assert alone == {"b": {"median_ms": 4.0}}
 
 
 def test_speed_ups_are_of_one_turn() -> None:
-    """A machine that slows down in some turns changes no ratio; of other numbers of calls, medians are compared."""
-    taken = {"a": [8.0, 8.0, 80.0, 80.0, 80.0], "b": [4.0, 4.0, 40.0, 40.0], "c": [4.0]}
+    """A machine that slows down in some turns changes no ratio, also where the last turn was cut short."""
+    taken = {"a": [8.0, 8.0, 80.0, 80.0, 80.0], "b": [4.0, 4.0, 40.0, 40.0]}
     times: dict[str, dict[str, float]] = {name: {"median_ms": summary(own)["median_ms"]} for name, own in taken.items()}
-    ratios(times, taken, {"a": None, "b": 1.0, "c": None}, "a")
-    assert [found["speed_up"] for found in times.values()] == [1, 2, 20]
+    add_ratios(times, taken, {"a": None, "b": 1.0}, "a")
+    assert [found["speed_up"] for found in times.values()] == [1, 2]
     assert not [found for found in times.values() if "speed_up_per_flop_ratio" in found]
 
 
@@ -147,7 +149,7 @@ def test_a_task_gives_texts_and_scores(
     assert scores["b"].keys() == {"torch", "torch, early exit"}
     assert scores["a"]["torch"] == scores["b"]["torch"]
     assert 0 <= scores["b"]["torch, early exit"]["accuracy"] <= 1
-    metric, points = benchmark_page.points(told)
+    metric, points = benchmark_page.measured_models(told)
     assert metric == "accuracy"
     assert [point.name for point in points] == ["a", "b", "b, early exit"]
 
@@ -172,7 +174,7 @@ def test_what_a_backend_cannot_do_is_a_note(
     assert first["folders"] == {}
     assert first["notes"] == {"model": "RuntimeError: No working C++ compiler found"}
     assert second["folders"].keys() == {"model"}
-    assert "see below" in benchmark_page.aligned(benchmark_page.times(told))
+    assert "see below" in aligned(benchmark_page.times(told))
     (line,) = [line for line in benchmark_page.remarks(told) if "compiler" in line]
     assert line.startswith(
         "model, compile: RuntimeError: No working C++ compiler found (cpu, fp32, threads 1, 8 tokens"
@@ -180,7 +182,7 @@ def test_what_a_backend_cannot_do_is_a_note(
 
 
 def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each for its sizes, however many there are: none is run uncompiled without a word."""
+    """Each for its sizes, however many models there are: none is run uncompiled in silence."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -190,16 +192,16 @@ def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
     models = [BertModel(BertConfig(**config, intermediate_size=size)).eval() for size in range(4, 14)]
-    with compiling():
-        runs = [compiled(model, True) for model in models]
-        for _ in range(2):
-            for run, model in zip(runs, models, strict=True):
-                run(random_inputs(model, 5, 1))
+    compile_anew()
+    runs = [eager(torch.compile(model, dynamic=False)) for model in models]
+    for _ in range(2):
+        for run, model in zip(runs, models, strict=True):
+            run(random_inputs(model, 5, 1))
     assert len(graphs) == len(models)
 
 
 def test_onnxruntime_runs_what_was_exported(plain: Path, task_flags: list[str], clock: SimpleNamespace) -> None:
-    """From a file that is there only meanwhile; its outputs are scored, as torch's are."""
+    """From a temporary file; its outputs are scored as torch's are."""
     told = found(plain, *FAST, "--lengths", 8, "task", *task_flags, "--backends", "onnxruntime")
     described = told["folders"]["model"]
     assert described["bytes"]["onnx"] > described["bytes"]["safetensors"] / 2
@@ -215,9 +217,8 @@ def test_int8_is_another_model_of_onnxruntime(
 ) -> None:
     """Its file, score and times are its own, and torch runs none."""
     opened = []
-    monkeypatch.setattr(
-        benchmark, "onnx", lambda path, threads: opened.append(path.name) or benchmark_backends.onnx(path, threads)
-    )
+    session = benchmark.session
+    monkeypatch.setattr(benchmark, "session", lambda path, threads: opened.append(path.name) or session(path, threads))
     flags = [*FAST, *task_flags, "--backends", "torch", "onnxruntime", "--dtypes", "int8", "fp32"]
     told = found(plain, *flags)
     described = told["folders"]["model"]
@@ -225,8 +226,8 @@ def test_int8_is_another_model_of_onnxruntime(
     assert described["scores"].keys() == {"torch", "onnxruntime", "onnxruntime, int8"}
     at = [(one["backend"], one["dtype"], [*one["folders"]]) for one in told["measurements"]]
     assert at == [(*way, ["model"]) for way in (("torch", "fp32"), ("onnxruntime", "int8"), ("onnxruntime", "fp32"))]
-    assert opened == ["model.int8.onnx", "model.onnx"]
-    assert told["notes"] == ["torch, int8: not measured: it is for onnxruntime"]
+    assert opened[-2:] == ["model.int8.onnx", "model.onnx"]
+    assert told["notes"] == [f"not all combinations were measured: {ONLY}"]
 
 
 def test_a_folder_that_cannot_be_exported_is_noted(
@@ -243,27 +244,23 @@ def test_a_folder_that_cannot_be_exported_is_noted(
     assert [one["folders"].keys() for one in told["measurements"]] == [{"model"}, set()]
 
 
-def test_settings_are_those_that_there_are(plain: Path) -> None:
+def test_cases_are_those_that_can_run(plain: Path) -> None:
     """onnxruntime on the CPU in fp32 and int8, torch in all but int8; a GPU with one number of the CPU's threads."""
-    job = read_benchmark_job(
-        [str(plain), "--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "int8", "--batch_sizes", "1"]
-    )
-    job = benchmark.BenchmarkJob(**vars(job) | {"threads": (1, 2)})
-    at = [(one.backend, one.device, one.dtype, one.threads) for one in settings(job, ["cpu", "cuda"])]
-    assert at == [
+    flags = ["--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "int8", "--batch_sizes", "1"]
+    job = replace(read_benchmark_job([str(plain), *flags]), threads=(1, 2))
+    cases, notes = benchmark_cases(job, ["cpu", "cuda"])
+    assert [(case.backend, case.device, case.dtype, case.threads) for case in cases] == [
         *[("torch", "cpu", dtype, threads) for dtype in ("fp32", "bf16") for threads in (1, 2)],
         *[("torch", "cuda", dtype, 1) for dtype in ("fp32", "bf16")],
         *[("onnxruntime", "cpu", dtype, threads) for dtype in ("fp32", "int8") for threads in (1, 2)],
     ]
-    assert [*left_out(job, ["cpu", "cuda"])] == [
-        "onnxruntime, bf16, cuda: not measured: it runs here on the CPU in fp32 and int8",
-        "torch, int8: not measured: it is for onnxruntime",
-        "cuda: measured with threads 1 alone, which are the host's",
-    ]
+    assert notes == [f"not all combinations were measured: {ONLY}"]
+    with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
+        benchmark_cases(replace(job, backends=("onnxruntime",)), ["cuda"])
 
 
 def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During the calls, whatever OMP_NUM_THREADS says; afterwards all is as it was."""
+    """During the calls, whatever OMP_NUM_THREADS says."""
     seen = []
 
     def in_turns(runs: Any, *_: Any) -> dict[Any, list[float]]:
@@ -276,7 +273,7 @@ def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.
     before = torch.get_num_threads()
     found(plain, *FAST, "--threads", 3, 1, "--dtypes", "fp32", "bf16")
     assert seen == [(3, torch.float32), (1, torch.float32), (3, torch.bfloat16), (1, torch.bfloat16)]
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(before)
 
 
 def test_random_tokens_are_ordinary_ones(plain: Path) -> None:
@@ -301,13 +298,6 @@ def test_ends_may_be_several(plain: Path, ends: Any) -> None:
     assert not special or set(ids[:, -1].tolist()) == {3}
 
 
-def test_a_model_of_special_tokens_alone_is_told(plain: Path) -> None:
-    model: Any = load_trained(plain)
-    model.config.eos_token_id = [*range(model.config.vocab_size)]
-    with pytest.raises(ValueError, match="all of them special ones"):
-        random_inputs(model, 4, 1)
-
-
 def test_a_decoder_that_classifies_is_measured(tmp_path: Path, clock: SimpleNamespace) -> None:
     """Without a padding token too, at any batch size, by torch and onnxruntime."""
     torch.manual_seed(0)
@@ -328,39 +318,15 @@ def test_flops_of_unknown_families_are_not_told(tmp_path: Path, clock: SimpleNam
     assert told["folders"]["albert"]["flops_per_example"] == {"8": None}
     assert "speed_up_per_flop_ratio" not in told["measurements"][0]["folders"]["albert (2)"]
     assert benchmark_page.sizes(told)[0]["GFLOPs at 8"] == "–"
-    assert "albert: FLOPs of a AlbertModel are not counted" in told["notes"][0]
-
-
-def test_what_is_not_measured_is_said(plain: Path, clock: SimpleNamespace) -> None:
-    """Nothing at all is a mistake; a part of what was asked for is a line."""
-    for backend, dtype in (("onnxruntime", "bf16"), ("torch", "int8")):
-        with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
-            found(plain, *FAST, "--backends", backend, "--dtypes", dtype)
-    told = found(plain, *FAST, "--backends", "onnxruntime", "--dtypes", "bf16", "fp32")
-    assert told["notes"] == ["onnxruntime, bf16: not measured: it runs here on the CPU in fp32 and int8"]
+    assert any("FLOPs are not counted" in line for line in benchmark_page.remarks(told))
 
 
 def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An .onnx file is compared with its model at another length, padded: if it differs, that is told."""
+    """An .onnx file is compared with its model at another length and masked: a note says where they differ."""
     monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)
     told = found(plain, *FAST, "--backends", "onnxruntime")
     assert "differ from the model's" in told["notes"][0]
     assert told["measurements"][0]["folders"] == {}
-
-
-def test_an_earlier_benchmark_is_no_part_of_this_one(
-    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is cut short says so, beside no page and figure of other folders; what is whole says that."""
-    arguments = [str(plain), *FAST, "--output_dir", str(tmp_path)]
-    assert run_command(benchmark_command, arguments) == 0
-    assert json.loads((tmp_path / "benchmark.json").read_text())["finished"] is True
-    monkeypatch.setattr(benchmark, "show", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert run_command(benchmark_command, arguments) == 130
-    assert json.loads((tmp_path / "benchmark.json").read_text())["finished"] is False
-    assert [path.name for path in tmp_path.iterdir()] == ["benchmark.json"]
-    assert run_command(benchmark_command, [*arguments, "--lengths", "9999"]) == 2
-    assert (tmp_path / "benchmark.json").is_file(), "a mistake takes nothing away"
 
 
 def test_nothing_measured_is_no_success(
@@ -383,36 +349,49 @@ def test_nothing_measured_is_no_success(
 def test_what_was_measured_is_kept(
     plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the command is stopped half-way, or the figure cannot be drawn."""
-    arguments = [str(plain), *FAST, "--batch_sizes", "1", "2", "--output_dir", str(tmp_path / "out")]
+    """A benchmark that is stopped half-way says so, beside no page and figure of an earlier one."""
+    out = tmp_path / "out"
+    arguments = [str(plain), *FAST, "--batch_sizes", "1", "2", "--output_dir", str(out)]
+
+    def kept() -> tuple[bool, int]:
+        results = json.loads((out / "benchmark.json").read_text())
+        return results["finished"], len(results["measurements"])
+
+    assert run_command(benchmark_command, arguments) == 0
+    assert kept() == (True, 2)
     measured = benchmark._measured
 
-    def stopped(subjects: Any, setting: Any, limit: float) -> Any:
-        if setting.batch_size == 2:
+    def stopped(models: Any, case: Any, limit: float) -> Any:
+        if case.batch_size == 2:
             raise KeyboardInterrupt
-        return measured(subjects, setting, limit)
+        return measured(models, case, limit)
 
     monkeypatch.setattr(benchmark, "_measured", stopped)
     assert run_command(benchmark_command, arguments) == 130
-    assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["measurements"]) == 1
+    assert kept() == (False, 1)
+    assert [path.name for path in out.iterdir()] == ["benchmark.json"]
     monkeypatch.setattr(benchmark, "_measured", measured)
     monkeypatch.setattr(benchmark_page, "size_speed_score", lambda *_: 1 / 0)
     assert run_command(benchmark_command, arguments) == 0
-    assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["measurements"]) == 2
-    assert "size_speed_score" not in (tmp_path / "out" / "benchmark.md").read_text()
+    assert kept() == (True, 2)
+    assert "size_speed_score" not in (out / "benchmark.md").read_text()
+    assert run_command(benchmark_command, [*arguments, "--lengths", "9999"]) == 2
+    assert (out / "benchmark.md").is_file(), "a mistake takes nothing away"
 
 
 def test_a_base_without_an_encoder_has_a_figure() -> None:
-    """All of it was cut out: there are no shares, and no division by zero."""
+    """Where all of it was cut out, shares are 0 and nothing is divided by zero."""
     folder = {"encoder": {"total": 0, "kept": 0}, "bytes": {"pickle": 1}, "scores": {}}
     measured = {"backend": "torch", "device": "cpu", "dtype": "fp32", "threads": 1, "length": 8, "batch_size": 1}
     measured["folders"] = {name: {"speed_up": 1.0} for name in "ab"}
-    _, points = benchmark_page.points({"base": "a", "folders": {"a": folder, "b": folder}, "measurements": [measured]})
+    _, points = benchmark_page.measured_models(
+        {"base": "a", "folders": {"a": folder, "b": folder}, "measurements": [measured]}
+    )
     assert [(point.kept, point.bytes) for point in points] == [(0, 1), (0, 1)]
 
 
 def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told, with what to do."""
+    """It is an error that says what to change."""
     monkeypatch.setattr(benchmark, "fit", lambda *_: False)
     monkeypatch.setattr(benchmark, "load_trained", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=r"the 2 models together.* give fewer folders"):
@@ -446,7 +425,7 @@ def test_a_shrunk_folder_is_measured_by_what_is_left(plain: Path, tmp_path: Path
     ("more", "message"),
     [
         (["--lengths", "129"], "--lengths 129: model has 128 positions: give 128 at most"),
-        (["--devices", "cuda"], "--devices cuda: torch finds no such device here: give cpu"),
+        (["--devices", "cuda"], "--devices cuda: torch has no such device here: give cpu"),
     ],
 )
 def test_what_only_shows_with_torch_ends_with_2_too(
@@ -486,7 +465,7 @@ def test_the_command_measures_and_writes(plain: Path, exiting: Path, task_flags:
             assert 0 < times["median_ms"] <= times["p95_ms"]
     assert told["base"] == "dense"
     assert told["conditions"]["versions"]["torch"] == torch.__version__
-    assert benchmark_page.aligned(benchmark_page.times(told)) in done.stdout
+    assert aligned(benchmark_page.times(told)) in done.stdout
     page = (out / "benchmark.md").read_text()
     assert "| a\\|b, early exit | torch | cpu | fp32 | 1 |" in page
     assert "![sizes, speed-ups and scores](size_speed_score.png)" in page

@@ -1,4 +1,4 @@
-"""The engine file: read as DeepSpeed reads it, every mistake told at once, every "auto" filled."""
+"""The engine file: read as DeepSpeed reads it, every mistake reported at once, every "auto" filled."""
 
 import copy
 import json
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
-    DEFAULT_LEARNING_RATE,
-    Said,
     check_engine_file,
     read_engine_file,
     resolve_engine_file,
@@ -20,7 +19,7 @@ from ds_trainer.engine.engine_file import (
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-NOTHING = Said()
+NOTHING = None
 
 # The ZeRO-3 file of Hugging Face's documentation, short of its sizes.
 HUGGING_FACE = {
@@ -93,7 +92,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path):
         ('{"a":' * 2000, ["nested too deeply"]),
     ],
 )
-def test_bad_files_are_told_with_their_place(tmp_path, text, words):
+def test_bad_files_are_reported_with_their_place(tmp_path, text, words):
     """Each kind of bad file is one ValueError that names the file and the place, never another exception."""
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match="engine file") as caught:
@@ -102,8 +101,8 @@ def test_bad_files_are_told_with_their_place(tmp_path, text, words):
         assert word in str(caught.value)
 
 
-def test_missing_file_and_folder_are_told(tmp_path):
-    """A path that is not there and a path of a folder are told apart."""
+def test_missing_file_and_folder_are_reported(tmp_path):
+    """A path that does not exist and a path of a folder have different messages."""
     with pytest.raises(ValueError, match="does not exist"):
         read_engine_file(tmp_path / "none.json")
     with pytest.raises(ValueError, match="is a folder"):
@@ -143,20 +142,20 @@ def test_every_mistake_comes_at_once():
         ((None, None, None), NOTHING, 2, (64, 32, 1)),
         (
             ("auto", "auto", "auto"),
-            Said(per_device_train_batch_size=8, gradient_accumulation_steps=2),
+            Phase(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2),
             2,
             (32, 8, 2),
         ),
         ((64, None, None), NOTHING, 2, (64, 32, 1)),
         ((64, 8, None), NOTHING, 2, (64, 8, 4)),
         ((64, None, 4), NOTHING, 2, (64, 8, 4)),
-        ((None, 8, None), Said(train_batch_size=64), 1, (64, 8, 8)),
+        ((None, 8, None), Phase(max_steps=1, train_batch_size=64), 1, (64, 8, 8)),
         ((None, None, 4), NOTHING, 1, (128, 32, 4)),
-        ((32, 8, 2), Said(train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
+        ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
     ],
 )
 def test_two_batch_numbers_give_the_third(given, said, world, triangle):
-    """train = micro x accumulation x ranks holds in the resolved file, from any part of it that is said."""
+    """train = micro x accumulation x ranks holds in the resolved file, whichever of the numbers are given."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
     resolved = resolve(config, said, world)
@@ -180,23 +179,23 @@ def test_batch_contradictions_show_the_arithmetic():
 @pytest.mark.parametrize(
     ("config", "said", "places"),
     [
-        ({"train_micro_batch_size_per_gpu": 8}, Said(per_device_train_batch_size=16), ("8", "16")),
+        ({"train_micro_batch_size_per_gpu": 8}, Phase(max_steps=1, per_device_train_batch_size=16), ("8", "16")),
         (
             {"gradient_clipping": 0.5},
-            Said(max_grad_norm=1.0),
+            Phase(max_steps=1, max_grad_norm=1.0),
             ("gradient_clipping is 0.5", "max_grad_norm is 1.0"),
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            Said(learning_rate=5e-5),
+            Phase(max_steps=1, learning_rate=5e-5),
             ("0.0001", "5e-05"),
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.98]}}},
-            Said(adam_beta2=0.999),
+            Phase(max_steps=1, adam_beta2=0.999),
             ("betas[1] is 0.98", "adam_beta2 is 0.999"),
         ),
-        ({"bf16": {"enabled": False}}, Said(bf16=True), ("bf16.enabled is false", "bf16 is true")),
+        ({"bf16": {"enabled": False}}, Phase(max_steps=1, bf16=True), ("bf16.enabled is false", "bf16 is true")),
     ],
 )
 def test_two_different_numbers_name_both_places(config, said, places):
@@ -210,13 +209,15 @@ def test_two_different_numbers_name_both_places(config, said, places):
 def test_absent_clipping_is_deepspeeds_default_in_writing():
     """An absent gradient_clipping resolves to 1.0; the recipe's value, also 0.0, is used where it has one."""
     assert resolve({})["gradient_clipping"] == 1.0
-    assert resolve({}, Said(max_grad_norm=0.0))["gradient_clipping"] == 0.0
+    assert resolve({}, Phase(max_steps=1, max_grad_norm=0.0))["gradient_clipping"] == 0.0
     assert resolve({"gradient_clipping": 0})["gradient_clipping"] == 0
 
 
 def test_hugging_face_autos_are_filled():
     """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    said = Said(per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True)
+    said = Phase(
+        max_steps=1, per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
+    )
     resolved = resolve(HUGGING_FACE, said, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
     assert resolved["optimizer"]["params"] == {
         "lr": 3e-5,
@@ -266,22 +267,22 @@ def test_autos_that_deepspeed_drops_become_its_default():
 
 
 def test_the_recipes_precision_reaches_the_file():
-    """bf16 of the recipe turns the engine's bf16 on, unless an autocast of that type is there already."""
-    assert resolve({}, Said(bf16=True))["bf16"] == {"enabled": True}
-    assert "bf16" not in resolve({}, Said(bf16=False))
-    assert resolve({"bfloat16": {}}, Said(bf16=True))["bfloat16"] == {"enabled": True}
-    autocast = resolve({"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}, Said(bf16=True))
+    """bf16 of the recipe turns the engine's bf16 on, unless the file has an autocast of that type."""
+    assert resolve({}, Phase(max_steps=1, bf16=True))["bf16"] == {"enabled": True}
+    assert "bf16" not in resolve({}, Phase(max_steps=1, bf16=False))
+    assert resolve({"bfloat16": {}}, Phase(max_steps=1, bf16=True))["bfloat16"] == {"enabled": True}
+    autocast = resolve({"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}, Phase(max_steps=1, bf16=True))
     assert autocast["torch_autocast"]["enabled"] is True
     assert "bf16" not in autocast
-    assert "both on" in the_mistake({"fp16": {"enabled": True}}, Said(bf16=True))
+    assert "both on" in the_mistake({"fp16": {"enabled": True}}, Phase(max_steps=1, bf16=True))
 
 
 def test_offload_gets_an_optimizer_block():
     """CPU offload without an optimizer block gets AdamW with the recipe's numbers; else there is none."""
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert resolve(offload, Said(weight_decay=0.1))["optimizer"] == {
+    assert resolve(offload, Phase(max_steps=1, weight_decay=0.1))["optimizer"] == {
         "type": "AdamW",
-        "params": {"lr": DEFAULT_LEARNING_RATE, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
+        "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
     }
     assert "optimizer" not in resolve({"zero_optimization": {"stage": 2}})
     assert "optimizer" not in resolve({**offload, "zero_force_ds_cpu_optimizer": False})
@@ -290,7 +291,7 @@ def test_offload_gets_an_optimizer_block():
 def test_the_files_numbers_win_where_the_recipe_is_silent():
     """settled_numbers gives the file's learning rate and betas, and a value for every field."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}}
-    numbers = settled_numbers(config, Said(adam_epsilon=1e-6), 1)
+    numbers = settled_numbers(config, Phase(max_steps=1, adam_epsilon=1e-6), 1)
     assert (numbers.learning_rate, numbers.adam_beta1, numbers.adam_epsilon) == (1e-4, 0.8, 1e-6)
     assert None not in vars(numbers).values()
 
@@ -306,13 +307,13 @@ def test_deepspeed_parses_the_resolved_files(path):
     assert parsed.zero_optimization_stage == resolved.get("zero_optimization", {}).get("stage", 0)
 
 
-def test_mistakes_are_told_without_torch_and_fast():
+def test_mistakes_are_found_without_torch_and_fast():
     """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
     code = (
         "import sys, time; start = time.perf_counter()\n"
-        "from ds_trainer.engine.engine_file import Said, check_engine_file\n"
-        "check_engine_file({'train_bath_size': 8}, Said(), 1)\n"
-        "heavy = {'torch', 'deepspeed', 'transformers', 'pydantic'} & set(sys.modules)\n"
+        "from ds_trainer.engine.engine_file import check_engine_file\n"
+        "check_engine_file({'train_bath_size': 8}, None, 1)\n"
+        "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"
     )
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's keys: nothing that users have is refused, everything else is named."""
+"""The table of DeepSpeed's keys: files that users have pass, and every other key is named."""
 
 import copy
 import importlib.metadata
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_trainer.engine.engine_file import Said, check_engine_file, resolve_engine_file
-from ds_trainer.engine.keys import _all_paths, key_table
+from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file
+from ds_trainer.engine.keys import all_paths, key_table
 
 ROOT = Path(__file__).parents[2]
-NOTHING = Said()
+NOTHING = None
 
 # What users have: the ZeRO-3 file of Hugging Face's documentation with NVMe, and most of DeepSpeed's own.
 HUGGING_FACE = {
@@ -205,22 +205,22 @@ def test_every_known_key_is_accepted():
     ],
 )
 def test_unknown_keys_are_named_with_the_nearest(config, path, nearest):
-    """An unknown key at any level is told with its dotted path and the key that was meant."""
+    """An unknown key at any level is reported with its dotted path and the key that was meant."""
     (mistake,) = check_engine_file(config, NOTHING, 1)
     assert mistake.startswith(f"{path} is not a key")
     assert nearest in mistake
 
 
 def test_items_of_lists_are_checked():
-    """A list of module names with a number in it is told with the place of the number."""
+    """A list of module names with a number in it is reported with the place of the number."""
     (mistake,) = check_engine_file({"torch_autocast": {"lower_precision_safe_modules": ["a", 1]}}, NOTHING, 1)
     assert mistake.startswith("torch_autocast.lower_precision_safe_modules[1] is 1: write text")
 
 
-def test_junk_is_told_and_never_raises():
-    """Any JSON value at any known key is told or resolved, and never raises."""
+def test_junk_never_raises():
+    """Any JSON value at any known key is reported or resolved, and never raises."""
     junk = [None, True, 0, 1, -1, 2.5, 1e9, "auto", "x", [], [1, "x"], {}, {"a": 1}, {"enabled": "auto"}]
-    for path in _all_paths(key_table()["keys"]):
+    for path in all_paths(key_table()["keys"]):
         for value in junk:
             *parents, last = path.split(".")
             config = inner = {}
@@ -234,7 +234,7 @@ def test_junk_is_told_and_never_raises():
 
 
 def test_the_table_is_what_deepspeed_says():
-    """Regenerating engine_keys.json from the installed DeepSpeed and torch gives the committed file."""
+    """Regenerating keys.json from the installed DeepSpeed and torch gives the committed file."""
     for package in ("deepspeed", "torch"):
         if importlib.metadata.version(package).split("+")[0] != key_table()[package]:
             pytest.skip(f"another {package} than the table's is installed")
@@ -247,6 +247,6 @@ def test_the_table_is_what_deepspeed_says():
 @pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan")])
 @pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", "steps_per_print"])
 def test_numbers_beyond_every_float_are_mistakes(key, number):
-    """Told by the key's name, and not an error of arithmetic; JSON's whole numbers have no largest."""
+    """A number beyond every float is a mistake that names its key: whole numbers in JSON have no limit."""
     found = check_engine_file({key: number}, NOTHING, 1)
     assert [mistake for mistake in found if key in mistake]

@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 from support.launching import run_python
 
-from ds_trainer.engine.engine_file import Said, check_engine_file, idle_warnings, read_engine_file, resolve_engine_file
-from ds_trainer.engine.keys import _all_paths, key_table
-from ds_trainer.engine.verdicts import NEEDS, REFUSED, idle_keys
+from ds_trainer.config.recipe import Phase
+from ds_trainer.engine.engine_file import (
+    check_engine_file,
+    idle_warnings,
+    read_engine_file,
+    resolve_engine_file,
+)
+from ds_trainer.engine.keys import all_paths, key_table
+from ds_trainer.engine.verdicts import CONDITIONS, idle_keys, verdict_table
 
 ROOT = Path(__file__).parents[2]
 KNOWN = key_table()["keys"]
+REFUSED, NEEDS = verdict_table()["refused"], verdict_table()["needs"]
 sys.path.insert(0, str(ROOT / "tests" / "tools"))
 
 
@@ -45,35 +52,36 @@ def other_than_default(entry):
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_refused_key_is_one_mistake_with_the_way_out(path):
-    """Whatever it asks for is told by its path, with more than "remove it"; DeepSpeed's deleted keys are all here."""
+    """A value other than the default is one mistake, with the path of the key and more than "remove it"."""
     value = {"x": 1} if path in key_table()["removed"] else other_than_default(entry_of(path))
-    mistakes = [m for m in check_engine_file(nested(path, value), Said(), 1) if f"{path} is refused" in m]
+    mistakes = [m for m in check_engine_file(nested(path, value), None, 1) if f"{path} is refused" in m]
     assert len(mistakes) == 1
     assert mistakes[0].startswith(f"{path} is refused, remove it: ")
     assert len(mistakes[0]) > len(path) + 40
 
 
 def test_no_key_is_forgotten():
-    """What DeepSpeed has deleted is refused, and both tables name only keys that DeepSpeed has, or had, once each."""
+    """Keys that DeepSpeed has deleted are refused; both tables name only keys that DeepSpeed has, or had, once each."""
     removed = set(key_table()["removed"])
     assert removed <= set(REFUSED)
-    needed = [key for need in NEEDS for key in need.keys]
+    needed = [key for need in NEEDS for key in need["keys"]]
     named = {*REFUSED, *needed} - removed
-    assert named <= {*_all_paths(KNOWN)}
+    assert named <= {*all_paths(KNOWN)}
     assert not set(REFUSED) & set(needed)
+    assert {need["condition"] for need in NEEDS} == set(CONDITIONS)
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_asks_for_nothing_is_dropped(path):
+def test_a_key_that_requests_nothing_is_dropped(path):
     """A refused key with null, false or a block that is off is no mistake, and DeepSpeed never gets it."""
     values = [None, {"enabled": False, "x": 1}]
     default = None if path in key_table()["removed"] else entry_of(path).get("default")
     for value in [*values, *([] if default is None else [default])]:
         config = nested(path, value)
-        mistakes = check_engine_file(config, Said(), 1)
+        mistakes = check_engine_file(config, None, 1)
         assert not [mistake for mistake in mistakes if "refused" in mistake]
         if not mistakes:
-            resolved = resolve_engine_file(config, Said(), 1, hidden_size=8, total_steps=1, warmup_steps=0)
+            resolved = resolve_engine_file(config, None, 1, hidden_size=8, total_steps=1, warmup_steps=0)
             for key in path.split("."):
                 resolved = resolved.get(key) if isinstance(resolved, dict) else None
             assert resolved is None
@@ -81,13 +89,13 @@ def test_what_asks_for_nothing_is_dropped(path):
 
 @pytest.mark.parametrize("path", ["zero_optimization.zenflow", "checkpoint.writer", "datastates_ckpt"])
 def test_a_section_that_is_on_wherever_it_stands_asks(path):
-    """DeepSpeed turns these on for an empty object, so that it is refused, too."""
-    (mistake,) = check_engine_file(nested(path, {}), Said(), 1)
+    """DeepSpeed turns these sections on for an empty object, so that an empty object is refused, too."""
+    (mistake,) = check_engine_file(nested(path, {}), None, 1)
     assert mistake.startswith(f"{path} is refused")
 
 
 def test_a_file_for_another_stage_is_named_in_one_line():
-    """Stage 3's keys in a file of stage 2, aliases too, an offload's without it, and a block that nobody turned on."""
+    """Keys of stage 3 in a file of stage 2, also by an alias; keys of an absent offload; a block that is off."""
     zero = {"stage": 2, "stage3_max_live_parameters": 5, "max_reuse_distance": 3, "sub_group_size": 10**9}
     config = {
         "zero_optimization": zero | {"offload_optimizer": {"device": "cpu", "nvme_path": "/disk"}},
@@ -96,7 +104,7 @@ def test_a_file_for_another_stage_is_named_in_one_line():
         "tensorboard": {"enabled": False, "output_path": "x"},
         "fp16": {"loss_scale_window": 5},
     }
-    (line,) = idle_warnings(config, [Said(), Said(fp16=True)], 1, name="my.json")
+    (line,) = idle_warnings(config, [None, Phase(max_steps=1, fp16=True)], 1, name="my.json")
     assert line == (
         "without effect in my.json: "
         "zero_optimization.stage3_max_live_parameters (needs zero_optimization.stage 3), "
@@ -105,7 +113,7 @@ def test_a_file_for_another_stage_is_named_in_one_line():
         'steps_per_print (needs "log_level": "info"; DeepSpeed prints warnings only by default), '
         "flops_profiler (needs flops_profiler.enabled true)"
     )
-    assert idle_warnings({"zero_optimization": {"stage": 3, "sub_group_size": 5}}, [Said()], 1, name="") == []
+    assert idle_warnings({"zero_optimization": {"stage": 3, "sub_group_size": 5}}, [None], 1, name="") == []
 
 
 FILES = {
@@ -133,7 +141,7 @@ FILES = {
     },
 }
 # the files of FILES in which each key, added to them, has no effect: by section
-TOLD = (
+IDLE_KEYS = (
     (
         "empty, fp16, flag, 1, 1 sums, 1 cpu, 2, 2 bf16, 3 cpu",
         "",
@@ -221,12 +229,12 @@ TOLD = (
         "offload_optimizer.pin_memory",
     ),
 )
-TOLD_OF = {f"{section}{name}": files for files, section, names in TOLD for name in names.split()}
+IDLE_IN_FILES = {f"{section}{name}": files for files, section, names in IDLE_KEYS for name in names.split()}
 
 
-@pytest.mark.parametrize("path", sorted({*TOLD_OF, *(key for need in NEEDS for key in need.keys)}))
-def test_each_key_is_told_in_the_files_without_what_it_needs(path):
-    """Added to each of FILES with another value than the default, it is named in these and in no other."""
+@pytest.mark.parametrize("path", sorted({*IDLE_IN_FILES, *(key for need in NEEDS for key in need["keys"])}))
+def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
+    """Added to FILES with another value than the default, a key is named in those of IDLE_KEYS and in no other."""
     *parents, last = path.split(".")
     told = []
     for name, config in copy.deepcopy(FILES).items():
@@ -237,10 +245,10 @@ def test_each_key_is_told_in_the_files_without_what_it_needs(path):
             switched = bool(parents) and "enabled" in KNOWN[parents[0]].get("keys", {})
             block |= {last: other_than_default(entry_of(path))} | ({"enabled": True} if switched else {})
             told += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
-    assert ", ".join(told) == TOLD_OF[path]
+    assert ", ".join(told) == IDLE_IN_FILES[path]
 
 
-def test_the_default_of_the_offloaded_moments_is_nothing_to_tell():
+def test_the_default_of_the_offloaded_moments_is_not_idle():
     """DeepSpeed keeps Adam's moments in fp32 unless it is asked not to."""
     assert idle_keys({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": True}}}) == []
 
@@ -252,18 +260,18 @@ def test_the_docs_say_what_the_code_does():
     text = (ROOT / "docs/engine_files.md").read_text(encoding="utf-8")
     assert text.endswith(f"\n\n{table()}"), "run tests/tools/write_engine_docs.py"
     rows = set(paths())
-    assert rows >= {*KNOWN, *REFUSED} | {key for need in NEEDS for key in need.keys}
+    assert rows >= {*KNOWN, *REFUSED} | {key for need in NEEDS for key in need["keys"]}
     assert f"DeepSpeed {key_table()['deepspeed']}." in text
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_files_have_nothing_without_effect(path):
-    """No file of ds_configs/ is warned of."""
-    assert idle_warnings(read_engine_file(path), [Said()], 2, name="") == []
+    """No file of ds_configs/ causes a warning."""
+    assert idle_warnings(read_engine_file(path), [None], 2, name="") == []
 
 
 def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_path):
-    """autotuning ended in a FileNotFoundError in the midst of training; now it is one line, exit code 2, no output."""
+    """An autotuning block, with which DeepSpeed ends a training midway, is one line and exit code 2, without output."""
     code = (
         "import sys; from ds_trainer.cli.train import run_command, train_command; "
         "code = run_command(train_command, sys.argv[1:]); print(code, 'torch' in sys.modules)"

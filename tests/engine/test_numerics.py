@@ -1,4 +1,4 @@
-"""Steps that do no good: skipped, counted, told; gradients that spoil the weights; a loss scale that cannot fall."""
+"""Steps that do no good: skipped ones are counted and reported, spoilt weights and a minimal loss scale end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_trainer.engine.verdicts import idle_keys
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What each rank of two saw of every case: name -> [rank 0's, rank 1's]."""
+    """The outcome of every case on each of two ranks: name -> [rank 0's, rank 1's]."""
     out = tmp_path_factory.mktemp("numerics") / "seen.json"
     done = run_deepspeed(RANKS, "tests/support/numerics_matrix.py", str(out))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -35,8 +35,8 @@ def of_all_ranks(seen, name):
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-def test_a_skipped_step_is_counted_and_told(seen, name):
-    """Infinite gradients on one rank cost both the step: counted, told, weights finite, the schedule as it was."""
+def test_a_skipped_step_is_counted_and_reported(seen, name):
+    """Infinite gradients on one rank cost both the step: counted, reported, weights finite, the schedule unchanged."""
     found = of_all_ranks(seen, name)
     assert (found["global_steps"], found["skipped_steps"], found["error"]) == (4, 1, None)
     assert found["finite"]
@@ -49,7 +49,7 @@ def test_a_skipped_step_is_counted_and_told(seen, name):
 
 
 def test_the_norm_is_the_same_whatever_the_precision(seen):
-    """Without ZeRO too the norm that is logged is that of the loss as it is: no scale is left in it."""
+    """The logged norm is that of the unscaled loss, also without ZeRO."""
     first = {name: of_all_ranks(seen, name)["norms"][0] for name in SKIPPING if SKIPPING[name].precision != "autocast"}
     first |= {name: of_all_ranks(seen, name)["norms"][0] for name in ("fp32-0", "fp32-0, unclipped", "autocast-0")}
     assert first == {name: pytest.approx(first["fp32-1"], rel=5e-3) for name in first}
@@ -78,7 +78,7 @@ def test_histograms_are_of_whole_parameters(seen, name):
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
-    """Where DeepSpeed takes such a step, both ranks stop at the next check, with the same words: step and precision."""
+    """Where DeepSpeed takes such a step, both ranks stop at the next check, with one message: step and precision."""
     found = of_all_ranks(seen, name)
     assert not found["finite"], "DeepSpeed did not take the step: the case shows nothing"
     assert found["global_steps"] == 4
@@ -119,7 +119,7 @@ def test_skipping_without_end_ends_the_run(seen, name):
         ("autocast-fp16", 'write torch_autocast.dtype "bfloat16"'),
     ],
 )
-def test_the_message_says_what_to_change(seen, name, cure):
+def test_the_message_names_the_cure(seen, name, cure):
     """Each kind of endless skipping has its own cure."""
     assert cure in of_all_ranks(seen, name)["error"]
 
@@ -144,8 +144,8 @@ def test_fp16_without_zero_scales_its_loss(seen):
 
 
 @pytest.mark.parametrize("name", [*EFFECTIVE, *IDLE])
-def test_a_key_changes_the_numbers_where_it_is_said_to(seen, name):
-    """The engine's losses differ by a key without a warning, and are the same to the bit with one that is warned of."""
+def test_a_key_changes_the_numbers_where_it_has_an_effect(seen, name):
+    """A key without a warning changes the engine's losses; one with a warning leaves them the same to the bit."""
     key, plain = name.split(", ")
     warned = [idle for idle in idle_keys(config_of((EFFECTIVE | IDLE)[name])) if key in idle]
     assert bool(warned) == (name in IDLE)
@@ -154,7 +154,7 @@ def test_a_key_changes_the_numbers_where_it_is_said_to(seen, name):
 
 
 class Engine(SimpleNamespace):
-    """What a StepWatch asks of an engine, in fp32; its norms are on a device that gives nothing away."""
+    """The part of an engine that a StepWatch uses, in fp32; its norms are on a device that cannot be read."""
 
     def __init__(self, applied: bool) -> None:
         super().__init__(global_steps=1, optimizer=object(), device=torch.device("meta"))

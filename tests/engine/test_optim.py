@@ -1,4 +1,4 @@
-"""Parameter groups and the objective: rules decide, mistakes are told."""
+"""Parameter groups and the objective: rules decide, mistakes are reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_frozen_groups_are_no_groups():
 
 
 def test_a_rule_that_matches_nothing_is_refused():
-    """And so is a phase that would train nothing."""
+    """A rule without a parameter is refused, and so is a phase that would train nothing."""
     with pytest.raises(ValueError, match=r'"embed\*" matches no parameter; some are: emb.weight'):
         parameter_groups(make_model(), [GroupRule(params="embed*", frozen=True)], [], BASE)
     with pytest.raises(ValueError, match="every parameter is frozen"):
@@ -59,7 +59,7 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 
 def test_only_rates_of_their_own_are_written_into_the_optimizers_groups():
-    """A group at the base rate leaves it to the optimizer, as DeepSpeed's Muon needs."""
+    """A group at the base rate does not name it, since DeepSpeed's Muon fills it differently."""
     groups = as_torch(
         parameter_groups(make_model(), [GroupRule(params="head.weight", learning_rate=1)], [], BASE), BASE
     )
@@ -88,7 +88,7 @@ def with_additions() -> tuple[nn.Module, list[GroupRule]]:
     ids=str,
 )
 def test_what_techniques_add_is_reached_by_its_name_alone(rule):
-    """Scores, heads and projection keep rate and decay, and are trained, whatever is said of the model around them."""
+    """Scores, heads and projection keep rate and decay, and are trained, whatever rule the model around them has."""
     model, rules = with_additions()
     groups = parameter_groups(model, [GroupRule(**rule)], rules, BASE)
     settings = {name: (group.learning_rate, group.weight_decay) for group in groups for name in group.parameters}
@@ -100,7 +100,7 @@ def test_what_techniques_add_is_reached_by_its_name_alone(rule):
 
 
 def test_all_that_the_techniques_add_trains_in_a_frozen_model():
-    """Of a phase with all three: the scores at their rate and without decay, the heads and the projection."""
+    """With all three techniques: the scores at their rate and without decay, the heads and the projection."""
     _, techniques, model, _ = build("all")
     rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
     groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
@@ -111,7 +111,7 @@ def test_all_that_the_techniques_add_trains_in_a_frozen_model():
 
 
 def test_a_rule_that_names_what_a_technique_adds_decides_on_it():
-    """Frozen or at another rate; one that would only reach it by chance is told how to."""
+    """Such a rule freezes it or sets its rate; a rule that matches it by chance is refused with the way to name it."""
     model, rules = with_additions()
     named = [GroupRule(params="*mask_scores", learning_rate=0.3), GroupRule(params="exit_heads.*", frozen=True)]
     groups = parameter_groups(model, named, rules, BASE)
@@ -140,7 +140,7 @@ class ToyTask:
 
 
 def test_the_objective_is_the_weighted_sum():
-    """And the terms it gives are unweighted and detached."""
+    """The terms that it returns are unweighted and detached."""
     value = torch.tensor(1.5, requires_grad=True)
     loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(Forward(None, value, 0))
     assert float(loss.detach()) == 1.5 + 0.5 * 3 + 10 * 4.5
@@ -151,7 +151,7 @@ def test_the_objective_is_the_weighted_sum():
 
 
 def test_a_term_is_weighed_by_its_share_of_the_units_that_it_is_a_mean_over():
-    """Terms over what every micro-batch has in equal parts are as they are."""
+    """Terms whose unit has no share are not weighed."""
     forward = Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0})
     loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(forward)
     assert {name: float(term) for name, term in terms.items()} == {"task": 0.75, "toy.a": 3.0, "toy.b": 2.25}
@@ -159,7 +159,7 @@ def test_a_term_is_weighed_by_its_share_of_the_units_that_it_is_a_mean_over():
 
 
 def test_weights_and_terms_must_agree():
-    """A weight for no term and a term without weight are told together."""
+    """A weight for no term and a term without weight are reported together."""
     with pytest.raises(ValueError) as caught:
         Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 1.0, "tyo.b": 1.0})
     assert '"tyo.b" is no term of this phase; on offer: task, toy.a, toy.b' in str(caught.value)

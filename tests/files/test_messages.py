@@ -31,7 +31,7 @@ def test_a_message_keeps_its_beginning_and_says_what_is_left_out() -> None:
     many = shortened("\n".join(f"line {n}" for n in range(3000)))
     assert many.startswith("line 0\nline 1\n")
     kept = many.count("\n")
-    assert many.endswith(f"line {kept - 1}\n... and {3000 - kept:,} lines more")
+    assert many.endswith(f"line {kept - 1}\n... and {3000 - kept:,} more lines")
     assert len(many) < 3600
     assert len(shortened("\n".join(["y" * 5000] * 9))) < 3600
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
-from ds_trainer.report.page import report_command, write_report
+from ds_trainer.report.page import write_report
 
 
 def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
@@ -44,6 +45,28 @@ def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
     again.open(overwrite=True)
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted([".ds_trainer.json", *mine])
+
+
+def test_overwriting_deletes_nothing_behind_a_link(tmp_path):
+    """A user's link out of the folder, in the place of what a run wrote."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    folder = RunFolder(run)
+    folder.open(overwrite=False)
+    folder.claim("model")
+    other.mkdir()
+    (other / "config.json").write_text("precious")
+    (run / "model").symlink_to(other)
+    RunFolder(run).open(overwrite=True)
+    assert (other / "config.json").is_file()
+
+
+def test_what_a_killed_run_began_to_write_is_removed(tmp_path):
+    """Files and folders; the user's own hidden files stay."""
+    (tmp_path / ".model.ab_d3fgh.tmp").mkdir()
+    for name in (".status.json.123.tmp", ".ab_d3fgh.tmp", ".mine.tmp"):
+        (tmp_path / name).write_text("")
+    RunFolder(tmp_path).open(overwrite=False)
+    assert {path.name for path in tmp_path.iterdir()} == {".ds_trainer.json", ".ab_d3fgh.tmp", ".mine.tmp"}
 
 
 def test_a_foreign_file_in_the_way_is_refused(tmp_path):

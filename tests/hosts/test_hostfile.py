@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.launching import ROOT
 
-from ds_trainer.hosts.doctor import check_environment
+from ds_trainer.hosts.doctor import environment_rows
 from ds_trainer.hosts.hostfile import Host, export_commands, exports, parse_environment, parse_hostfile, read_hostfile
 
 ONE, TWO = Host("one", 2), Host("ann@two", 2)
@@ -30,7 +30,7 @@ def test_a_good_hostfile():
         ("three slots=4x", "is not of the form"),
         ("three slots=4 gpus=2", "is not of the form"),
         ("three slots = 4", "is not of the form"),
-        ("three slots=0", "has slots=0"),
+        ("three slots=0", "is not of the form"),
         ("one slots=2", "one is in line 1 already"),
         ("fe80::1 slots=2", "'fe80::1' is no host name or IPv4 address"),
         ("-oProxyCommand=true slots=2", "is no host name"),
@@ -64,7 +64,7 @@ def test_a_hostfile_that_names_no_host_is_a_mistake(tmp_path, content):
     path = tmp_path / "hosts"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"no file|no host|as plain text"):
+    with pytest.raises(ValueError, match=r"does not exist|no host|as plain text"):
         read_hostfile(path)
 
 
@@ -90,14 +90,11 @@ def test_a_good_environment_file():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("", "line 2 is blank"),
-        ("  ", "line 2 is blank"),
-        ("# B=1", "line 2 is a comment"),
-        ("B", "is not of the form NAME=VALUE"),
-        ("export B=1", "is not of the form NAME=VALUE"),
-        ('B="1"', "holds a quote"),
-        ("B=`id`", "holds a quote"),
-        ("B=$(id)", "$("),
+        ("  ", "blank lines and comments are not allowed"),
+        ("# B=1", "blank lines and comments are not allowed"),
+        ("export B=1", "is not NAME=VALUE"),
+        ('B="1"', "the quote, backslash or $("),
+        ("B=$(id)", "the quote, backslash or $("),
     ],
 )
 def test_a_bad_line_of_an_environment_file_is_told_with_its_number(line, told):
@@ -117,30 +114,13 @@ def test_a_mistake_in_an_environment_file_shows_nothing_of_the_line(line):
     assert mistake.startswith("line 1")
 
 
-def test_variables_that_the_hosts_shells_would_misread_are_not_exported(monkeypatch, tmp_path):
-    """By a row that names them, without what they hold; all others are exported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    for name, value in {"UCX_A": 'hunter2"', "UCX_B": "`id`", "UCX_C": "$(id)", "PYTHON_D": "a b:$HOME"}.items():
-        monkeypatch.setenv(name, value)
-    rows, exported = check_environment()
-    (row,) = [row for row in rows if row.result == "FAILED"]
-    assert row.check == "exports"
-    assert row.found.startswith("UCX_A, UCX_B, UCX_C: ")
-    assert "hunter2" not in row.found
-    assert {"UCX_A", "UCX_B", "UCX_C"} & exported.keys() == set()
-    assert exported["PYTHON_D"] == "a b:$HOME"
-    assert exported["PYTHONHASHSEED"] == "0"
-
-
 def test_an_environment_file_that_cannot_be_read_is_told(monkeypatch, tmp_path):
     """DeepSpeed would end with a traceback; here it is a row."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text("A=1\n")
     monkeypatch.setattr(Path, "read_bytes", _refuse)
-    rows, exported = check_environment()
+    rows, exported = environment_rows()
     assert rows[0].result == "FAILED"
     assert rows[0].found == f"{tmp_path}/.deepspeed_env cannot be read: Permission denied"
     assert "A" not in exported
@@ -153,7 +133,7 @@ def _refuse(path: Path) -> bytes:
 def test_what_deepspeed_exports_is_exported():
     """Some of the shell's variables, the project first on PYTHONPATH, the file's; $PATH there is the remote one."""
     shell = {"PYTHONPATH": "/x", "UCX_TLS": "tcp", "SECRET": "s", "PYTHONUNBUFFERED": "1"}
-    values = exports(shell, {"PATH": "/v/bin:$PATH", "A": "b c"}, "/project")
+    values = exports(shell, {"PATH": "/v/bin:$PATH", "A": "b c"}, Path("/project"))
     assert values == {
         "UCX_TLS": "tcp",
         "PYTHONUNBUFFERED": "1",

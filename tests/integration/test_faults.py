@@ -225,7 +225,7 @@ def test_an_evaluation_without_memory_names_the_flag_to_change(whole):
 def test_a_rank_that_waits_for_one_without_memory_ends_without_a_word(server, words, output):
     """Also where no error wakes it, as with NCCL, whose collectives are waited for on the device."""
     hangs = RAISES.format(what="import time; time.sleep(10_000)")
-    soon = "from ds_trainer import rank_watch; rank_watch._HUNG = 1.0"
+    soon = "from ds_trainer.ranks import watching; watching._HUNG = 1.0"
     run = server.run(2, output, *words, "--resume", sabotage={0: ASKS_FOR_TOO_MUCH["training"], 1: hangs + soon})
     assert run.codes() == [6, 6], run.text[-3000:]
     assert (run.text.count("ran out of memory"), run.text.count("hangs")) == (1, 0)

@@ -13,7 +13,7 @@ from support.launching import ROOT
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.schedules import steps_of
-from ds_trainer.engine.engine_file import said_by, settled_numbers
+from ds_trainer.engine.engine_file import settled_numbers
 from ds_trainer.files.json_file import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.phase import plan_phase
@@ -128,7 +128,7 @@ def test_every_recipe_holds_on_small_and_large_tasks(path: Path) -> None:
     """It parses, comments and all, has steps to take, and the threshold is held for no more of them than there are."""
     for phase in recipe_of(path.stem).phases:
         for examples in (SMALL, LARGE):
-            batch = settled_numbers({}, said_by(phase), 1).train_batch_size
+            batch = settled_numbers({}, phase, 1).train_batch_size
             total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, batch)
             assert total > 0
             if phase.techniques.prune:
@@ -153,7 +153,7 @@ def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
 def test_the_optimizer_of_distilbert_is_the_originals() -> None:
     """It gets Adam's betas and epsilon, the rate and the clipping, for BERT and for GPT-2."""
     for name in ("mlm_distilbert", "clm_distilgpt2"):
-        numbers = settled_numbers({}, said_by(phase_of(recipe_of(name), "distil")), 1)
+        numbers = settled_numbers({}, phase_of(recipe_of(name), "distil"), 1)
         assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.98, 1e-6)
         assert (numbers.learning_rate, numbers.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
 
@@ -162,7 +162,7 @@ def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> N
     """What their comments say of weight decay, betas, epsilon, clipping and warm-up holds of a run."""
     for name, rate, batch in (("squad_distil", 5e-5, 8), ("glue_deebert", 2e-5, 8)):
         for phase in recipe_of(name).phases:
-            numbers = settled_numbers({}, said_by(phase), 1)
+            numbers = settled_numbers({}, phase, 1)
             assert (numbers.learning_rate, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
             assert (numbers.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
             assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.999, 1e-8)

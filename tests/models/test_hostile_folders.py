@@ -23,10 +23,9 @@ import ds_trainer
 from ds_trainer.cli.train import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.trust import Trust
-from ds_trainer.deploy.serving import Classifier
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.model_folder import folder_mistakes
-from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_tokenizer, load_with_head
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -197,7 +196,7 @@ def test_a_tokens_id_beyond_the_embeddings_is_refused(copied):
     vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 10**6
     (copied / "tokenizer.json").write_text(json.dumps(value))
     with pytest.raises(ValueError, match="the tokenizer's largest token id is 1000000 and the model embeds"):
-        Classifier(str(copied), 4, 16)
+        check_fits(load_with_head(copied, CLASSIFIER), load_tokenizer(copied), 16)
 
 
 def test_the_hub_caches_links_are_followed(good, tmp_path):

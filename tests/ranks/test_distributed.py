@@ -82,4 +82,4 @@ def test_collectives_are_called_in_one_place():
                 names = [alias.name for alias in node.names]
             if any(name.startswith(kinds) for name in names):
                 elsewhere.add(path.name)
-    assert elsewhere == {"distributed.py", "doctor_rank.py"}
+    assert elsewhere == {"distributed.py", "rank.py"}

@@ -1,4 +1,4 @@
-"""Memory that runs out becomes one error, with what was held and what can be changed."""
+"""Memory that runs out becomes one error: what the rank held, and what can be changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_trainer.engine import memory
 from ds_trainer.engine.memory import evaluation_cure, held, training_cure
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
-from ds_trainer.ranks.out_of_memory import told_if_out
+from ds_trainer.ranks.joining import told_if_out
 
 RUNNING_OUT = {
     "torch": lambda: torch.empty(10**15),
@@ -32,7 +32,7 @@ def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocat
 
 
 def test_other_errors_stay_what_they_are():
-    """A shape that does not fit is no matter of memory; an error that was told already is not told again."""
+    """A wrong shape is no matter of memory; an error that was reported already stays the same."""
     for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("told"), KeyError("x")):
         with pytest.raises(type(mistake)) as error, told_if_out(""):
             raise mistake
@@ -68,13 +68,13 @@ def test_the_cure_names_what_can_still_be_changed(monkeypatch):
 
 
 def test_what_was_held_adds_up():
-    """The parts of the arithmetic, and the rest of this process's peak."""
+    """The message has the parts of the arithmetic, and the rest of this process's peak."""
     sizes = {"parameters": 1 << 20, "gradients": 2 << 20, "optimizer": 3 << 20, "total": 6 << 20}
     text = held(sizes, {"zero_optimization": {"stage": 1}})
     assert "of ZeRO stage 1 it holds parameters 1.00 MiB, gradients 2.00 MiB, optimizer 3.00 MiB; the peak" in text
 
 
 def test_what_fails_on_rank_0_for_all_is_told_by_rank_0():
-    """Scoring is rank 0's alone: the other ranks end with the same code, and without a word."""
+    """Only rank 0 scores: the other ranks end with the same exit code, and without a message."""
     error = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
     assert (type(error), getattr(error, "teller", None)) == (OutOfMemoryError, 0)

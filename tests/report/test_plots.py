@@ -1,18 +1,20 @@
-"""The figures show what the run's files say, and cover none of it."""
+"""The figures show the data in the run's files, and cover none of them."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from support.run_plots import NAMES, pruned_bert, record, synthetic_exits, taught, write_model
 
-from ds_trainer.ranks import distributed
 from ds_trainer.report import plots
-from ds_trainer.report.figure import Figure
+from ds_trainer.report.drawing import pixels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def every_figure(folder: Path) -> dict[str, Figure | None]:
@@ -38,36 +40,29 @@ def figures(tmp_path_factory) -> dict[str, Figure]:
     found = every_figure(tmp_path_factory.mktemp("model"))
     assert all(found.values())
     for figure in found.values():
-        figure.render()
+        pixels(figure)
     return found
 
 
-@pytest.fixture
-def warnings(monkeypatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(distributed, "warn", told.append)
-    return told
-
-
 def lines(figure: Figure, panel: int = 0) -> dict[str, Any]:
-    return {str(line.get_label()): line for line in figure.drawn.axes[panel].get_lines()}
+    return {str(line.get_label()): line for line in figure.axes[panel].get_lines()}
 
 
 def test_legends_cover_no_data_and_nothing_is_cut_off(figures):
     """At the size on the page: a legend lies beside its panel; legends, titles and labels lie inside the picture."""
     for name, figure in figures.items():
-        whole, title = figure.drawn.bbox, figure.drawn._suptitle.get_window_extent()
+        whole, title = figure.bbox, figure._suptitle.get_window_extent()
         assert title.x0 >= 0, name
         assert title.x1 <= whole.x1, name
         assert title.y1 <= whole.y1, name
-        for axes in figure.drawn.axes:
+        for axes in figure.axes:
             legend = axes.get_legend()
             boxes = [
                 text.get_window_extent() for text in (axes.title, axes.xaxis.label, axes.yaxis.label) if text.get_text()
             ]
             if legend is not None:
                 boxes.append(legend.get_window_extent())
-                for panel in figure.drawn.axes:
+                for panel in figure.axes:
                     assert not legend.get_window_extent().overlaps(panel.get_window_extent()), name
             for box in boxes:
                 assert min(box.x0, box.y0) >= -1, name
@@ -78,20 +73,20 @@ def test_legends_cover_no_data_and_nothing_is_cut_off(figures):
 def test_long_names_leave_room_for_the_data(figures):
     """A legend takes less than half of the width."""
     for name in ("long_names", "score"):
-        panel = figures[name].drawn.axes[0].get_window_extent()
-        assert panel.width > 0.5 * figures[name].width, name
+        panel = figures[name].axes[0].get_window_extent()
+        assert panel.width > 0.5 * figures[name].bbox.width, name
 
 
 def test_text_does_not_overlap_text(figures):
     """Tick labels, titles and the numbers of heads keep clear of their neighbours; text has 8 points or more."""
     for name, figure in figures.items():
-        for axes in figure.drawn.axes:
+        for axes in figure.axes:
             for ticks in (axes.get_xticklabels(), axes.get_yticklabels(), axes.texts):
                 shown = [text for text in ticks if text.get_text() and text.get_visible()]
                 boxes = [text.get_window_extent() for text in shown]
                 assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]), name
                 assert all(text.get_fontsize() >= 8 for text in shown)
-        titles = [axes.title.get_window_extent() for axes in figure.drawn.axes if axes.get_title()]
+        titles = [axes.title.get_window_extent() for axes in figure.axes if axes.get_title()]
         assert not any(a.overlaps(b) for i, a in enumerate(titles) for b in titles[:i]), name
 
 
@@ -111,7 +106,7 @@ def test_nothing_is_drawn_of_what_is_not_there():
 
 
 def test_the_weighted_terms_add_up_to_the_loss():
-    """What is drawn solid is weight times term, what is dotted the term."""
+    """Dashed lines are weight times term, dotted lines the unweighted term."""
     drawn = lines(plots.losses("taught", taught()))
     total = drawn["0.5 × task"].get_ydata() + drawn["2 × distill.logits"].get_ydata()
     assert np.allclose(total, drawn["loss"].get_ydata())
@@ -129,13 +124,13 @@ def test_a_term_that_is_all_of_the_loss_does_not_hide_it():
         for s in range(1, 40)
     ]
     figure = plots.losses("a", rows)
-    for axes in figure.drawn.axes:
+    for axes in figure.axes:
         axes.set_axis_off()
         axes.get_legend() and axes.get_legend().remove()
-    figure.drawn.suptitle("")
-    pixels = figure.render().reshape(-1, 3).astype(int)
+    figure.suptitle("")
+    values = pixels(figure).reshape(-1, 3).astype(int)
     for colour in ((0, 0, 0), (0, 114, 178)):  # of the loss and of its first term
-        assert (np.abs(pixels - colour).max(1) < 30).sum() > 200
+        assert (np.abs(values - colour).max(1) < 30).sum() > 200
 
 
 @pytest.mark.parametrize("far", [50.0, 0.01])
@@ -148,7 +143,7 @@ def test_what_is_not_part_of_the_loss_does_not_squash_it(far):
     ]
     figure = plots.losses("a", rows)
     assert "off the scale: task" in lines(figure)
-    low, high = figure.drawn.axes[0].get_ylim()
+    low, high = figure.axes[0].get_ylim()
     assert high - low < 3
     near = plots.losses("a", [row | {"train/term/task": 10.5} for row in rows])
     assert "task, unweighted" in lines(near)
@@ -172,19 +167,19 @@ def test_rates_that_are_the_same_share_a_line_and_far_ones_a_logarithm():
         "a", [*taught(), record(21, **{"train/loss": 1.0, "train/lr/weights": 0.0, "train/lr/vectors": 0.0})]
     )
     assert set(lines(figure, 1)) == {"weights, vectors", "*.mask_scores"}
-    assert figure.drawn.axes[1].get_yscale() == "log"
-    figure.render()
-    assert figure.drawn.axes[1].get_ylim()[0] > 1e-7
-    assert not np.isfinite(figure.drawn.axes[1].transData.transform((21, 0))).all(), "0 is no point of the line"
+    assert figure.axes[1].get_yscale() == "log"
+    pixels(figure)
+    assert figure.axes[1].get_ylim()[0] > 1e-7
+    assert not np.isfinite(figure.axes[1].transData.transform((21, 0))).all(), "0 is no point of the line"
     near = plots.losses("a", [record(s, train__loss=1.0, **{"train/lr/weights": 1e-4 / s}) for s in (1, 2)])
-    assert near.drawn.axes[1].get_yscale() == "linear"
+    assert near.axes[1].get_yscale() == "linear"
 
 
 def test_densities_are_grouped_by_layer_and_by_kind():
     """3 layers and 6 kinds of 18 matrices, each mean by the sizes of its matrices."""
     counts = {name: {"kept": 1, "total": 3 if "query" in name else 1} for name in NAMES}
     figure = plots.densities("taught", taught(), counts)
-    by_layer, by_kind = figure.drawn.axes[0].get_lines(), lines(figure, 1)
+    by_layer, by_kind = figure.axes[0].get_lines(), lines(figure, 1)
     assert len(by_layer) == 3 + 1
     assert set(by_kind) == {"query", "key", "value", "output", "ff in", "ff out", "all"}
     last = [taught()[-1][f"prune/density/{name}"] for name in NAMES[:6]]
@@ -194,7 +189,7 @@ def test_densities_are_grouped_by_layer_and_by_kind():
 def test_heads_are_rows_of_the_query_and_columns_of_the_output(tmp_path):
     """Of a model in bfloat16; feed-forward matrices are one cell each."""
     figure = plots.kept_weights("pruned", pruned_bert(tmp_path / "model"), tmp_path / "model")
-    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.drawn.axes if axes.get_title()}
+    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.get_title()}
     assert list(grids) == ["query", "key", "value", "output", "ff\nin", "ff\nout"]
     assert grids["query"].tolist() == [[100, 0, 100, 100], [100] * 4, [100] * 4]
     assert grids["output"].tolist() == [[100, 100, 100, 0], [100] * 4, [100] * 4]
@@ -209,18 +204,18 @@ def test_distilbert_and_layers_that_have_lost_heads(tmp_path):
     weights["distilbert.transformer.layer.0.ffn.lin1"] = np.eye(8, dtype=np.float32)
     counts = write_model(tmp_path / "model", {"dim": 8, "n_heads": 4}, weights)
     figure = plots.kept_weights("pruned", counts, tmp_path / "model")
-    query, *_, ff = [axes for axes in figure.drawn.axes if axes.get_title()]
+    query, *_, ff = [axes for axes in figure.axes if axes.get_title()]
     assert np.ma.getmaskarray(query.images[0].get_array()).tolist() == [[False] * 4, [False, False, True, True]]
     assert ff.get_title() == "ff\nin"
     assert np.asarray(ff.images[0].get_array())[0, 0] == 12.5
 
 
 def test_what_was_cut_out_is_counted_from_before(tmp_path):
-    """A cell for each matrix: what is left cannot say which heads it were, and an empty block has lost all."""
+    """A cell for each matrix: remaining weights do not show which heads they were; an empty block has lost all."""
     before = dict.fromkeys(NAMES, 64)
     counts = {name: {"kept": 16, "total": 16} for name in NAMES if "layer.1.attention" not in name}
     figure = plots.kept_weights("cut", counts, tmp_path, before)
-    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.drawn.axes if axes.get_title()}
+    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.get_title()}
     assert grids["query"].tolist() == grids["output"].tolist() == [[25], [0], [25]]
     assert grids["ff\nin"].tolist() == [[25]] * 3
 
@@ -229,7 +224,7 @@ def test_an_unknown_family_gets_a_cell_for_each_matrix():
     """From the counts of the run alone: its model is not even opened."""
     counts = {f"model.layers.{i}.{n}": {"kept": i, "total": 2} for i in range(3) for n in ("attn.Wqkv", "mlp.Wo")}
     figure = plots.kept_weights("pruned", counts, Path("gone"))
-    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.drawn.axes if axes.get_title()}
+    grids = {axes.get_title(): np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.get_title()}
     cells = [[0], [50], [100]]
     assert {name: grid.tolist() for name, grid in grids.items()} == {"attn\nWqkv": cells, "mlp\nWo": cells}
 
@@ -248,19 +243,19 @@ def test_phases_stand_at_their_size_and_score():
     figure = plots.score_by_density("f1", {"dense": (10_000_000, 0.9), "pruned": (1_500_000, 0.8)})
     points = {label: (line.get_xdata()[0], line.get_ydata()[0]) for label, line in lines(figure).items()}
     assert points == {"dense": (10, 0.9), "pruned": (1.5, 0.8)}
-    assert "millions" in figure.drawn.axes[0].get_xlabel()
+    assert "millions" in figure.axes[0].get_xlabel()
 
 
 def test_noise_is_not_drawn_as_a_result():
-    """A tenth of a point fills a small part of the panel; of a perplexity it is said that less is better."""
+    """A tenth of a point fills a small part of the panel; the axis of a perplexity notes that less is better."""
     figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)})
-    low, high = figure.drawn.axes[0].get_ylim()
+    low, high = figure.axes[0].get_ylim()
     assert high - low == pytest.approx(0.02)
     assert low < 0.899 < 0.9 < high
-    assert figure.drawn.axes[0].get_ylabel() == "f1"
+    assert figure.axes[0].get_ylabel() == "f1"
     figure = plots.score_by_density("perplexity", {"dense": (10, 20.0), "pruned": (5, 30.0)})
-    assert figure.drawn.axes[0].get_ylabel() == "perplexity (less is better)"
-    low, high = figure.drawn.axes[0].get_ylim()
+    assert figure.axes[0].get_ylabel() == "perplexity (less is better)"
+    low, high = figure.axes[0].get_ylim()
     assert low < 20 < 30 < high
 
 
@@ -275,7 +270,7 @@ def test_exits_stand_at_the_expected_speed_up():
     """Layers over mean layers for curves and policy, layers over its number for a head."""
     drawn = lines(plots.exit_curves("exits", "validation", synthetic_exits(6)))
     assert set(drawn) == {"entropy", "confidence", "patience", "one head for all samples", "chosen: entropy 0.2"}
-    assert np.allclose(drawn["one head for all samples"].get_xdata(), [6 / n for n in range(1, 7)])
+    assert np.allclose(drawn["one head for all samples"].get_xdata(), [6 / n for n in range(6, 0, -1)])
     assert drawn["chosen: entropy 0.2"].get_xdata()[0] == pytest.approx(1 / 0.6)
     assert max(drawn["entropy"].get_xdata()) == pytest.approx(6 / 1.5)
 
@@ -286,10 +281,10 @@ def test_criteria_that_say_the_same_are_both_seen():
     curves = exits["splits"]["validation"]["curves"]
     curves["confidence"] = curves["entropy"]
     figure = plots.exit_curves("exits", "validation", exits)
-    figure.drawn.axes[0].get_legend().remove()
-    pixels = figure.render().reshape(-1, 3).astype(int)
+    figure.axes[0].get_legend().remove()
+    values = pixels(figure).reshape(-1, 3).astype(int)
     for colour in ((153, 199, 224), (213, 94, 0)):
-        assert (np.abs(pixels - colour).max(1) < 20).sum() > 200
+        assert (np.abs(values - colour).max(1) < 20).sum() > 200
 
 
 def test_regression_has_patience_alone():
@@ -301,27 +296,20 @@ def test_regression_has_patience_alone():
     assert set(drawn) == {"patience", "one head for all samples", "chosen: patience 2"}
 
 
-def test_a_score_that_is_not_finite_is_left_out_and_told(warnings):
-    """One head's NaN leaves the others; where nothing is left, the figure is refused."""
+def test_a_score_that_is_not_finite_is_left_out():
+    """One head's missing score leaves the others."""
     exits = synthetic_exits(3)
-    split = exits["splits"]["validation"]
-    split["heads"]["1"]["accuracy"] = None
+    exits["splits"]["validation"]["heads"]["1"]["accuracy"] = None
+    exits["splits"]["validation"]["heads"]["2"]["accuracy"] = math.nan
     drawn = lines(plots.exit_curves("exits", "validation", exits))
-    assert len(drawn["one head for all samples"].get_xdata()) == 2
-    assert warnings == ["exits: validation: heads: 1 of 3 points are left out: they are not finite"]
-    everything = [*split["heads"].values(), split["early_exit"]["scores"]]
-    everything += [point["scores"] for curve in split["curves"].values() for point in curve]
-    for scores in everything:
-        scores["accuracy"] = math.nan
-    with pytest.raises(ValueError, match="no accuracy of the exits is a finite number"):
-        plots.exit_curves("exits", "validation", exits)
+    assert list(drawn["one head for all samples"].get_xdata()) == [1]
 
 
 def test_the_histogram_counts_every_exit():
     """A bar for each layer, also where nobody leaves."""
     exits = synthetic_exits(4)
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {"1": 5, "4": 15}
-    (axes, *_) = plots.exit_histogram("exits", "validation", exits).drawn.axes
+    (axes, *_) = plots.exit_histogram("exits", "validation", exits).axes
     assert [bar.get_height() for bar in axes.patches] == [5, 0, 0, 15]
     assert [text.get_text() for text in axes.texts] == ["25 %", "0 %", "0 %", "75 %"]
 
@@ -330,7 +318,7 @@ def test_names_are_drawn_as_they_are_written():
     """A dollar starts no formula, a leading underscore hides no line, long names differ in their ends."""
     rows = [record(step, train__loss=1.0, **{"train/lr/$x^$": 1e-4, "train/lr/_hidden": 1e-5}) for step in (1, 2)]
     figure = plots.losses("$\\frac$", rows)
-    figure.render()
-    assert len(figure.drawn.axes[1].get_legend().get_texts()) == 2
+    pixels(figure)
+    assert len(figure.axes[1].get_legend().get_texts()) == 2
     long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10 * number, 0.5) for number in (1, 2)})
     assert [label[-3:] for label in lines(long)] == ["x_1", "x_2"]

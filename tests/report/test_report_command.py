@@ -1,4 +1,4 @@
-"""The command that makes a run's report again: what it writes, keeps and refuses."""
+"""The command that makes a run's report again: the files it writes, keeps and refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from support.launching import run_python
 from support.report_runs import FIGURES, draw_only_losses, figures_of, write_run
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.cli.train import run_command
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.report.page import report_command, write_report
+from ds_trainer.report.page import write_report
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_the_command_leaves_tensorboard_alone(run):
 
 @pytest.mark.parametrize("name", ["recipe.json", "all_results.json"])
 def test_the_command_is_strict(run, name, capsys):
-    """Whoever asks for a report is told what is broken, with exit code 2."""
+    """A broken file is an error of the command, with exit code 2."""
     (run / name).write_text("{")
     assert run_command(report_command, [str(run)]) == 2
     assert f"{name} cannot be read" in capsys.readouterr().err

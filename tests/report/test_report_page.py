@@ -1,4 +1,4 @@
-"""The report tells what the files of a run tell, asks nothing of the network, and never ends a run."""
+"""The report shows the files of a run, loads nothing from the network, and never ends a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from support.report_runs import FIGURES, draw_only_losses, figures_of, write_run
 from ds_trainer.ranks import distributed
 from ds_trainer.report import page as report_page
 from ds_trainer.report import plots
-from ds_trainer.report.figure import Figure
 from ds_trainer.report.page import write_report
 from ds_trainer.report.run_files import read_run
 
@@ -108,7 +107,7 @@ def test_the_table_has_every_phase_s_figures(made):
 
 
 def test_the_page_shows_the_files_and_the_command(made):
-    """As they are, so that the run can be made again; how the exits were calibrated is said below their curve."""
+    """As they are, so that the run can be made again; the caption of the exit curves says how they were calibrated."""
     page = (made / "report.md").read_text()
     for name in ("recipe.json", "deepspeed_config.json"):
         assert (made / name).read_text() in page
@@ -165,11 +164,10 @@ def test_nothing_in_a_run_s_files_becomes_markup(run):
     assert all(reference.startswith("data:") for reference in page.references)
     assert page.text.count(evil) == 4  # a column, a row, a caption and the command
     assert recipe in page.text
-    assert "script" not in Page(report_page._html("", "<script>alert(4)</script>", {})).tags
 
 
 def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
-    """Exits that are no JSON, a model that is gone, a loss that is no number: each told, by name, also on the page."""
+    """Exits that are no JSON, a missing model, a loss that is no number: each is a warning and a line on the page."""
     (run / "eval" / "exits.json").write_text('{"layers": [1,')
     shutil.rmtree(run / "taught" / "model")
     with (run / "log.jsonl").open("a") as log:
@@ -187,13 +185,13 @@ def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
         "plot dense.loss: ",
     ):
         assert cause in told
-        assert cause.replace("_", "") in page.replace("\\", "").replace("_", "")
+        assert cause in page
     assert (run / "report.html").is_file()
 
 
 @pytest.mark.usefixtures("few_figures")
 def test_a_report_never_ends_a_run(run, warnings, monkeypatch):
-    """Whatever a plot or the table raises, and where the page itself cannot be written, there is a warning."""
+    """An error of a plot, of the table or of a file is a warning."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no such luck")
@@ -203,16 +201,14 @@ def test_a_report_never_ends_a_run(run, warnings, monkeypatch):
     write_report(run)
     assert "plot dense.loss: ZeroDivisionError: no such luck" in warnings
     assert "the table of results: ZeroDivisionError: no such luck" in warnings
-    (run / "report.md").unlink()
-    (run / "report.md").mkdir()
+    (run / "all_results.json").write_text("{")
     write_report(run)
-    assert "report.md cannot be written" in warnings[-1]
+    assert "all_results.json cannot be read" in warnings[-1]
 
 
-@pytest.mark.parametrize("library", ["matplotlib.figure", "cv2"])
-def test_without_the_drawing_libraries_there_is_a_page_without_figures(run, warnings, monkeypatch, library):
-    """One warning, and the way to get them; the table is there."""
-    monkeypatch.setitem(sys.modules, library, None)
+def test_without_matplotlib_there_is_a_page_without_figures(run, warnings, monkeypatch):
+    """One warning says how to get them; the table is on the page."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(run)
     assert not (run / "plots").exists()
     assert len(warnings) == 1
@@ -234,73 +230,6 @@ def test_without_markdown_it_there_is_no_html(run, warnings, monkeypatch):
     assert 'pip install -e ".[plots]"' in warnings[0]
 
 
-def test_each_figure_is_drawn_once(run, monkeypatch):
-    """For its file and for TensorBoard."""
-    drawn = []
-    render = Figure.render
-    monkeypatch.setattr(Figure, "render", lambda *given: (drawn.append(1), render(*given))[1])
-    for phase in ("dense", "taught", "exits"):
-        (run / "tensorboard" / phase).mkdir(parents=True)
-    write_report(run)
-    assert len(drawn) == len(FIGURES)
-
-
-@pytest.mark.usefixtures("few_figures")
-def test_secrets_are_not_on_the_page(run):
-    """Not of the command, not of a recipe or engine file, whole or broken."""
-    (run / "command.json").write_text(json.dumps({"command": "train.py --hub_token hush1 --set comet.api_key=hush2"}))
-    recipe = json.loads((run / "recipe.json").read_text()) | {"cache_dir": "https://me:hush3@host/x"}
-    (run / "recipe.json").write_text(json.dumps(recipe))
-    (run / "deepspeed_config.json").write_text('{"comet": {"enabled": true, "api_key": "hush4"}}')
-    (run / "taught" / "deepspeed_config.json").write_text('{"comet": {"api_key": "hush5"}')
-    write_report(run)
-    for name in ("report.md", "report.html"):
-        page = (run / name).read_text()
-        assert "hush" not in page
-        assert page.count("REDACTED") == 5
-    assert '"enabled": true' in (run / "report.md").read_text()
-
-
-@pytest.mark.usefixtures("few_figures")
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("recipe.json", "{"),
-        ("recipe.json", '{"phases": [1]}'),
-        ("recipe.json", '{"model": "bert", "phases": []}'),
-        ("all_results.json", '{"dense": '),
-        ("all_results.json", '{"dense": 3}'),
-    ],
-)
-def test_a_broken_file_of_the_run_costs_only_what_it_says(run, warnings, name, broken):
-    """At the run's end a warning, and a page of what is left."""
-    (run / name).write_text(broken)
-    write_report(run)
-    assert warnings
-    page = (run / "report.md").read_text()
-    assert "plots/dense.loss.png" in page
-    assert "What is missing" in page or "bert" in broken
-
-
-@pytest.mark.usefixtures("few_figures")
-def test_a_file_that_cannot_be_read_does_not_lose_the_page(run, warnings, monkeypatch):
-    """As one of another user's: told, and all else is there."""
-    read_text = Path.read_text
-
-    def refused(path, *given, **named):
-        if path.name == "deepspeed_config.json":
-            raise PermissionError(13, "Permission denied")
-        return read_text(path, *given, **named)
-
-    monkeypatch.setattr(Path, "read_text", refused)
-    write_report(run)
-    monkeypatch.undo()
-    page = (run / "report.md").read_text()
-    assert "## recipe.json" in page
-    assert "0.8100" in page
-    assert any("deepspeed_config.json" in told and "Permission denied" in told for told in warnings)
-
-
 @pytest.mark.usefixtures("few_figures")
 def test_only_a_dense_model_is_called_dense(run):
     """A phase without techniques may go on with a pruned model, or make a smaller one."""
@@ -313,16 +242,16 @@ def test_only_a_dense_model_is_called_dense(run):
 
 
 def test_exits_that_were_set_again_are_told(run):
-    """The figures are of other thresholds than the folder's; of the same nothing is said."""
+    """A note says so where the folder's thresholds differ from those of the figures."""
     exits = json.loads((run / "eval" / "exits.json").read_text())
     saved = {"version": 1, "layers": [1, 2], "policy": exits["policy"], "calibration": exits["calibration"]}
     (run / "model" / "exits.json").write_text(json.dumps(saved))
     write_report(run)
-    assert "set again" not in (run / "report.md").read_text()
+    assert "calibrated again" not in (run / "report.md").read_text()
     for other in ({"policy": exits["policy"] | {"thresholds": [0.3, 0.3]}}, {"calibration": None}):
         (run / "model" / "exits.json").write_text(json.dumps(saved | other))
         write_report(run)
-        assert "The exits of exits were set again since" in (run / "report.md").read_text()
+        assert "The exits of exits were calibrated again" in (run / "report.md").read_text()
 
 
 def test_a_threshold_for_each_head_is_said_so(run):
@@ -336,7 +265,7 @@ def test_a_threshold_for_each_head_is_said_so(run):
 
 
 def test_of_a_step_logged_twice_the_last_holds(run, warnings):
-    """A resumed run repeats steps; evaluation at a step adds to its record; a line cut short is left out and told."""
+    """A resumed run repeats steps; evaluations add to a step's record; a line cut short is left out, with a warning."""
     with (run / "log.jsonl").open("a") as log:
         for row in ({"step": 3, "train/loss": 9.0}, {"step": 3, "eval/accuracy": 0.5}, {"step": 2, "train/loss": 7.0}):
             log.write(json.dumps({"phase": "dense", **row}) + "\n")
@@ -344,7 +273,7 @@ def test_of_a_step_logged_twice_the_last_holds(run, warnings):
     records = read_run(run).records["dense"]
     assert [record["train/loss"] for record in records] == [1.0, 7.0, 9.0]
     assert records[-1]["eval/accuracy"] == 0.5
-    assert warnings == [f"{run / 'log.jsonl'}: left out what is no record, on line 30"]
+    assert warnings == [f"{run / 'log.jsonl'}: left out line 30, which is no record of a step"]
 
 
 @pytest.mark.usefixtures("few_figures")
@@ -353,7 +282,7 @@ def test_a_run_that_is_not_done_has_a_report(run):
     results = json.loads((run / "all_results.json").read_text())
     del results["exits"]
     (run / "all_results.json").write_text(json.dumps(results))
-    assert read_run(run).place("taught") == run / "taught"
+    assert read_run(run).folder_of("taught") == run / "taught"
     (run / "all_results.json").unlink()
     write_report(run)
     assert "No phase has finished." in (run / "report.md").read_text()
@@ -372,12 +301,12 @@ def test_phases_of_other_tasks_are_not_compared(run):
 
 
 def test_a_report_says_what_it_wrote(run, warnings):
-    """All of it, and nothing that it left as it was: an image of the user's is kept, told, and not on the page."""
+    """An image that the user has put in the folder is kept, is a warning, and is not on the page."""
     (run / "plots").mkdir()
     (run / "plots" / "dense.loss.png").write_bytes(b"mine")
     write_report(run)
     names = [f"plots/{name}.png" for name in FIGURES - {"dense.loss"}]
     assert all((run / name).is_file() for name in (*names, "report.md", "report.html"))
     assert (run / "plots" / "dense.loss.png").read_bytes() == b"mine"
-    assert "plots/dense.loss.png is there and was not written by this program" in warnings[0]
+    assert "plots/dense.loss.png exists and was not written by this program" in warnings[0]
     assert "(plots/dense.loss.png)" not in (run / "report.md").read_text()

@@ -33,7 +33,7 @@ class ForkedRanks:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""  # the ranks make it
 
     def kill(self) -> None:
         """All of them at once, as when the power fails."""

@@ -106,10 +106,12 @@ def settings(running: engine.Engine) -> list[dict[str, Any]]:
 def gone_on(folder: Path, case: Case, words: dict[str, Any], base: Hyperparameters) -> dict[str, Any]:
     """Go on from the checkpoint with the settings of `words` and `base`."""
     running = started(case, words, base)
-    fresh, asked = settings(running), engine.OptimizerSettings(running)
+    fresh, in_files = settings(running), engine.OptimizerSettings(running)
     running.load_checkpoint(str(folder), tag="saved")
     loaded = settings(running)
-    told = asked.put_back(running)
+    before = engine.OptimizerSettings(running)
+    in_files.restore(running)
+    told = engine.OptimizerSettings(running).changes_since(before)
     found = {"fresh": fresh, "loaded": loaded, "now": settings(running), "told": told}
     found["rates"] = [group["lr"] for group in running.optimizer.param_groups]
     found["clip"] = getattr(running.optimizer, "clip_grad", None)

@@ -143,7 +143,7 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
         results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
         distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
-        checkpoints.drop_unasked()
+        checkpoints.drop_passing()
 
 
 def run_until_stopped(job: TrainJob, models: StartingModels, count: int) -> None:

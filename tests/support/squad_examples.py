@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_score import normalised
 
 _SCRIPTS = """
@@ -40,7 +40,7 @@ def hard_questions(seed: int, count: int = 60) -> list[Question]:
         if not context[start:end].strip():
             start, end = places[0]
         asked = " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
-        found.append(Question(f"q{number}", "T", context, asked, (Answer(context[start:end], start),), False))
+        found.append(Question(f"q{number}", context, asked, (GoldAnswer(context[start:end], start),)))
     return found
 
 

@@ -21,7 +21,7 @@ from transformers import (
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
-from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
 
 
@@ -67,7 +67,7 @@ def squad(folder: Path, questions: list[Question], source: Path | None = None, *
     return SquadTask(spec, load_tokenizer(source), source, folder / "cache")
 
 
-YEAR = Question("q", "T", "the year", "what?", (Answer("year", 4),), False)
+YEAR = Question("q", "the year", "what?", (GoldAnswer("year", 4),))
 
 
 def nothing_ahead(batch: Any) -> SimpleNamespace:

@@ -50,10 +50,10 @@ def test_packed_rows_come_back_in_place_and_without_a_copy() -> None:
 def test_padding_fills_each_column_with_its_own_value_up_to_the_multiple() -> None:
     """Rows are padded on the right, to the longest of the chosen rows rounded up, and the mask marks the tokens."""
     padded = some_examples().padded([2, 1], {"input_ids": 9}, 4)
-    assert padded.columns["input_ids"].tolist() == [[5, 6, 9, 9], [4, 9, 9, 9]]
-    assert padded.columns["token_type_ids"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
-    assert padded.mask.tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
-    assert some_examples().padded([2, 1], {}).mask.shape == (2, 2)
+    assert padded["input_ids"].tolist() == [[5, 6, 9, 9], [4, 9, 9, 9]]
+    assert padded["token_type_ids"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert some_examples().padded([2, 1], {})["attention_mask"].shape == (2, 2)
 
 
 @settings(max_examples=60, deadline=None)

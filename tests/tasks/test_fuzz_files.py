@@ -1,6 +1,7 @@
 """Data files and run folders that are broken or hostile: read, or told with their name and exit code 2.
 
-What is read is sound: texts that a tokenizer can take, labels that exist, answers that are where they are said to be.
+Whatever the damage, a file gives rows or one `UserError`, and never a traceback. What is read is sound: labels that
+exist, answers that are where they are said to be.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from support.official_files import OFFICIAL
 from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
+from ds_trainer.cli.report import report_command
 from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import page as report_page
-from ds_trainer.report.page import report_command
-from ds_trainer.tasks.data_files import check_data_files
 from ds_trainer.tasks.lm import lm_text
-from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.squad import squad_file
-from ds_trainer.tasks.text.readers import GLUE, row_source
+from ds_trainer.tasks.text.glue import GLUE
+from ds_trainer.tasks.text.text_data import read_split
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]
@@ -60,32 +62,32 @@ def put(path: Path, raw: bytes) -> Path:
 
 
 def held(kind: str, spec: Any, read: Callable[[], object], *names: str) -> str:
-    """What was told of a task's files; a quick check of them never tells what reading them does not. Writes nothing."""
-    with written() as places:
-        message = RULE.outcome(kind, lambda _: read(), [], *names)
-        found = check_data_files(spec, ["train"])
-    assert places == []
-    assert all(len(mistake) < 4000 for mistake in found)
-    assert message or not found, found
+    """Return the message of a task's files, "" where they are read; a quick check never tells what reading does not."""
+    message = ""
+    try:
+        read()
+    except UserError as error:
+        message = str(error)
+        assert any(name in message for name in names), message
+    (RULE.told if message else RULE.taken)[kind] += 1
+    mistakes = check_data_files(spec, ["train"])
+    assert message or not mistakes, mistakes
     return message
 
 
 def read_text_rows(spec: TextSpec) -> None:
-    for row in row_source(spec).rows("train").rows:
-        assert all(text.encode() is not None for text in row.texts)
+    for row in read_split(spec, "train").rows:
         assert row.label.strip() if isinstance(row.label, str) else math.isfinite(row.label)
 
 
 def read_questions(spec: SquadSpec) -> None:
     for question in squad_file.questions(spec, "train"):
         assert all(question.context.startswith(answer.text, answer.start) for answer in question.answers)
-        assert all(text.encode() is not None for text in question[:4])
 
 
 def read_documents(spec: LmSpec) -> None:
     for text in lm_text.documents(spec, "train"):
         assert text.strip()
-        assert text.encode() is not None
 
 
 READ = {TextSpec: read_text_rows, SquadSpec: read_questions, LmSpec: read_documents}
@@ -121,7 +123,7 @@ def delimited(data: st.DataObject, raw: bytes, mark: bytes) -> bytes:
     return spoilt_bytes(data, raw) if how in ("bytes", "both") else raw
 
 
-@fuzzed(350)
+@fuzzed(120)
 @given(data=st.data())
 def test_glue_files(data: st.DataObject, folder: Path) -> None:
     """Each of GLUE's official files."""
@@ -132,7 +134,7 @@ def test_glue_files(data: st.DataObject, folder: Path) -> None:
     held("glue", spec, read_by(spec), str(path))
 
 
-@fuzzed(300)
+@fuzzed(150)
 @given(data=st.data())
 def test_files_of_a_user(data: st.DataObject, folder: Path) -> None:
     """.csv, .tsv and .jsonl, of classes and of scores."""
@@ -176,7 +178,7 @@ COLUMNS = [
 ]
 
 
-@fuzzed(200)
+@fuzzed(100)
 @given(data=st.data())
 def test_parquet_files(data: st.DataObject, folder: Path) -> None:
     """Columns of every type under the names that are asked for, and bytes changed anywhere."""
@@ -205,7 +207,7 @@ QAS = [
 ]
 
 
-@fuzzed(300)
+@fuzzed(150)
 @given(data=st.data())
 def test_squad_files(data: st.DataObject, folder: Path) -> None:
     """SQuAD's JSON, v1.1 and v2."""
@@ -220,7 +222,7 @@ def test_squad_files(data: st.DataObject, folder: Path) -> None:
 # Language modelling
 
 
-@fuzzed(200)
+@fuzzed(100)
 @given(data=st.data())
 def test_documents(data: st.DataObject, folder: Path) -> None:
     """Plain text and records."""
@@ -294,7 +296,7 @@ def test_tokens(data: st.DataObject, folder: Path, model: Path, tmp_path_factory
         assert 0 <= examples.tokens["input_ids"].min() <= examples.tokens["input_ids"].max() < 200
         assert examples.lengths.max() <= spec.max_seq_length
 
-    RULE.outcome(f"tokens of {family}", lambda _: read(), [])
+    held(f"tokens of {family}", spec, read, "tokens", "train:")
 
 
 def _answer(data: st.DataObject, context: str) -> dict[str, Any]:
@@ -339,7 +341,6 @@ def _without_figures() -> Iterator[None]:
         yield
 
 
-_CHECK_INSTALLED = report_page.check_installed
 REPORTED = ["all_results.json", "recipe.json", "log.jsonl", "command.json", "eval/exits.json"]
 
 
@@ -376,19 +377,6 @@ def test_reports_with_figures(data: st.DataObject, run: Path, folder: Path) -> N
     _reported(data, run, folder / "drawn")
 
 
-def test_figures_of_thousands_of_splits_are_left_out(run: Path, folder: Path) -> None:
-    """Their number is what a file says: drawn one by one they would take an hour. The page says so."""
-    place = folder / "splits"
-    shutil.copytree(run, place)
-    exits = json.loads((run / "eval/exits.json").read_text())
-    exits["splits"] = {f"s{number}": {} for number in range(3000)}
-    put(place / "eval/exits.json", json.dumps(exits).encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "check_installed", _CHECK_INSTALLED)  # another test's module has none
-        assert RULE.outcome("no file", report_command, [str(place)]) == ""
-    assert "3,000 splits" in (place / "report.md").read_text()
-
-
 @fuzzed(200)
 @given(data=st.data())
 def test_the_list_of_a_run(data: st.DataObject, folder: Path) -> None:
@@ -418,10 +406,10 @@ def test_the_list_of_a_run(data: st.DataObject, folder: Path) -> None:
 
 
 def test_the_count(request: pytest.FixtureRequest) -> None:
-    """At least 1,890 inputs that hypothesis made were run here, of every kind some that were sound; more were not."""
+    """At least 1,000 inputs that hypothesis made were run here, of every kind some that were sound; more were not."""
     skip_unless_whole(request)
     print(f"taken {dict(RULE.taken)}, told {dict(RULE.told)}")
     kinds = {*RULE.taken, *RULE.told} - {"no file"}
-    assert sum(RULE.taken[kind] + RULE.told[kind] for kind in kinds) >= 1890
+    assert sum(RULE.taken[kind] + RULE.told[kind] for kind in kinds) >= 1000
     assert min(RULE.taken[kind] for kind in kinds) > 0
     assert min(RULE.told[kind] for kind in kinds if not kind.startswith("tokens")) > 0

@@ -188,7 +188,7 @@ def test_positions_that_are_never_used_are_an_error() -> None:
     transformer = model.transformer
     model.transformer = torch.nn.Module()
     model.transformer.forward = transformer.forward  # past its hooks
-    with pytest.raises(ValueError, match="GPT2LMHeadModel does not give its head the output of its base model"):
+    with pytest.raises(ValueError, match="the head of GPT2LMHeadModel does not read the output of its base model"):
         model(**inputs(), head_positions=POSITIONS)
     model.transformer = transformer
     assert model(**inputs()).logits.shape == (3, 6, 40)
@@ -196,5 +196,5 @@ def test_positions_that_are_never_used_are_an_error() -> None:
 
 def test_a_model_that_is_all_head_is_refused() -> None:
     """There is no encoder whose output could be cut."""
-    with pytest.raises(ValueError, match="BertModel has no encoder apart from its head"):
+    with pytest.raises(ValueError, match="BertModel has no encoder below its head"):
         take_head_positions(build("bert").bert)

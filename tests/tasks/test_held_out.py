@@ -18,8 +18,8 @@ from ds_trainer.config.recipe import TextSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.registry import build_task, training_texts
-from ds_trainer.tasks.text.docstrings import DocstringSource
-from ds_trainer.tasks.text.text_task import TextTask, held_out_and_left
+from ds_trainer.tasks.text import docstrings
+from ds_trainer.tasks.text.text_task import TextTask, held_out_and_rest
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ROWS = 50
@@ -93,7 +93,7 @@ def equal(one: Examples, other: Examples) -> bool:
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 1 / 3, 0.5, 0.9, 0.999])
 def test_the_two_parts_are_disjoint_complete_and_ascending(count: int, share: float) -> None:
     """Each position is in one part; the held-out ones are round(share * count)."""
-    held_out, left = held_out_and_left(count, share)
+    held_out, left = held_out_and_rest(count, share)
     assert sorted([*held_out, *left]) == list(range(count))
     assert len(held_out) == round(share * count)
     assert held_out == sorted(held_out)
@@ -102,7 +102,7 @@ def test_the_two_parts_are_disjoint_complete_and_ascending(count: int, share: fl
 
 def test_a_file_that_alternates_is_held_out_in_both_its_classes() -> None:
     """Of 1,000 rows whose classes take turns, 2% held out are not of one class."""
-    held_out, _ = held_out_and_left(1000, 0.02)
+    held_out, _ = held_out_and_rest(1000, 0.02)
     assert {position % 2 for position in held_out} == {0, 1}
 
 
@@ -164,7 +164,7 @@ def test_the_held_out_part_is_scored_by_its_own_labels(build: Any) -> None:
 def test_scores_of_a_regression_are_parted_with_their_texts(build: Any) -> None:
     """The values to predict are those of the rows; the held-out ones have correlations."""
     task = build(held_out=0.2, regression=True, label_column="score")
-    held_out, _ = held_out_and_left(ROWS, 0.2)
+    held_out, _ = held_out_and_rest(ROWS, 0.2)
     values = task.examples("held_out").fields["labels"]
     np.testing.assert_allclose(values, np.array(held_out) / 10, rtol=1e-6)
     assert task.score("held_out", dict(enumerate(values.tolist())))["pearson"] == pytest.approx(1.0)
@@ -192,12 +192,12 @@ def test_glue_files_have_a_held_out_part(encoder: Path, tmp_path: Path) -> None:
 
 def test_the_embedded_docstrings_have_a_held_out_part(encoder: Path, tmp_path: Path) -> None:
     """The task without files parts its training rows, too."""
-    labels = [row.label for row in DocstringSource().rows("train").rows]
+    labels = [package for _, package in docstrings.extracted()["train"]]
     task = build_task(TextSpec(held_out=0.02, max_train_samples=50), encoder, tmp_path / "cache")
     held_out = task.examples("held_out")
     assert len(task.examples("train")) == 50
     assert len(held_out) == round(0.02 * len(labels))
-    positions, _ = held_out_and_left(len(labels), 0.02)
+    positions, _ = held_out_and_rest(len(labels), 0.02)
     assert [task._task_labels[label] for label in held_out.fields["labels"]] == [labels[place] for place in positions]
 
 
@@ -205,7 +205,7 @@ def test_classes_are_those_of_all_training_rows(build: Any, spec: TextSpec, tmp_
     """A class whose only row is held out keeps its place: the head does not depend on the share."""
     path = tmp_path / "train.csv"
     header, *rows = path.read_text(encoding="utf-8").splitlines()
-    (place,), _ = held_out_and_left(ROWS, 0.02)
+    (place,), _ = held_out_and_rest(ROWS, 0.02)
     rows[place] = rows[place].replace(",a,", ",c,").replace(",b,", ",c,")
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     task = build(held_out=0.02)

@@ -28,7 +28,7 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
-from ds_trainer.tasks.lm.lm_task import Answer, LmTask
+from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask
 
 KINDS = ("bert", "gpt2", "llama")
 
@@ -114,8 +114,8 @@ def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptu
     assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1}
     tokens = int(examples.lengths.sum())
     assert (
-        f"mlm train: 6 documents (0 split at 128 tokens), 3 examples, {tokens} tokens; dropped: "
-        f"2 shorter than 6 tokens, 1 mostly unknown"
+        f"mlm train: 6 documents (0 split at 128 tokens), 3 of 3 examples, {tokens} tokens; of those dropped, 2 are "
+        f"shorter than min_seq_length (6), and 1 have a share of unknown tokens of max_unknown (0.5) or more"
     ) in caplog.text
 
 
@@ -131,7 +131,9 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
 
 
 def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
-    """With the counts, and what to change."""
+    """With the counts, and what to change; so is a file of blank lines."""
+    with pytest.raises(ValueError, match=r"mlm train: the 0 documents give no example"):
+        build("bert", [" ", ""]).examples("train")
     with pytest.raises(ValueError, match=r"mlm train: the 5 documents give no example: 5 are shorter than min_seq_len"):
         build("bert", min_seq_length=100).examples("train")
 
@@ -178,7 +180,7 @@ def test_masked_labels_are_the_tokens_at_the_heads(build: Any) -> None:
     assert heads.dtype == batch.labels.dtype == torch.int64
     assert (ids[heads] == task.tokenizer.mask_token_id).all()
     ids[heads] = batch.labels
-    assert ids.tolist() == padded.columns["input_ids"].ravel().tolist()
+    assert ids.tolist() == padded["input_ids"].ravel().tolist()
     assert not set(batch.labels.tolist()) & set(task.tokenizer.all_special_ids)
     per_row = torch.bincount(heads // batch.inputs["input_ids"].shape[1]).tolist()
     assert per_row == [max(1, round(0.3 * (length - 2))) for length in examples.lengths[[2, 0]]]
@@ -193,13 +195,13 @@ def test_rare_tokens_are_those_of_the_training_split(build: Any, tmp_path: Path)
     task.examples("validation")
     ids = np.concatenate([np.array(row) for row in rows_of(task)])
     the, cat = (task.tokenizer.convert_tokens_to_ids(word) for word in ("the", "cat"))
-    weights = task._rule.weights
+    weights = task._masking.weights
     assert weights[the] == pytest.approx(float((ids == the).sum()) ** -0.7)
     alone = build("bert", train_file=None, validation_file="dev.txt")
     alone.examples("validation")
     dev = np.concatenate([np.array(row) for row in rows_of(alone, "validation")])
-    assert alone._rule.weights[cat] == pytest.approx(float((dev == cat).sum()) ** -0.7)
-    assert alone._rule.weights[cat] < weights[cat]
+    assert alone._masking.weights[cat] == pytest.approx(float((dev == cat).sum()) ** -0.7)
+    assert alone._masking.weights[cat] < weights[cat]
 
 
 def test_all_positions_give_the_same_loss_and_answers_as_the_labels_alone(build: Any, folders: Any) -> None:
@@ -239,7 +241,7 @@ def test_padding_changes_neither_loss_nor_answers(kind: str, build: Any, folders
     examples = task.examples("validation")
     wide.examples("validation")
 
-    def answers(task: LmTask, positions: list[int]) -> dict[int, Answer]:
+    def answers(task: LmTask, positions: list[int]) -> dict[int, LmAnswer]:
         batch = task.collate(examples, positions)
         out = model(**batch.inputs)
         found = task.answers(out, batch)
@@ -258,7 +260,7 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(kind: str, 
     """Equal logits are worth ln(size) a token; over the shards of three ranks as over one pass."""
     task = build(kind, mlm_mask_prop=0.4)
     examples, size = task.examples("validation"), len(task.tokenizer)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, LmAnswer] = {}
     for rank in range(3):
         for positions in evaluation_shard(examples.lengths, rank, 3, 2):
             batch = task.collate(examples, positions)
@@ -287,13 +289,13 @@ def test_answers_are_computed_in_fp32_and_in_chunks(build: Any, monkeypatch: pyt
 def test_score_and_agreement_by_hand(build: Any) -> None:
     """Every token weighs the same, however many an example has; an absurd loss has the largest perplexity there is."""
     task = build("bert")
-    answers = {0: Answer(2.0, 1, [5, 6, 7]), 1: Answer(1.0, 1, [8])}
+    answers = {0: LmAnswer(2.0, 1, [5, 6, 7]), 1: LmAnswer(1.0, 1, [8])}
     assert task.score("train", answers) == {"perplexity": pytest.approx(math.exp(0.75)), "loss": 0.75, "accuracy": 0.5}
-    others = {0: Answer(0.0, 0, [5, 9, 7]), 1: Answer(0.0, 0, [9])}
+    others = {0: LmAnswer(0.0, 0, [5, 9, 7]), 1: LmAnswer(0.0, 0, [9])}
     assert task.agreement("train", answers, others) == 0.5
     assert task.agreement("train", answers, answers) == 1.0
     for loss in (709.8, 1e6, 1e300):
-        largest = task.score("train", {0: Answer(loss, 0, [1])})["perplexity"]
+        largest = task.score("train", {0: LmAnswer(loss, 0, [1])})["perplexity"]
         assert largest == pytest.approx(sys.float_info.max)
         assert json.loads(json.dumps(largest, allow_nan=False)) == largest
 
@@ -362,7 +364,10 @@ def test_what_cannot_work_is_refused(build: Any, folders: dict[str, Path], tmp_p
     with pytest.raises(ValueError, match="max_seq_length is 200, and the model has 128 positions"):
         build("gpt2", max_seq_length=200).build_model(folders["gpt2"])
     causal = LmTask(task.spec.model_copy(update={"name": "clm"}), task.tokenizer, folders["bert"], tmp_path)
-    with pytest.raises(ValueError, match='is a bert model whose tokens see those after them: use the task "mlm"'):
+    with pytest.raises(
+        ValueError,
+        match="is a bert model whose tokens see those after them, and would read its labels: use",
+    ):
         causal.build_model(folders["bert"])
 
 

@@ -65,7 +65,7 @@ def test_a_model_that_cannot_take_head_positions_is_refused_when_it_is_built(
         return self.transformer.forward(input_ids, attention_mask=attention_mask)
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel does not give its head the output of its base model"):
+    with pytest.raises(ValueError, match="the head of GPT2LMHeadModel does not read the output of its base model"):
         task.build_model(tmp_path / "gpt2")
 
 

@@ -64,17 +64,14 @@ def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    ("train.txt", b"good\nb\xe9d\n", r"train\.txt, line 2: not UTF-8 \(byte 0xe9\)"),
-    ("train.txt", "good\nbad".encode("utf-16"), r"train\.txt, line 1: NUL byte \(is it UTF-16"),
-    ("train.txt", b" \n\n", r"train\.txt has no text"),
-    ("train.jsonl", b'{"text": "a"}\n{"text"\n', r"train\.jsonl, line 2, column \d+: not JSON"),
-    ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no field 'text'; fields found: 'txt'"),
-    ("train.jsonl", b'{"text": "a"}\n{"text": null}\n', r"line 2: 'text' is null, and must be text"),
+    ("train.txt", b"good\nb\xe9d\n", r"train\.txt, line 2: not UTF-8"),
+    ("train.jsonl", b'{"text": "a"}\n{"text"\n', r"train\.jsonl, line 2: not JSON: .*column \d+"),
+    ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no column 'text'; columns found: 'txt'"),
     ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a whole number, and must be text"),
-    ("train.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"line 2: 'text' holds half a surrogate pair"),
-    ("train.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n", r"train\.jsonl, line 1: .* thousands of digits"),
-    ("train.jsonl", b"", r"train\.jsonl has no examples"),
-    ("train.csv", b"text\n", r"train\.csv: the ending '\.csv' is not known: use one of \.txt, \.jsonl"),
+    ("train.jsonl", b"", r"train\.jsonl is empty"),
+    ("train.txt", b"", r"train\.txt is empty"),
+    ("train.jsonl", b"\n", r"train\.jsonl has no examples"),
+    ("train.csv", b"text\n", r"train\.csv: the ending '\.csv' is unknown: use \.txt or \.jsonl"),
 ]
 
 
@@ -87,19 +84,17 @@ def test_a_broken_file_is_told_with_its_line(name: str, content: bytes, message:
 
 
 def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
-    """A folder, a file, a pattern without a match and an empty file are each told, for both splits at once."""
+    """A folder, a file and a pattern without a match are each told, for both splits at once."""
     nowhere = tmp_path / "nowhere"
     assert [m.split(";")[0] for m in check_data_files(spec_of(nowhere))] == [f"data_dir {nowhere} does not exist"] * 2
     [message] = check_data_files(spec_of(tmp_path), ["train"])
-    assert message == f"no file for the train split of mlm; looked for {tmp_path / 'train.txt'}"
+    assert message == f"there is no file for the train split; looked for {tmp_path / 'train.txt'}"
     causal = spec_of(tmp_path, "part-*.txt").model_copy(update={"name": "clm"})
     [message] = check_data_files(causal, ["validation"])
-    assert message == f"no file for the validation split of clm; looked for {tmp_path / 'part-*.txt'}"
-    write(tmp_path, "train.txt", "")
-    assert check_data_files(spec_of(tmp_path), ["train"]) == [f"{tmp_path / 'train.txt'} has no text: it is empty"]
+    assert message == f"there is no file for the validation split; looked for {tmp_path / 'part-*.txt'}"
     write(tmp_path, "part.jsonl", '{"body": "a"}\n')
     [message] = check_data_files(spec_of(tmp_path, "part.jsonl"), ["train"])
-    assert message.endswith("line 1: no field 'text'; fields found: 'body'")
+    assert message.endswith("line 1: no column 'text'; columns found: 'body'")
     write(tmp_path, "train.txt", "text\n")
     assert check_data_files(spec_of(tmp_path)) == []
 
@@ -109,18 +104,9 @@ def test_masking_a_split_needs_the_training_file_that_is_named(tmp_path: Path) -
     write(tmp_path, "dev.txt", "text\n")
     spec = spec_of(tmp_path).model_copy(update={"validation_file": "dev.txt"})
     [message] = check_data_files(spec, ["validation"])
-    assert message.startswith("no file for the train split of mlm")
+    assert message.startswith("there is no file for the train split")
     assert check_data_files(spec.model_copy(update={"name": "clm"}), ["validation"]) == []
     assert check_data_files(spec.model_copy(update={"train_file": None}), ["validation"]) == []
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + "*"])
-def test_a_name_that_is_too_long_is_that_of_no_file(name: str, tmp_path: Path) -> None:
-    """Not an error of the system: of the file, or of its folder."""
-    [message] = check_data_files(spec_of(tmp_path, name), ["train"])
-    assert message.startswith("no file for the train split of mlm; looked for")
-    [message] = check_data_files(spec_of(tmp_path / name), ["train"])
-    assert message.startswith("data_dir")
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -161,9 +147,11 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "c")
     edited = fingerprint(spec, "train")
     assert edited != before
+    write(tmp_path, "b.txt", "bb")
+    longer = fingerprint(spec, "train")
     write(tmp_path, "a.txt", "cb")
-    write(tmp_path, "b.txt", "")
-    assert fingerprint(spec, "train") not in (before, edited)
+    write(tmp_path, "b.txt", "b")
+    assert fingerprint(spec, "train") not in (before, edited, longer)
 
 
 def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +168,7 @@ def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(documents(LmSpec(name="clm", dataset="name"), "validation")) == ["a", "b\nc"]
     assert asked == [("owner/name", "part", "train"), ("name", None, "validation")]
     assert fingerprint(spec, "train")
-    with pytest.raises(ValueError, match=r"no column 'body'; columns found: \['text', 'number'\]; set text_column"):
+    with pytest.raises(ValueError, match=r"no column 'body'; columns found: 'text', 'number'"):
         list(documents(spec.model_copy(update={"text_column": "body"}), "train"))
     with pytest.raises(ValueError, match=r"row 1: 'number' is a whole number, and must be text"):
         list(documents(spec.model_copy(update={"text_column": "number"}), "train"))

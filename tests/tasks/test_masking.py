@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_trainer.tasks.lm.masking import Array, MaskRule, choose, mask_tokens, token_weights
+from ds_trainer.tasks.lm.masking import Array, TokenMasking, choose, mask_tokens, token_weights
 
 MASK, VOCABULARY, SPECIAL = 2, 50, np.array([0, 1, 2])
 
 
-def rule_of(counts: Array | None = None, smoothing: float = 0.0, **fields: Any) -> MaskRule:
+def rule_of(counts: Array | None = None, smoothing: float = 0.0, **fields: Any) -> TokenMasking:
     counts = np.ones(VOCABULARY, np.int64) if counts is None else counts
     shares = {"mask_prop": 0.15, "word_mask": 0.8, "word_rand": 0.1} | fields
     ordinary = np.setdiff1d(np.arange(VOCABULARY), SPECIAL)
-    return MaskRule(token_weights(counts, smoothing, SPECIAL), ordinary, MASK, **shares)
+    return TokenMasking(token_weights(counts, smoothing, SPECIAL), ordinary, MASK, **shares)
 
 
 def rows_of(rows: int, width: int, seed: int = 0) -> tuple[Array, Array, Array]:

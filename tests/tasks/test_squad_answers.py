@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2Model
 
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_task import best_spans
-from ds_trainer.tasks.squad.squad_windows import Places
+from ds_trainer.tasks.squad.squad_windows import SpanPositions
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def gpt2(tmp_path: Path) -> Path:
 def v2_questions(count: int) -> list[Question]:
     """Every third has no answer."""
     return [
-        question._replace(answers=(), impossible=True) if number % 3 == 0 else question
+        question._replace(answers=()) if number % 3 == 0 else question
         for number, question in enumerate(with_words_only(5, count))
     ]
 
@@ -93,7 +93,7 @@ def test_best_spans_are_the_best_of_all() -> None:
     """Against every pair by brute force: in the context, in order, no longer than allowed, no -inf among the valid."""
     generator = torch.Generator().manual_seed(1)
     start, end = torch.randn(2, 5, 12, generator=generator)
-    places = Places(None, None, None, torch.tensor([3, 2, 1, 5, 4]), torch.tensor([11, 9, 3, 5, 3]))
+    places = SpanPositions(None, None, None, torch.tensor([3, 2, 1, 5, 4]), torch.tensor([11, 9, 3, 5, 3]))
     firsts, lasts, valid = best_spans(start, end, places, 4, 9)
     for row in range(5):
         inside = range(int(places.first[row]), int(places.last[row]) + 1)
@@ -112,7 +112,7 @@ def test_spans_are_valid_whatever_the_logits(value: float) -> None:
     start, end = torch.randn(2, 4, 12, generator=generator)
     start[:, [1, 4, 11]] = value
     end[:, [0, 5, 11]] = value
-    places = Places(None, None, None, torch.tensor([3, 2, 4, 5]), torch.tensor([9, 4, 4, 4]))
+    places = SpanPositions(None, None, None, torch.tensor([3, 2, 4, 5]), torch.tensor([9, 4, 4, 4]))
     firsts, lasts, valid = best_spans(start, end, places, 3, 30)
     assert valid.tolist() == [18, 6, 1, 0]
     for row, count in enumerate(valid.tolist()):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.launching import SHARED
 from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
@@ -13,7 +14,7 @@ from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, w
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
-from ds_trainer.tasks.squad.squad_file import Answer, Question
+from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, window_starts, windows
 
 SHORT = SquadSpec(max_seq_length=40, doc_stride=11, max_query_length=16)
@@ -30,7 +31,7 @@ def rows_of(tokenizer: Any, spec: SquadSpec, questions: list[Question]) -> Itera
 
 def check_span(question: Question, window: Any) -> str:
     """Hold the answer's tokens to be the fewest that cover all of it that any token covers; give their text."""
-    columns, places = window.columns, window.places
+    columns, places = window.columns, window.positions
     text, start = question.answers[0]
     start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
     spans = list(zip(columns["char_start"], columns["char_end"], strict=True))
@@ -55,7 +56,7 @@ def test_every_training_answer_is_the_fewest_tokens_that_cover_it(tokenizer: Any
     for seed in range(3):
         spec = SquadSpec(max_seq_length=512, doc_stride=100, max_query_length=40)
         for number, (question, found) in enumerate(rows_of(tokenizer, spec, hard_questions(seed))):
-            held = [window for window in found if window.places.start != window.places.null]
+            held = [window for window in found if window.positions.start != window.positions.null]
             assert held, question
             decoded = {check_span(question, window) for window in held}
             if number % 2 == 0 and question.answers[0].text.strip("\u200b") == question.answers[0].text:
@@ -100,16 +101,16 @@ def test_windows_start_doc_stride_apart_and_cover_the_context(tokenizer: Any) ->
     contexts = tokenised(tokenizer, [question.context for question in questions])
     for (_, found), context in zip(rows_of(tokenizer, SHORT, questions), contexts, strict=True):
         for number, window in enumerate(found):
-            places, begin = window.places, number * SHORT.doc_stride
+            places, begin = window.positions, number * SHORT.doc_stride
             held = slice(begin, begin + places.last - places.first + 1)
             assert window.columns["input_ids"][places.first : places.last + 1] == context.ids[held]
-            assert window.columns["char_start"][places.first : places.last + 1] == context.starts[held]
+            assert window.columns["char_start"][places.first : places.last + 1] == context.spans[held, 0].tolist()
             outside = [-1] * places.first
             assert window.columns["char_start"][: places.first] == window.columns["char_end"][: places.first] == outside
             assert len(window.columns["input_ids"]) == 40 or window is found[-1]
             assert len(window.columns["input_ids"]) <= 40
         assert held.stop >= len(context.ids)
-        assert all(window.places.last < len(window.columns["input_ids"]) for window in found)
+        assert all(window.positions.last < len(window.columns["input_ids"]) for window in found)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_there_are_no_more_windows_than_needed(tokens: int, room: int, stride: i
 def test_an_answer_outside_the_window_is_at_the_class_token() -> None:
     """Its start and end are where the class token is; the windows that hold it whole point at it."""
     context = " ".join(f"w{i}" for i in range(40))
-    question = Question("q", "T", context, "which?", (Answer("w20 w21", context.index("w20")),), False)
+    question = Question("q", context, "which?", (GoldAnswer("w20 w21", context.index("w20")),))
     tokenizer = train_tokenizer([context, "which?"], 200, True)
     assert len(tokenizer.tokenize(context)) == 40
     spec = SquadSpec(max_seq_length=15, doc_stride=4, max_query_length=4)
@@ -140,12 +141,12 @@ def test_an_answer_outside_the_window_is_at_the_class_token() -> None:
     room = 15 - 3 - min(asked, 4)
     for number, window in enumerate(found):
         whole = number * 4 <= 20 and number * 4 + room > 21
-        assert (window.places.start != 0) == whole
-        assert (window.places.end != 0) == whole
-        assert window.places.null == 0
+        assert (window.positions.start != 0) == whole
+        assert (window.positions.end != 0) == whole
+        assert window.positions.null == 0
         if whole:
             assert check_span(question, window) == "w20 w21"
-    assert 0 < sum(window.places.start > 0 for window in found) < len(found)
+    assert 0 < sum(window.positions.start > 0 for window in found) < len(found)
 
 
 def test_a_class_token_at_the_end_is_found() -> None:
@@ -160,8 +161,8 @@ def test_a_class_token_at_the_end_is_found() -> None:
     )
     for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
         for window in found:
-            assert window.columns["input_ids"][window.places.null] == tokenizer.cls_token_id
-            assert window.places.null == len(window.columns["input_ids"]) - 1
+            assert window.columns["input_ids"][window.positions.null] == tokenizer.cls_token_id
+            assert window.positions.null == len(window.columns["input_ids"]) - 1
             assert window.columns["token_type_ids"][-1] == 2
 
 
@@ -170,13 +171,13 @@ def test_without_a_class_token_an_end_of_text_says_that_there_is_no_answer() -> 
     tokenizer = gpt2_tokenizer()
     for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
         for window in found:
-            ids, places = window.columns["input_ids"], window.places
+            ids, places = window.columns["input_ids"], window.positions
             assert places.null == len(ids) - 1 == places.last + 1
             assert ids[-1] == tokenizer.eos_token_id
             assert window.columns["char_end"][-1] == -1
             assert {len(column) for column in window.columns.values()} == {len(ids)}
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"neither a class token nor an end of text.*give it an eos_token"):
+    with pytest.raises(ValueError, match=r"no token for .no answer.: give it a cls_token or an eos_token"):
         list(windows(tokenizer, SHORT, hard_questions(3, 1)))
 
 
@@ -184,9 +185,9 @@ def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:
     """A decomposed é at the end of an answer is kept whole; plain gaps are left alone."""
     tokenizer = word_pieces()
     [tokens] = tokenised(tokenizer, ["cafe\u0301 re\u0301sume\u0301\u0323 ok"])
-    assert tokens.starts[0] == 0
-    assert [end for end in tokens.ends if end in (4, 5, 13, 14, 15)] == [5, 15]
-    assert Tokens([1, 2], [0, 5], [5, 6]).covering(5, 5) is None
+    assert tokens.spans[0, 0] == 0
+    assert [end for end in tokens.spans[:, 1].tolist() if end in (4, 5, 13, 14, 15)] == [5, 15]
+    assert Tokens([1, 2], np.array([[0, 5], [5, 6]])).covering(5, 5) is None
 
 
 @pytest.mark.real
@@ -198,7 +199,7 @@ def test_every_answer_of_the_real_squad_is_found(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(SHARED / "models" / "minilm-l6")
     count = same = 0
     for question, found in rows_of(tokenizer, spec, questions(spec, "train")):
-        held = [window for window in found if window.places.start != window.places.null]
+        held = [window for window in found if window.positions.start != window.positions.null]
         assert held, question.id
         [decoded] = {check_span(question, window) for window in held}
         assert question.answers[0].text.strip() in decoded

@@ -25,9 +25,10 @@ from transformers import (
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
-from ds_trainer.tasks.registry import build_task, training_texts
-from ds_trainer.tasks.text.docstrings import CLASS_CAP, DocstringSource, _first_paragraphs, _normalised
+from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
+from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs, _normalised
 from ds_trainer.tasks.text.metrics import score
+from ds_trainer.tasks.text.text_data import read_split
 
 SHARED = Path(__file__).parents[3] / "shared"
 MNLI = ("entailment", "neutral", "contradiction")
@@ -74,9 +75,9 @@ def mnli(tmp_path: Path) -> TextSpec:
 
 
 def test_an_unknown_task_is_told_with_the_nearest_names() -> None:
-    """A misspelt task name is a ValueError with what was probably meant; each known one has a class."""
-    with pytest.raises(ValueError, match="'mnil' is unknown: did you mean 'mnli'"):
-        build_task(TextSpec(name="mnil"), "nowhere")
+    """A misspelt task name is a mistake in the settings, told with what was probably meant."""
+    [mistake] = check_data_files(TextSpec(name="mnil"))
+    assert "'mnil' is unknown: did you mean 'mnli'" in mistake
 
 
 def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) ->
 
 def test_docstrings_are_real_distinct_and_do_not_leak() -> None:
     """Five classes of some thousand, capped; no text is twice, in a split, in both or in two classes."""
-    splits = {split: DocstringSource().rows(split).rows for split in ("train", "validation")}
+    splits = {split: read_split(TextSpec(), split).rows for split in ("train", "validation")}
     texts = [row.texts[0] for rows in splits.values() for row in rows]
     assert len(set(texts)) == len(texts)
     assert 8_000 < len(splits["train"]) < 20_000

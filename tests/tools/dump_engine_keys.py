@@ -67,7 +67,10 @@ PLAIN = {
 }
 DTYPES = [name for kind in ds.DtypeEnum for name in kind._all_values if isinstance(name, str)]
 POSITIVE = {"types": ["int"], "above": 0}
-BATCH = {"types": ["int", "null"], "above": 0}  # null is how DeepSpeed writes "not given"
+FILLED = {"filled": True}  # an "auto" that ds_trainer fills, although DeepSpeed has no use for it there
+BATCH = {"types": ["int", "null"], "above": 0, **FILLED}  # null is how DeepSpeed writes "not given"
+RATE = {"types": ["number"], "min": 0}
+RATES = {"types": ["number", "list", "null"], "min": 0, "items": RATE}  # a list has one rate per parameter group
 # What the source does not say in a form that can be read. Keys are dotted paths; entries are merged in.
 BY_HAND: dict[str, dict] = {
     "train_batch_size": BATCH,
@@ -84,7 +87,7 @@ BY_HAND: dict[str, dict] = {
         "any_case": True,
     },
     "gradient_allreduce_op": {"enum": list(ds.GRADIENT_ALLREDUCE_OP_SUPPORTED), "any_case": True},
-    "gradient_clipping": {"types": ["number"], "min": 0},
+    "gradient_clipping": {"types": ["number"], "min": 0, **FILLED},
     # read in deepspeed.initialize, before DeepSpeedConfig
     "sequence_parallel_size": {**POSITIVE, "default": 1},
     "data_parallel_size": POSITIVE,
@@ -103,7 +106,7 @@ BY_HAND: dict[str, dict] = {
     "data_types.param_dtype": {"types": ["str", "null"], "enum": DTYPES},
     "data_types.buffer_dtype": {"types": ["str", "null"], "enum": DTYPES},
     "data_types.keep_in_fp32_modules": {"types": ["list"], "items": {"types": ["str"]}, "own_auto": True},
-    "torch_autocast.enabled": {"types": ["bool"]},
+    "torch_autocast.enabled": {"types": ["bool"], **FILLED},
     "torch_autocast.dtype": {"types": ["str"], "enum": DTYPES},
     "torch_autocast.lower_precision_safe_modules": {"types": ["list"], "items": {"types": ["str"]}},
     "checkpoint.tag_validation": {"types": ["str"], "enum": ["WARN", "IGNORE", "FAIL"], "any_case": True},
@@ -130,9 +133,25 @@ BY_HAND: dict[str, dict] = {
     "optimizer.type": {"types": ["str"]},
     "optimizer.params": {"types": ["dict"], "open": True},
     "optimizer.params.fp32_optimizer_states": {"types": ["bool"], "default": True},
+    "optimizer.params.lr": {**RATE, **FILLED},
+    "optimizer.params.weight_decay": {**RATE, **FILLED},
+    "optimizer.params.eps": {"types": ["number", "list"], "min": 0, **FILLED},  # Adafactor's is a pair
+    "optimizer.params.betas": {"types": ["list"], "length": 2, "items": {**RATE, "below": 1}, **FILLED},
     "optimizer.legacy_fusion": {"types": ["bool"]},
     "scheduler.type": {"types": ["str"]},
     "scheduler.params": {"types": ["dict"], "open": True},
+    "scheduler.params.warmup_min_lr": {**RATES, **FILLED},
+    "scheduler.params.warmup_max_lr": {**RATES, **FILLED},
+    "scheduler.params.warmup_num_steps": {**POSITIVE, **FILLED},
+    "scheduler.params.total_num_steps": {"types": ["number"], **FILLED},
+    "scheduler.params.cycle_min_lr": RATES,
+    "scheduler.params.cycle_max_lr": RATES,
+    "scheduler.params.lr_range_test_min_lr": RATES,
+    "scheduler.params.lr_range_test_step_size": POSITIVE,
+    "scheduler.params.base_lr": RATES,
+    "scheduler.params.max_lr": RATES,
+    # an older name, which DeepSpeed reads only where the newer one is absent
+    "bfloat16": {"alias_of": "bf16"},
     # a field validator: float(v) >= 0
     "fp16.loss_scale": {"min": 0},
     "zero_optimization.zenflow": {"on_by_presence": True},
@@ -349,14 +368,8 @@ def torch_classes(module: types.ModuleType, base: type) -> dict:
 
 
 def schedulers() -> dict:
-    """DeepSpeed's schedules: every parameter, and those that have no default."""
-    found = {}
-    for name in lr_schedules.VALID_LR_SCHEDULES:
-        signature = inspect.signature(getattr(lr_schedules, name)).parameters
-        needed = [key for key, value in signature.items() if value.default is value.empty]
-        needed.remove("optimizer")
-        found[name] = {"params": parameters(getattr(lr_schedules, name)), "needed": needed}
-    return found
+    """DeepSpeed's schedules with their parameters."""
+    return {name: parameters(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES}
 
 
 def table() -> dict:
@@ -371,11 +384,9 @@ def table() -> dict:
             *(f"zero_optimization.{key}" for key in ds._REMOVED_ZERO_CONFIG_KEYS),
         ],
         "optimizers": optimizers(),
-        # what is_zero_supported_optimizer takes; mup's classes are functions that return torch's
-        "zero_optimizers": ["adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"],
         "torch_optimizers": torch_classes(torch.optim, torch.optim.Optimizer),
         "schedulers": schedulers(),
-        "torch_schedulers": sorted(torch_classes(schedule, schedule.LRScheduler)),
+        "torch_schedulers": dict.fromkeys(torch_classes(schedule, schedule.LRScheduler)),
     }
 
 

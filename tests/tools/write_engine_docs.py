@@ -1,4 +1,4 @@
-"""Write the table of docs/engine_files.md from engine/keys.json and the verdicts of ds_trainer/engine/verdicts.py.
+"""Write the table of docs/engine_files.md from keys.json and verdicts.json of ds_trainer/engine.
 
 python tests/tools/write_engine_docs.py
 """
@@ -7,24 +7,25 @@ import pathlib
 from collections.abc import Iterator
 
 from ds_trainer.engine.keys import key_table
-from ds_trainer.engine.verdicts import NEEDS, REFUSED
+from ds_trainer.engine.verdicts import verdict_table
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "engine_files.md"
 HEAD = "| key | what becomes of it |\n|---|---|\n"
 
 
 def verdict(path: str) -> str:
-    """Honoured, honoured with something beside it, or refused and what to do instead."""
-    if path in REFUSED:
-        return f"refused: {REFUSED[path]}"
-    needs = [need.words for need in NEEDS if path in need.keys]
+    """Say whether a key is honoured, honoured with something beside it, or refused, and what to do instead."""
+    refused = verdict_table()["refused"]
+    if path in refused:
+        return f"refused: {refused[path]}"
+    needs = [need["words"] for need in verdict_table()["needs"] if path in need["keys"]]
     return f"honoured with {'; and with '.join(needs)}" if needs else "honoured"
 
 
 def paths() -> Iterator[str]:
     """Every key at the top, DeepSpeed's deleted ones too, and below it those of another verdict than their block's."""
     known, removed = key_table()["keys"], key_table()["removed"]
-    special = {*REFUSED, *(key for need in NEEDS for key in need.keys)}
+    special = {*verdict_table()["refused"], *(key for need in verdict_table()["needs"] for key in need["keys"])}
     for key in sorted({*known, *(path for path in removed if "." not in path)}):
         yield key
         yield from sorted(path for path in special if path.startswith(f"{key}."))

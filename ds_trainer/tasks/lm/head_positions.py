@@ -1,9 +1,8 @@
-"""Language-model heads computed only at the positions that carry a loss.
+"""Compute language-model heads only at the positions that carry a loss.
 
 A head over the vocabulary can cost more than the encoder below it, and masked language modelling needs it at 15% of
-the positions. Hooks give the library's own head only those rows of what is below it, whatever the architecture: the
-output of the base model, or of that model's own decoder (OPT, BART). Which positions those are is the task's affair
-(`lm.py`).
+the positions. Hooks pick those positions from the hidden states that the library's own head receives, whatever the
+architecture: the output of the base model, or of that model's own decoder (OPT, BART). The task chooses the positions.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from transformers import PreTrainedModel
 from ds_trainer.ranks.failures import UserError
 
 NAME = "head_positions"
-"""The further argument of the model's forward."""
+"""The argument that the hooks add to the model's forward."""
 
 
 def take_head_positions(model: Any) -> Any:
-    """Let the model's forward take `head_positions` and give logits at those alone, (1, n, vocabulary).
+    """Let the model's forward take `head_positions`, and return logits (1, n, vocabulary) at those alone.
 
-    They are (n,) int64 places in batch x length. Without them the model is as it was. Hidden states, where asked for,
-    are (batch, length, width) either way. The hooks follow the model into copies and engines, and are in no saved
-    folder. A forward that does not come to use its positions raises ValueError. Gives the model.
+    They are (n,) int64 indices into the flattened batch x length. Without them the model behaves as before. Requested
+    hidden states are (batch, length, width) either way. The hooks follow the model into copies and engines, and are not
+    saved in folders. A forward that never uses its positions is an error. Returns the model.
     """
     encoder = model.base_model
     if encoder is model:
-        raise UserError(f"{type(model).__name__} has no encoder apart from its head: use another architecture")
+        raise UserError(f"{type(model).__name__} has no encoder below its head: use another architecture")
     head = _HeadPositions("use_cache" in inspect.signature(model.forward).parameters)
     model.register_forward_pre_hook(head.take, with_kwargs=True)
     encoder.register_forward_hook(head.select)
@@ -42,7 +41,7 @@ def take_head_positions(model: Any) -> Any:
 
 
 class _HeadPositions:
-    """The hooks' common state during one forward. Its methods are the hooks, so that a copied model copies it."""
+    """The hooks' state during one forward. The hooks are its methods, so that copying a model copies the state."""
 
     def __init__(self, has_cache: bool) -> None:
         self.has_cache = has_cache
@@ -51,11 +50,11 @@ class _HeadPositions:
     def take(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.wanted = kwargs.pop(NAME, None)
         if self.wanted is not None and self.has_cache:
-            kwargs.setdefault("use_cache", False)  # a loss needs none, and filling it copies all keys and values
+            kwargs.setdefault("use_cache", False)  # a loss needs no cache, and filling it copies all keys and values
         return args, kwargs
 
     def select(self, encoder: nn.Module, args: Any, output: Any) -> Any:
-        """Runs in the innermost module first, whose output the one around it hands on."""
+        """Pick the positions in the innermost module, which runs first; the modules around it hand its output on."""
         if self.wanted is None:
             return output
         rows = output[0].flatten(0, 1).index_select(0, self.wanted).unsqueeze(0)
@@ -68,10 +67,10 @@ class _HeadPositions:
     def check(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.wanted is not None:
             raise UserError(
-                f"{type(model).__name__} does not give its head the output of its base model: its logits cannot be "
-                f"computed at some positions alone; use another architecture"
+                f"the head of {type(model).__name__} does not read the output of its base model, so that logits cannot "
+                f"be computed at some positions alone: use another architecture"
             )
 
     def forget(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Runs after a forward that raised, too: its positions are not for the next call."""
+        """Drop the positions, also after a forward that raised: they are not for the next call."""
         self.wanted = None

@@ -1,7 +1,7 @@
 """Masks of masked language modelling (arXiv 1810.04805), rare tokens chosen more often (arXiv 1910.01108).
 
-Pure functions of numpy arrays. A mask depends on the example, the draw and the rule alone: neither on the other rows of
-a batch nor on its width, so that ranks, batch sizes and resumed runs agree.
+Pure functions of numpy arrays. A mask depends on the example, the draw and the settings alone, and neither on the other
+examples of a batch nor on its width, so that ranks, batch sizes and resumed runs agree.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 _LEAST_WEIGHT = 1e-300
-"""The times in `choose` are up to 37 over a weight, and infinite for what is never chosen alone."""
+"""The arrival times in `choose` are at most 37 / weight and must be finite: infinity marks what is never chosen."""
 
 
 @dataclass(frozen=True)
-class MaskRule:
-    """Which tokens are chosen, and what becomes of them.
+class TokenMasking:
+    """How tokens are chosen for prediction, and what replaces them.
 
-    `weights` (vocabulary,) is 0 for a token that is never chosen; `ordinary` are the ids that a random token is drawn
-    from. Of the chosen tokens a share of `word_mask` becomes the mask token, `word_rand` a random one, the rest stays.
+    `weights` (vocabulary,) are the tokens' chances, 0 for a token that is never chosen. `mask_prop` is the share of an
+    example's tokens to choose. Of the chosen tokens a share of `word_mask` becomes the mask token, a share of
+    `word_rand` becomes a random one of the ids in `ordinary`, and the rest stays.
     """
 
     weights: Array
@@ -34,7 +35,7 @@ class MaskRule:
 
 
 def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
-    """count ** -smoothing by token id, 0 for the ids in `special`. A token that was never seen counts as seen once.
+    """Return count ** -smoothing by token id, 0 for the ids in `special`; a token that was never seen counts as one.
 
     No other weight is 0, however large the smoothing.
     """
@@ -43,26 +44,26 @@ def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
     return weights
 
 
-def mask_tokens(rule: MaskRule, tokens: Array, attended: Array, ids: Array, draw: int) -> tuple[Array, Array]:
-    """The tokens as the model is to see them, and which are to be predicted; both (rows, width).
+def mask_tokens(masking: TokenMasking, tokens: Array, attended: Array, ids: Array, draw: int) -> tuple[Array, Array]:
+    """Return the tokens as the model sees them, and which ones it must predict; both (rows, width).
 
-    `attended` is 1 where there is a token, on the left of each row. Of a row's tokens of weight above 0,
-    max(1, round(mask_prop * n)) are chosen. `ids` (rows,) and `draw` decide what is random.
+    `attended` is 1 where there is a token, on the left of each row. max(1, round(mask_prop * n)) are chosen of a row's
+    n tokens with a weight above 0. The random numbers are a function of `ids` (rows,) and `draw`.
     """
     noise = _noise(ids, draw, attended.sum(axis=1), tokens.shape[1])
-    chosen = choose(np.where(attended, rule.weights[tokens], 0), rule.mask_prop, noise[0])
-    becomes_mask = chosen & (noise[1] < rule.word_mask)
-    becomes_random = chosen & ~becomes_mask & (noise[1] < rule.word_mask + rule.word_rand)
-    random_tokens = rule.ordinary[(noise[2] * len(rule.ordinary)).astype(np.int64)]
+    chosen = choose(np.where(attended, masking.weights[tokens], 0), masking.mask_prop, noise[0])
+    becomes_mask = chosen & (noise[1] < masking.word_mask)
+    becomes_random = chosen & ~becomes_mask & (noise[1] < masking.word_mask + masking.word_rand)
+    random_tokens = masking.ordinary[(noise[2] * len(masking.ordinary)).astype(np.int64)]
     seen = np.where(becomes_random, random_tokens, tokens)
-    return np.where(becomes_mask, rule.mask_token_id, seen), chosen
+    return np.where(becomes_mask, masking.mask_token_id, seen), chosen
 
 
 def choose(weights: Array, share: float, uniform: Array) -> Array:
-    """Draw max(1, round(share * n)) of each row's n places of weight above 0, without replacement; bool (rows, width).
+    """Draw max(1, round(share * n)) of each row's n positions with a weight above 0; bool (rows, width).
 
-    The next place is always drawn with a chance in proportion to its weight among those left: the smallest of
-    exponential variables of those rates come first. `uniform` in [0, 1), as the weights.
+    Each draw takes one of the remaining positions with a chance in proportion to its weight. Exponential variables
+    with the weights as their rates arrive in such an order. `uniform` in [0, 1) has the shape of the weights.
     """
     possible = weights > 0
     wanted = chosen_count(possible.sum(axis=1), share)
@@ -75,12 +76,12 @@ def choose(weights: Array, share: float, uniform: Array) -> Array:
 
 
 def chosen_count(possible: Array, share: float) -> Array:
-    """max(1, round(share * n)) of n places, at most n; of the shape of `possible`, int64."""
+    """Return max(1, round(share * n)), at most n, for each n in `possible`; int64."""
     return np.minimum(possible, np.maximum(1, np.rint(share * possible))).astype(np.int64)
 
 
 def _noise(ids: Array, draw: int, lengths: Array, width: int) -> Array:
-    """(3, rows, width) uniform in [0, 1), each row from a generator of its own that knows no width."""
+    """Return (3, rows, width) uniform in [0, 1); each row has its own generator, which does not know the width."""
     noise = np.zeros((3, len(ids), width))
     for row, (id, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
         key = np.array([id, draw % 2**64], dtype=np.uint64)

@@ -1,24 +1,28 @@
-"""Documents into sequences of tokens that a language model can learn from.
+"""Turn documents into sequences of tokens that a language model can learn from.
 
-A long document is cut in parts, each with the special tokens that the tokenizer gives a text; what is too short or
-mostly unknown is dropped, and counted.
+A long document is cut into parts, each with the special tokens that the tokenizer adds to a text. A part that is too
+short or mostly unknown is dropped, and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
 
-_TEXTS, _CHARACTERS = 4096, 1 << 22
+_CHUNK = 512
 
 
 @dataclass
 class Tally:
-    """What became of the documents. `examples` are counted before `max_train_samples` and `max_eval_samples`."""
+    """How many documents were read, how many of them were split, and how many parts became examples or were dropped.
+
+    `examples` are counted before `max_train_samples` and `max_eval_samples`.
+    """
 
     documents: int = 0
     split: int = 0
@@ -26,31 +30,32 @@ class Tally:
     short: int = 0
     unknown: int = 0
 
-    def as_notes(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
 class Cutter:
-    """Cuts documents by a spec's lengths, and leaves out what is not worth learning from.
+    """Cut documents into sequences by a spec's lengths, and drop what is not worth learning from.
 
-    `before` and `after` frame every part, `end` closes a document. `idle` tokens are never predicted.
+    "clm" closes a document with the end of text, as GPT-2's training does, where the tokenizer itself adds nothing.
+    An unknown token that is also the end of text, as GPT-2's, does not count as unknown. `special` are ids of tokens
+    that stand for no text. It is an error if max_seq_length leaves no room for text.
     """
 
-    spec: LmSpec
-    before: list[int]
-    after: list[int]
-    end: list[int]
-    unknown: int | None
-    idle: frozenset[int]
-
-    @property
-    def room(self) -> int:
-        """Tokens of a document that a part holds."""
-        return self.spec.max_seq_length - len(self.before) - len(self.after)
+    def __init__(self, spec: LmSpec, tokenizer: Any, special: Iterable[int]) -> None:
+        self.spec = spec
+        self.before, self.after = _frame(tokenizer)
+        causal, end_of_text = spec.name == "clm", tokenizer.eos_token_id
+        closes = causal and end_of_text is not None and not self.before and not self.after
+        self.end = [end_of_text] if closes else []
+        self.unknown = None if tokenizer.unk_token_id == end_of_text else tokenizer.unk_token_id
+        self.never_predicted = frozenset(() if causal else special)
+        self.room = spec.max_seq_length - len(self.before) - len(self.after)
+        if self.room < 1:
+            raise UserError(
+                f"max_seq_length is {spec.max_seq_length}, and the tokenizer adds {len(self.before) + len(self.after)} "
+                f"special tokens: raise it"
+            )
 
     def parts(self, document: Sequence[int], tally: Tally) -> Iterator[list[int]]:
-        """The sequences of a document's tokens, counted in `tally`."""
+        """Yield the sequences of a document's tokens, and count them in `tally`."""
         whole = [*document, *self.end]
         tally.documents += 1
         tally.split += len(whole) > self.room
@@ -66,33 +71,15 @@ class Cutter:
                 yield sequence
 
     def _is_unknown(self, part: list[int]) -> bool:
-        """Among the text's own tokens; a share of 0 still takes one unknown token."""
-        found = 0 if self.unknown is None else part.count(self.unknown)
-        return found >= max(1, self.spec.max_unknown * len(part)) or self.idle.issuperset(part)
-
-
-def cutter_for(spec: LmSpec, tokenizer: Any, special: Iterable[int]) -> Cutter:
-    """How this tokenizer's sequences are framed; ValueError where max_seq_length leaves no room for text.
-
-    "clm" closes a document with the end of text, as GPT-2's training does, where the tokenizer itself adds nothing.
-    GPT-2's unknown token, which is its end of text, is none.
-    """
-    before, after = _frame(tokenizer)
-    causal, end_of_text = spec.name == "clm", tokenizer.eos_token_id
-    end = [end_of_text] if causal and end_of_text is not None and not before and not after else []
-    unknown = None if tokenizer.unk_token_id == end_of_text else tokenizer.unk_token_id
-    cutter = Cutter(spec, before, after, end, unknown, frozenset() if causal else frozenset(special))
-    if cutter.room < 1:
-        raise UserError(
-            f"max_seq_length is {spec.max_seq_length}, and the tokenizer adds {len(before) + len(after)} special "
-            f"tokens: raise it"
-        )
-    return cutter
+        """Return whether too many of the text's own tokens are unknown; max_unknown 0 drops from the first one on."""
+        unknown = 0 if self.unknown is None else part.count(self.unknown)
+        return unknown >= max(1, self.spec.max_unknown * len(part)) or self.never_predicted.issuperset(part)
 
 
 def tokenised_documents(texts: Iterable[str], tokenizer: Any) -> Iterator[list[list[int]]]:
-    """Token ids of some documents at a time, without special tokens and uncut."""
-    for chunk in _chunks(texts):
+    """Yield the token ids of some documents at a time, without special tokens and uncut."""
+    texts = iter(texts)
+    while chunk := list(islice(texts, _CHUNK)):
         yield tokenizer(
             chunk,
             add_special_tokens=False,
@@ -104,23 +91,10 @@ def tokenised_documents(texts: Iterable[str], tokenizer: Any) -> Iterator[list[l
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens before and after a text."""
-    whole = tokenizer("a")["input_ids"]
-    added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
-    text = [place for place, is_added in enumerate(added) if not is_added]
+    """Return the special tokens before and after a text."""
+    ids = tokenizer("a")["input_ids"]
+    special = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    text = [index for index, is_special in enumerate(special) if not is_special]
     if not text:
         raise UserError("the tokenizer has no token for 'a': it cannot tell where its special tokens go")
-    return whole[: text[0]], whole[text[-1] + 1 :]
-
-
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
-    characters = 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
-        if len(chunk) == _TEXTS or characters >= _CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+    return ids[: text[0]], ids[text[-1] + 1 :]

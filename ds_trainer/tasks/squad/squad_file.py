@@ -1,280 +1,189 @@
-"""SQuAD's official JSON (v1.1, v2) or a hub data set of its form: questions read, and every fault told with its place.
+"""Read the questions of SQuAD's official JSON (v1.1, v2) or of a hub data set of its form, and check their answers.
 
-Imports neither torch nor numpy: missing files are told before anything heavy is loaded. Does not tokenise.
+Loads neither torch nor numpy before the hub is read: missing files are reported before anything heavy is loaded. Does
+not tokenise.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import codecs
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ValidationError
+
 from ds_trainer.config.task_specs import SquadSpec
-from ds_trainer.files.messages import kind_of, listed, quoted
-from ds_trainer.files.whole_file import TOO_LONG, content_hash
+from ds_trainer.files.messages import quoted
+from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.sources import data_folder, fault_of, fetch, first_file, user_path
-from ds_trainer.tasks.tabular import read_text
+from ds_trainer.tasks.records import HubRecords, Record, find_file, mistakes_of
+
+_SHOWN = 5
+"""How many mistakes of a file a message lists."""
 
 
-class Answer(NamedTuple):
-    """`text` stands at character `start` of the context."""
+class GoldAnswer(NamedTuple):
+    """An annotated answer: `text` stands at character `start` of the context."""
 
     text: str
     start: int
 
 
 class Question(NamedTuple):
-    """A question about a context; without answers where it has none."""
+    """A question about a context; without answers where the context has none."""
 
     id: str
-    title: str
     context: str
     question: str
-    answers: tuple[Answer, ...]
-    impossible: bool
+    answers: tuple[GoldAnswer, ...]
+
+
+class _AnswerJson(BaseModel):
+    text: str
+    answer_start: int
+
+
+class _QuestionJson(BaseModel):
+    id: str
+    question: str
+    answers: list[_AnswerJson]
+    is_impossible: bool | None = None
+
+
+class _ParagraphJson(BaseModel):
+    context: str
+    qas: list[_QuestionJson]
+
+
+class _ArticleJson(BaseModel):
+    paragraphs: list[_ParagraphJson]
+
+
+class _SquadJson(BaseModel):
+    data: list[_ArticleJson]
 
 
 def check_data_files(spec: SquadSpec, splits: Sequence[str] | None = None) -> list[str]:
-    """Mistakes in the settings, and every missing folder or file; the files are not read, a hub data set not asked.
+    """Return mistakes in the settings, and every missing file. Files are not read: all of one is parsed at once.
 
     `splits` defaults to training and validation.
     """
-    files = spec.train_file or spec.validation_file
-    if spec.dataset and files:
-        return [f"dataset ({spec.dataset}) and files ({files}) are both set: keep one"]
+    if spec.dataset:
+        return spec.source_mistakes()
     if _from_hub(spec):
         return []
-    return [mistake for split in splits or ("train", "validation") if (mistake := _path_mistake(spec, split))]
-
-
-def questions(spec: SquadSpec, split: str) -> list[Question]:
-    """Every question of a split, in the file's order.
-
-    One ValueError tells the first fault of each kind, by file, article and question id, and how many more there are.
-    """
-    origin, records = _hub_records(spec, split) if _from_hub(spec) else _file_records(_path(spec, split))
-    faults = _Faults(origin)
-    reader = _Reader(faults, spec.version_2_with_negative)
-    found = [question for record in records(faults) if (question := reader.question(record))]
-    faults.tell()
-    if not found:
-        raise UserError(f"{origin} has no questions")
-    return found
-
-
-def fingerprint(spec: SquadSpec, split: str) -> str:
-    """Changes whenever the questions may have changed: the hash of the file's content, or the hub's fingerprint."""
-    if _from_hub(spec):
-        return str(fetch(_hub_name(spec), split)._fingerprint)
-    return content_hash(_path(spec, split)).hex()
+    return mistakes_of(lambda split: check_file(_path(spec, split)), splits or ("train", "validation"))
 
 
 def training_texts(spec: SquadSpec) -> list[str]:
-    """Every context of the training split once, then every question: what a tokenizer is trained on."""
-    found = questions(spec, "train")
-    return [*dict.fromkeys(each.context for each in found), *(each.question for each in found)]
+    """Return every context of the training split once, then every question."""
+    split = questions(spec, "train")
+    return [*dict.fromkeys(question.context for question in split), *(question.question for question in split)]
 
 
-class _Record(NamedTuple):
-    """One question as it was written, not yet checked but for its context."""
-
-    article: str
-    number: str
-    title: str
-    context: str
-    fields: Any
-
-
-@dataclass
-class _Faults:
-    """What is wrong with a file: of each kind the first, and how many there are."""
-
-    origin: str
-    first: dict[str, str] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
-
-    def add(self, kind: str, place: str, message: str) -> None:
-        self.first.setdefault(kind, f"{place}: {message}")
-        self.count[kind] = self.count.get(kind, 0) + 1
-
-    def tell(self) -> None:
-        """Raise a ValueError of all faults, where there are any."""
-        lines = []
-        for kind, message in self.first.items():
-            more = self.count[kind] - 1
-            lines.append(message + (f" (and {more:,} more of this kind)" if more else ""))
-        if len(lines) == 1:
-            raise UserError(f"{self.origin}, {lines[0]}")
-        if lines:
-            raise UserError("\n".join([f"{self.origin} has {len(lines)} kinds of faults:", *lines]))
-
-    def field(self, record: Any, name: str, kind: type, place: str) -> Any:
-        """The field, if it is there and of the kind; else the fault is noted and None returned."""
-        if not isinstance(record, dict):
-            self.add("not an object", place, f"{kind_of(record)} where an object is expected")
-            return None
-        if name not in record:
-            known = listed(record) or "none"
-            self.add(f"no {name}", place, f"no field {name!r}; fields found: {known}")
-            return None
-        fault = fault_of(record[name], kind)
-        if fault:
-            self.add(f"{name} {fault}", place, f"{name!r} {fault}")
-            return None
-        return record[name]
+def questions(spec: SquadSpec, split: str) -> list[Question]:
+    """Read every question of a split, in the source's order; one error lists the first mistakes."""
+    if _from_hub(spec):
+        records = _hub_records(spec, split)
+        origin, paragraphs = records.origin, [paragraph for _, paragraph in records.parsed(_hub_paragraph)]
+    else:
+        path = _path(spec, split)
+        origin, paragraphs = str(path), _file_paragraphs(path)
+    checked, mistakes = _checked(spec, paragraphs)
+    if mistakes:
+        more = f"\n... and {len(mistakes) - _SHOWN:,} mistakes more" if len(mistakes) > _SHOWN else ""
+        raise UserError("\n".join(f"{origin}, {mistake}" for mistake in mistakes[:_SHOWN]) + more)
+    if not checked:
+        raise UserError(f"{origin} has no questions")
+    return checked
 
 
-@dataclass
-class _Reader:
-    """Turns records into questions, noting what is wrong with them."""
-
-    faults: _Faults
-    unanswerable_allowed: bool
-    seen: dict[str, str] = field(default_factory=dict)
-
-    def question(self, record: _Record) -> Question | None:
-        id = self.faults.field(record.fields, "id", str, f"{record.article}, {record.number}")
-        place = f"{record.article}, {record.number if id is None else f'question {quoted(id)}'}"
-        text = self.faults.field(record.fields, "question", str, place)
-        answers = self.faults.field(record.fields, "answers", list, place)
-        if id is None or text is None or answers is None:
-            return None
-        if not record.context.strip():  # a blank question can be read, and official files are not free of odd ones
-            self.faults.add("blank context", place, "the context is blank: fill it in, or drop the question")
-            return None
-        if id in self.seen:
-            self.faults.add("id twice", place, f"the id is not unique: {self.seen[id]} has it too")
-        self.seen[id] = record.article
-        found = tuple(answer for entry in answers if (answer := self._answer(entry, record.context, place)))
-        impossible = self._impossible(record.fields, bool(answers), place)
-        return Question(id, record.title, record.context, text, found, impossible)
-
-    def _impossible(self, fields: Mapping[str, Any], answered: bool, place: str) -> bool:
-        """Whether it is a question without an answer; v1.1 and the hub do not say so but by giving none."""
-        said = fields.get("is_impossible")
-        if said is not None:
-            said = self.faults.field(fields, "is_impossible", bool, place)
-        if answered and said:
-            self.faults.add("contradiction", place, "is_impossible is true, and there are answers: drop one of the two")
-        elif not answered and said is False:
-            self.faults.add("no answer", place, "no answers, and is_impossible is false")
-        elif not answered and not self.unanswerable_allowed:
-            self.faults.add(
-                "unanswerable", place, "the question has no answer: set version_2_with_negative to true for SQuAD v2"
-            )
-        return not answered
-
-    def _answer(self, entry: Any, context: str, place: str) -> Answer | None:
-        text = self.faults.field(entry, "text", str, place)
-        start = self.faults.field(entry, "answer_start", int, place)
-        if text is None or start is None:
-            return None
-        if not text.strip():
-            self.faults.add("empty answer", place, "the text of an answer is empty")
-            return None
-        if start < 0 or not context.startswith(text, start):
-            there = context[start : start + len(text)] if start >= 0 else ""
-            message = f"answer_start is {start}, where the context has {quoted(there)}, not {quoted(text)}"
-            self.faults.add("answer_start", place, message)
-            return None
-        return Answer(text, start)
-
-
-def _file_records(path: Path) -> tuple[str, Any]:
-    text = read_text(path)
-    if not text.strip():
-        raise UserError(f"{path} is empty: it must be SQuAD's JSON")
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path}, {place}: not JSON: {error.msg}") from None
-    except ValueError:
-        raise UserError(f"{path} is not JSON that can be read: {TOO_LONG}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply") from None
-    if not isinstance(data, dict) or not isinstance(data.get("data"), list):
-        raise UserError(f'{path} is not in SQuAD\'s form: it must be an object with a list of articles, "data"')
-    return str(path), lambda faults: _of_articles(data["data"], faults)
-
-
-def _of_articles(articles: list[Any], faults: _Faults) -> Iterator[_Record]:
-    for number, article in enumerate(articles, 1):
-        place, title = f"article {number}", ""
-        if isinstance(article, dict) and article.get("title") is not None:
-            title = faults.field(article, "title", str, place) or ""
-            place = f"article {quoted(title)}" if title else place
-        for paragraph in faults.field(article, "paragraphs", list, place) or ():
-            yield from _of_paragraph(paragraph, title, place, faults)
-
-
-def _of_paragraph(paragraph: Any, title: str, article: str, faults: _Faults) -> Iterator[_Record]:
-    asked = faults.field(paragraph, "qas", list, article)
-    if asked is None:
-        return
-    # a paragraph has no name but those of its questions
-    first = asked[0].get("id") if asked and isinstance(asked[0], dict) else None
-    context = faults.field(paragraph, "context", str, article + (f", question {quoted(first)}" if first else ""))
-    if context is None:
-        return
-    for number, fields in enumerate(asked, 1):
-        yield _Record(article, f"question {number} of a paragraph", title, context, fields)
-
-
-def _path_mistake(spec: SquadSpec, split: str) -> str | None:
-    try:
-        _path(spec, split)
-    except ValueError as error:
-        return str(error)
-    return None
+def fingerprint(spec: SquadSpec, split: str) -> str:
+    """Return a hash that changes whenever the questions may have changed, and is the same on every host."""
+    return _hub_records(spec, split).fingerprint() if _from_hub(spec) else content_hash(_path(spec, split)).hex()
 
 
 def _path(spec: SquadSpec, split: str) -> Path:
-    """The file of a split; ValueError says which names were looked for."""
-    folder = data_folder(spec)
+    official = f"{'train' if split == 'train' else 'dev'}-{'v2.0' if spec.version_2_with_negative else 'v1.1'}.json"
     name = spec.train_file if split == "train" else spec.validation_file
-    version = "v2.0" if spec.version_2_with_negative else "v1.1"
-    official = f"{'train' if split == 'train' else 'dev'}-{version}.json"
-    candidates = (
-        [folder / user_path(name, "train_file" if split == "train" else "validation_file")]
-        if name
-        else [folder / official, folder / "squad" / official]
-    )
-    return first_file(spec, split, candidates)
+    return find_file(spec, split, [name] if name else [official, f"squad/{official}"])
 
 
 def _from_hub(spec: SquadSpec) -> bool:
     return bool(spec.dataset) or not (spec.data_dir or spec.train_file or spec.validation_file)
 
 
-def _hub_name(spec: SquadSpec) -> str:
-    return spec.dataset or ("rajpurkar/squad_v2" if spec.version_2_with_negative else "rajpurkar/squad")
+def _hub_records(spec: SquadSpec, split: str) -> HubRecords:
+    official = "rajpurkar/squad_v2" if spec.version_2_with_negative else "rajpurkar/squad"
+    return HubRecords(spec.dataset or official, split, ("id", "context", "question", "answers"))
 
 
-def _hub_records(spec: SquadSpec, split: str) -> tuple[str, Any]:
-    name = _hub_name(spec)
-    dataset, origin = fetch(name, split), f"{name} ({split})"
-    missing = [name for name in ("id", "context", "question", "answers") if name not in dataset.column_names]
-    if missing:
-        raise UserError(f"{origin}: no column {missing}; columns found: {dataset.column_names}")
-    return origin, lambda faults: _of_rows(dataset, faults)
+def _file_paragraphs(path: Path) -> list[_ParagraphJson]:
+    content = read_file(path).removeprefix(codecs.BOM_UTF8)
+    try:
+        squad = _SquadJson.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{path} is not in SQuAD's form: {_first_mistake(error)}") from None
+    return [paragraph for article in squad.data for paragraph in article.paragraphs]
 
 
-def _of_rows(dataset: Any, faults: _Faults) -> Iterator[_Record]:
-    for number, row in enumerate(dataset, 1):
-        title = row.get("title") or ""
-        article = f"article {quoted(title)}" if title else "no article"
-        context = faults.field(row, "context", str, f"{article}, row {number}")
-        if context is not None:
-            yield _Record(article, f"row {number}", title, context, row | {"answers": _listed(row["answers"])})
+def _hub_paragraph(record: Record) -> _ParagraphJson:
+    """Bring a row of the hub, which has a list for each field of the answers, into the form of the files."""
+    answers = record["answers"]
+    if isinstance(answers, dict):
+        answers = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]
+    paragraph = {"context": record["context"], "qas": [record | {"answers": answers}]}
+    try:
+        return _ParagraphJson.model_validate(paragraph, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_mistake(error)) from None
 
 
-def _listed(answers: Any) -> Any:
-    """The hub keeps a list a field, the files an object an answer."""
-    if not isinstance(answers, dict) or len(answers.get("text", "")) != len(answers.get("answer_start", "x")):
-        return answers
-    pairs = zip(answers["text"], answers["answer_start"], strict=True)
-    return [{"text": text, "answer_start": start} for text, start in pairs]
+def _first_mistake(error: ValidationError) -> str:
+    """Name the value that is wrong by its path, such as data.0.paragraphs.3.context."""
+    first = error.errors(include_url=False)[0]
+    path = ".".join(map(str, first["loc"]))
+    more = f" (and {error.error_count() - 1:,} mistakes more)" if error.error_count() > 1 else ""
+    return f"{path}: {first['msg']}{more}" if path else first["msg"]
+
+
+def _checked(spec: SquadSpec, paragraphs: Iterable[_ParagraphJson]) -> tuple[list[Question], list[str]]:
+    """Make questions of the paragraphs, and say what is wrong with them."""
+    checked: dict[str, Question] = {}
+    mistakes = []
+    for paragraph in paragraphs:
+        for record in paragraph.qas:
+            question = _question(paragraph.context, record)
+            mistake = _mistake_in(spec, question, record.is_impossible)
+            if question.id in checked:
+                mistake = "the id is not unique"
+            if mistake:
+                mistakes.append(f"question {quoted(question.id)}: {mistake}")
+            checked[question.id] = question
+    return list(checked.values()), mistakes
+
+
+def _question(context: str, record: _QuestionJson) -> Question:
+    answers = tuple(GoldAnswer(answer.text, answer.answer_start) for answer in record.answers)
+    return Question(record.id, context, record.question, answers)
+
+
+def _mistake_in(spec: SquadSpec, question: Question, is_impossible: Any) -> str | None:
+    """Check what the types cannot say. v1.1 and the hub mark an unanswerable question by an empty list alone."""
+    context, answers = question.context, question.answers
+    if not context.strip():
+        return "the context is blank: fill it in, or drop the question"
+    if answers and is_impossible:
+        return "is_impossible is true, and there are answers: drop one of the two"
+    if not answers and is_impossible is False:
+        return "is_impossible is false, and there are no answers"
+    if not answers and not spec.version_2_with_negative:
+        return "the question has no answer: set version_2_with_negative to true for SQuAD v2"
+    for text, start in answers:
+        if not text.strip():
+            return "the text of an answer is empty"
+        if start < 0 or not context.startswith(text, start):
+            present = context[start : start + len(text)] if start >= 0 else ""
+            return f"answer_start is {start}, where the context has {quoted(present)}, not {quoted(text)}"
+    return None

@@ -1,7 +1,7 @@
-"""How answers to SQuAD are counted: exact match, F1, the thresholds of v2, and the n best of several windows.
+"""Score answers to SQuAD: exact match, F1, the thresholds of v2, and the n best of several windows.
 
-Counts what the official scripts count: SQuAD v1.1, arXiv 1606.05250, and v2, arXiv 1806.03822. Pure functions
-over texts; knows neither tokens nor models.
+The numbers are those of the official scripts: SQuAD v1.1, arXiv 1606.05250, and v2, arXiv 1806.03822. Pure functions of
+texts, without tokens or models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 Golds = Mapping[str, Sequence[str]]
-"""The texts of a question's answers, by its id; none where it has no answer."""
+"""The texts of a question's annotated answers, by its id; empty where it has no answer."""
 
 
 class Candidate(NamedTuple):
@@ -35,30 +35,30 @@ class Candidate(NamedTuple):
 
 
 def normalised(text: str) -> str:
-    """Lower case, without ASCII punctuation and articles, with single spaces."""
+    """Lower the case, and drop ASCII punctuation, articles and repeated spaces."""
     bare = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def exact(prediction: str, gold: str) -> float:
-    """1 if both are equal once normalised, else 0."""
+    """Return 1 if both are equal once normalised, else 0."""
     return float(normalised(prediction) == normalised(gold))
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over the words of the normalised texts; 0 where one has none."""
+    """Return the harmonic mean of precision and recall over the normalised words; 0 where one text has none."""
     predicted, wanted = normalised(prediction).split(), normalised(gold).split()
     common = (Counter(predicted) & Counter(wanted)).total()
     return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
 
 
 def f1_v2(prediction: str, gold: str) -> float:
-    """`f1`, and 1 where both have no words: nothing is the right answer to what has none."""
+    """Return `f1`, and 1 where both have no words: an empty answer is right for a question without one."""
     return max(f1(prediction, gold), float(normalised(prediction) == normalised(gold) == ""))
 
 
 def score_v1(predictions: Mapping[str, str], golds: Golds) -> dict[str, float]:
-    """Exact match and F1 in percent, the best over each question's answers, by SQuAD v1.1's script."""
+    """Return exact match and F1 in percent, the best over each question's answers, as SQuAD v1.1's script does."""
     exacts = [max(exact(predictions[id], gold) for gold in texts) for id, texts in golds.items()]
     overlaps = [max(f1(predictions[id], gold) for gold in texts) for id, texts in golds.items()]
     return {"exact_match": _percent(exacts), "f1": _percent(overlaps)}
@@ -67,27 +67,27 @@ def score_v1(predictions: Mapping[str, str], golds: Golds) -> dict[str, float]:
 def score_v2(
     predictions: Mapping[str, str], golds: Golds, null_odds: Mapping[str, float], answers: Mapping[str, str]
 ) -> dict[str, float]:
-    """All that SQuAD v2's script tells of predictions in which "" says that there is no answer.
+    """Return all numbers of SQuAD v2's script for predictions in which "" means that there is no answer.
 
-    The best thresholds on `null_odds` are searched over `answers`, the best texts before any were made "": the script,
-    which knows the predictions alone, can only find thresholds below the one that they were made with.
+    The best thresholds on `null_odds` are searched over `answers`, the best texts before a threshold emptied any: the
+    script, which sees the predictions alone, can only find thresholds below the one that was used.
     """
     exacts, overlaps = _v2_scores(predictions, golds)
-    found = {**_summary("", exacts, overlaps), "total": float(len(golds))}
-    for name, answered in (("HasAns_", True), ("NoAns_", False)):
-        ids = [id for id, texts in golds.items() if bool(texts) == answered]
-        if ids:
-            part = _summary(name, {id: exacts[id] for id in ids}, {id: overlaps[id] for id in ids})
-            found |= {**part, f"{name}total": float(len(ids))}
     answerable = {id for id, texts in golds.items() if texts}
-    for name, scores in zip(("exact", "f1"), _v2_scores(answers, golds), strict=True):
-        best, threshold = best_threshold(answers, scores, null_odds, answerable)
-        found |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
-    return found
+    scores = {}
+    for prefix, ids in (("", set(golds)), ("HasAns_", answerable), ("NoAns_", set(golds) - answerable)):
+        if ids:
+            scores[f"{prefix}exact" if prefix else "exact_match"] = _percent(exacts[id] for id in ids)
+            scores[f"{prefix}f1"] = _percent(overlaps[id] for id in ids)
+            scores[f"{prefix}total"] = float(len(ids))
+    for name, values in zip(("exact", "f1"), _v2_scores(answers, golds), strict=True):
+        best, threshold = best_threshold(answers, values, null_odds, answerable)
+        scores |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
+    return scores
 
 
 def _v2_scores(texts: Mapping[str, str], golds: Golds) -> tuple[dict[str, float], dict[str, float]]:
-    """Exact match and F1 of each question, the best over its answers."""
+    """Return exact match and F1 of each question, the best over its answers."""
     wanted = {id: [gold for gold in each if normalised(gold)] or [""] for id, each in golds.items()}
     exacts = {id: max(exact(texts[id], gold) for gold in each) for id, each in wanted.items()}
     return exacts, {id: max(f1_v2(texts[id], gold) for gold in each) for id, each in wanted.items()}
@@ -96,10 +96,10 @@ def _v2_scores(texts: Mapping[str, str], golds: Golds) -> tuple[dict[str, float]
 def best_threshold(
     predictions: Mapping[str, str], scores: Mapping[str, float], null_odds: Mapping[str, float], answerable: set[str]
 ) -> tuple[float, float]:
-    """The best score, in percent, and the null odds up to which to answer for it; 0.0 where answering nothing is best.
+    """Return the best score, in percent, and the null odds up to which to answer for it; 0.0 where silence is best.
 
-    Questions are let through in the order of their odds: one with an answer adds its score, one without takes away the
-    point that silence had earned, if the prediction is no silence.
+    Questions are let through in the order of their odds. One with an answer adds its score; one without takes away the
+    point that silence had earned, unless its prediction is empty.
     """
     current = best = float(len(scores) - len(answerable))
     threshold = 0.0
@@ -111,39 +111,22 @@ def best_threshold(
 
 
 def n_best(candidates: Iterable[Candidate], size: int) -> list[Candidate]:
-    """The best candidates of different texts, best first; of equal texts the better one."""
-    ranked = sorted(candidates, key=lambda each: (-each.score, each.start, each.end))
+    """Return the best candidates of different texts, best first; of equal texts the better one."""
+    ranked = sorted(candidates, key=lambda candidate: (-candidate.score, candidate.start, candidate.end))
     by_text: dict[str, Candidate] = {}
     for candidate in ranked:
         by_text.setdefault(candidate.text, candidate)
-        if len(by_text) == size:
-            break
-    return list(by_text.values())
+    return list(by_text.values())[:size]
 
 
 def with_probabilities(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """JSON objects of the candidates, with the softmax over their scores."""
+    """Return JSON objects of the candidates, with the softmax over their scores."""
     highest = max((candidate.score for candidate in candidates), default=0.0)
     weights = [math.exp(candidate.score - highest) for candidate in candidates]
-    total = sum(weights)
-    return [
-        {
-            "text": candidate.text,
-            "probability": weight / total,
-            "start_logit": candidate.start_logit,
-            "end_logit": candidate.end_logit,
-            "start": candidate.start,
-            "end": candidate.end,
-        }
-        for candidate, weight in zip(candidates, weights, strict=True)
-    ]
-
-
-def _summary(prefix: str, exacts: Mapping[str, float], overlaps: Mapping[str, float]) -> dict[str, float]:
-    name = f"{prefix}exact" if prefix else "exact_match"
-    return {name: _percent(exacts.values()), f"{prefix}f1": _percent(overlaps.values())}
+    shares = (weight / sum(weights) for weight in weights)
+    return [candidate._asdict() | {"probability": share} for candidate, share in zip(candidates, shares, strict=True)]
 
 
 def _percent(values: Iterable[float]) -> float:
-    found = list(values)
-    return 100 * sum(found) / len(found)
+    scores = list(values)
+    return 100 * sum(scores) / len(scores)

@@ -8,11 +8,11 @@ depend on the installed versions alone, not on where they are installed.
 from __future__ import annotations
 
 import ast
-import contextlib
 import gc
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import sysconfig
@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.text.readers import DOCSTRING_PACKAGES, TextRow, TextRows
-
+PACKAGES = ("deepspeed", "numpy", "python", "torch", "transformers")
 CLASS_CAP = 4000
 VALIDATION_SHARE = 0.15
 _WORDS = range(5, 61)
@@ -41,47 +39,36 @@ _MASK = "this"
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class DocstringSource:
-    """Rows of the embedded data, split by file: no file and no text is in both splits."""
-
-    def rows(self, split: str) -> TextRows:
-        assert split in ("train", "validation"), split
-        return TextRows(list(_extracted()[split]), "docstrings of the installed packages")
-
-    def fingerprint(self, split: str) -> str:
-        """The versions installed; reading some thousand source files for a hash would cost as much as the rows."""
-        others = [f"{name} {importlib.metadata.version(name)}" for name in DOCSTRING_PACKAGES if name != "python"]
-        return f"docstrings {_VERSION}, {split}: python {platform.python_version()}, {', '.join(others)}"
-
-
 @lru_cache(maxsize=1)
-def _extracted() -> dict[str, tuple[TextRow, ...]]:
-    """Both splits, shuffled; the tokenizer and two splits ask for them, and it takes seconds."""
-    rows: dict[str, list[tuple[bytes, TextRow]]] = {"train": [], "validation": []}
-    with _without_garbage_collection():
-        texts = {package: list(_package_texts(package)) for package in DOCSTRING_PACKAGES}
-    owners = Counter(text for found in texts.values() for _, text in found)
-    for package, found in texts.items():
-        for split, text in found:
-            if owners[text] == 1:  # what two packages say is a question without an answer
-                rows[split].append((_hash(text), TextRow((text,), package, 0)))
-    return {split: tuple(row for _, row in sorted(hashed)) for split, hashed in rows.items()}
+def extracted() -> dict[str, list[tuple[str, str]]]:
+    """Return (text, package) pairs of the splits "train" and "validation", shuffled.
 
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Syntax trees hold no cycles, and looking for some beside torch and transformers costs 10 of 16 seconds."""
-    enabled = gc.isenabled()
-    gc.disable()
+    The splits are parted by file: no file and no text is in both. Extraction takes seconds, so that it is done once.
+    """
+    pairs: dict[str, list[tuple[bytes, str, str]]] = {"train": [], "validation": []}
+    collects = gc.isenabled()
+    gc.disable()  # syntax trees hold no cycles, and looking for some costs 10 of 16 seconds beside torch
     try:
-        yield
+        by_package = {package: list(_package_texts(package)) for package in PACKAGES}
     finally:
-        if enabled:
+        if collects:
             gc.enable()
+    owners = Counter(text for texts in by_package.values() for _, text in texts)
+    for package, texts in by_package.items():
+        for split, text in texts:
+            if owners[text] == 1:  # a text of two packages would be a question without an answer
+                pairs[split].append((_hash(text), text, package))
+    return {split: [(text, package) for _, text, package in sorted(hashed)] for split, hashed in pairs.items()}
+
+
+def fingerprint(split: str) -> str:
+    """Return the installed versions: reading thousands of source files for a hash would cost as much as the rows."""
+    others = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if name != "python"]
+    return f"docstrings {_VERSION}, {split}: python {platform.python_version()}, {', '.join(others)}"
 
 
 def _package_texts(package: str) -> Iterator[tuple[str, str]]:
-    """(split, text): the distinct texts of a package, at most `CLASS_CAP`, its files in the order of their hashes."""
+    """Yield (split, text): at most `CLASS_CAP` distinct texts of a package, its files in the order of their hashes."""
     root = _root(package)
     files = ((_hash(path.relative_to(root).as_posix()), path) for path in _source_files(root))
     seen: set[str] = set()
@@ -98,19 +85,16 @@ def _package_texts(package: str) -> Iterator[tuple[str, str]]:
 def _root(package: str) -> Path:
     if package == "python":
         return Path(sysconfig.get_paths()["stdlib"])
-    found = importlib.util.find_spec(package)  # of a top-level package: imports nothing
-    if found is None or not found.submodule_search_locations:
-        raise UserError(f'the task "docstrings" reads the source of {package}, which is not installed')
-    return Path(found.submodule_search_locations[0])
+    spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
+    assert spec is not None
+    assert spec.submodule_search_locations, "this library depends on all of them"
+    return Path(spec.submodule_search_locations[0])
 
 
-def _source_files(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_dir():
-            if path.name not in _NOT_ITS_OWN and not path.is_symlink():
-                yield from _source_files(path)
-        elif path.suffix == ".py" and not path.name.startswith("test_"):
-            yield path
+def _source_files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_ITS_OWN]
+        yield from (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("test_"))
 
 
 def _first_paragraphs(path: Path) -> Iterator[str]:
@@ -130,7 +114,7 @@ def _first_paragraphs(path: Path) -> Iterator[str]:
 
 
 def _documented(node: _Documented) -> Iterator[_Documented]:
-    """The module, its classes and functions, and theirs; not what stands inside a function or a condition."""
+    """Yield the module, its classes and functions, and theirs; not those inside a function or a condition."""
     yield node
     if isinstance(node, ast.Module | ast.ClassDef):
         for child in node.body:
@@ -139,7 +123,7 @@ def _documented(node: _Documented) -> Iterator[_Documented]:
 
 
 def _normalised(docstring: str) -> str:
-    """The first paragraph on one line. Names of the packages are masked, or the question would hold its answer."""
+    """Return the first paragraph on one line, the packages' names masked: the question would hold its answer."""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return _GIVEAWAY.sub(_MASK, paragraph)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torchmetrics.functional.classification import (
@@ -14,38 +15,27 @@ from torchmetrics.functional.classification import (
 )
 from torchmetrics.functional.regression import pearson_corrcoef, spearman_corrcoef
 
+_CORRELATIONS = ("matthews", "pearson", "spearman")
+
 
 def score(metrics: Sequence[str], predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Each metric by its name; predictions and labels (n,), class indices or, with 0 classes, finite scores.
+    """Compute metrics by their names; predictions and labels (n,) are class indices or, with 0 classes, finite scores.
 
-    F1 is of class 1 where there are two, the macro mean over more. A correlation (Matthews, Pearson, Spearman)
-    with a constant is 0/0; it is counted as 0, as scikit-learn does for Matthews: a constant explains nothing.
+    F1 is of class 1 where there are two classes, the macro mean over more. A correlation (Matthews, Pearson, Spearman)
+    with a constant is 0/0 and counts as 0, as scikit-learn has it for Matthews: a constant explains nothing.
     """
-    if classes:
-        return {name: _of_classes(name, predictions, labels, classes) for name in metrics}
-    correlations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    constant = any(bool((values == values[0]).all()) for values in (predictions, labels))
+    binary = classes == 2
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "accuracy": partial(multiclass_accuracy, num_classes=classes, average="micro"),
+        "f1": binary_f1_score if binary else partial(multiclass_f1_score, num_classes=classes, average="macro"),
+        "matthews": binary_matthews_corrcoef if binary else partial(multiclass_matthews_corrcoef, num_classes=classes),
         "pearson": pearson_corrcoef,
         "spearman": spearman_corrcoef,
     }
-    if _constant(predictions) or _constant(labels):
-        return dict.fromkeys(metrics, 0.0)
-    return {name: float(correlations[name](predictions.double(), labels.double())) for name in metrics}
-
-
-def _of_classes(name: str, predictions: Tensor, labels: Tensor, classes: int) -> float:
-    if name == "accuracy":
-        return float(multiclass_accuracy(predictions, labels, classes, average="micro"))
-    if name == "f1":
-        if classes == 2:
-            return float(binary_f1_score(predictions, labels))
-        return float(multiclass_f1_score(predictions, labels, classes, average="macro"))
-    assert name == "matthews", name
-    if _constant(predictions) or _constant(labels):
-        return 0.0
-    if classes == 2:
-        return float(binary_matthews_corrcoef(predictions, labels))
-    return float(multiclass_matthews_corrcoef(predictions, labels, classes))
-
-
-def _constant(values: Tensor) -> bool:
-    return bool((values == values[0]).all())
+    if not classes:
+        predictions, labels = predictions.double(), labels.double()
+    return {
+        name: 0.0 if constant and name in _CORRELATIONS else float(functions[name](predictions, labels))
+        for name in metrics
+    }

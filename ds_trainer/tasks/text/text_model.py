@@ -1,4 +1,4 @@
-"""Sequence classifiers of `transformers`: load one with the head a task needs, its classes in the task's order."""
+"""Sequence classifiers of `transformers`: load one with the head that a task needs, its classes in the task's order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ds_trainer.ranks import distributed
 
 
 def trained_head(config: Any) -> tuple[str, ...] | None:
-    """The class names, in order, of the classifier that a folder holds; None for a model without one."""
+    """Return the class names, in order, of the classifier in a folder; None for a model without one."""
     if not CLASSIFIER.trained_in(config):
         return None
     return tuple(str(config.id2label[index]) for index in range(config.num_labels))
 
 
 def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple[str, ...]:
-    """The task's labels in the order of a trained head that has the same ones; in their own order otherwise."""
+    """Return the task's labels in the order of a trained head that has the same ones; in their own order otherwise."""
     by_name = {_folded(name): name for name in task_labels}
     if head is None or len(head) != len(task_labels) or {_folded(name) for name in head} != set(by_name):
         return tuple(task_labels)
@@ -36,47 +36,38 @@ def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple
 
 
 def unnamed(head: Sequence[str]) -> bool:
-    """Whether the classes carry the placeholders of transformers, LABEL_0 and so on."""
+    """Return whether the classes have the placeholder names of transformers, LABEL_0 and so on."""
     return all(re.fullmatch(r"LABEL_\d+", name) for name in head)
 
 
 def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> nn.Module:
-    """A sequence classifier over `labels` in this order (none: regression), in fp32.
+    """Load a sequence classifier over `labels` in this order (none: regression), in fp32.
 
-    A trained head of the same classes is kept, its rows put in this order; so is one with as many classes of other
-    names, with a warning. One with another number of classes is replaced. ValueError where the config claims a head
-    to keep, and the weights do not hold all of it.
+    A trained head of the same classes is kept, its outputs put in this order; so is one with as many classes of other
+    names, with a warning. A head with another number of classes is replaced. It is an error if the config promises a
+    head to keep and the weights do not hold all of it.
     """
     config = load_config(source, CLASSIFIER)
     head = trained_head(config)
     size = max(1, len(labels))
-    _configure(config, labels, pad_token_id)
-    keep = head is not None and len(head) == size
-    # mismatches are told by their names, or are of a head to be replaced
-    model, info = from_pretrained(source, config, CLASSIFIER)
-    check_encoder_is_whole(source, model, info)
-    if keep:
-        check_head_is_whole(source, model, info)
-    if head is None or not keep:
-        _tell_new_head(source, head, size)
-    elif labels:
-        _adopt_head(source, model, head, labels)
-    return model
-
-
-def _configure(config: Any, labels: Sequence[str], pad_token_id: int) -> None:
-    config.num_labels = max(1, len(labels))
+    config.num_labels = size
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: index for index, name in enumerate(labels)}
     config.problem_type = "single_label_classification" if labels else "regression"
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
-
-
-def _tell_new_head(source: str | Path, head: Sequence[str] | None, size: int) -> None:
-    why = "has none" if head is None else f"has one of {len(head)} classes ({', '.join(head)})"
-    distributed.info(f"{source}: a new head of {size} output{'s' if size > 1 else ''}; the model {why}")
+    # a mismatch belongs to a head to be replaced, or is reported by name below
+    model, info = from_pretrained(source, config, CLASSIFIER)
+    check_encoder_is_whole(source, model, info)
+    if head is None or len(head) != size:
+        why = "has none" if head is None else f"has one of {len(head)} classes ({', '.join(head)})"
+        distributed.info(f"{source}: a new head of {size} output{'s' if size > 1 else ''}; the model {why}")
+        return model
+    check_head_is_whole(source, model, info)
+    if labels:
+        _adopt_head(source, model, head, labels)
+    return model
 
 
 def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Sequence[str]) -> None:
@@ -90,7 +81,7 @@ def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Seq
 
 
 @torch.no_grad()
-def _reorder(model: Any, order: Sequence[int]) -> None:
+def _reorder(model: Any, order: list[int]) -> None:
     """Permute the outputs of the classifier's last linear layer."""
     prefix = f"{model.base_model_prefix}."
     heads = [
@@ -99,10 +90,8 @@ def _reorder(model: Any, order: Sequence[int]) -> None:
         if isinstance(module, nn.Linear) and not name.startswith(prefix) and module.out_features == len(order)
     ]
     assert heads, f"{type(model).__name__} has no linear head"
-    last, rows = heads[-1], list(order)
-    last.weight.copy_(last.weight[rows].clone())
-    if last.bias is not None:
-        last.bias.copy_(last.bias[rows].clone())
+    for parameter in heads[-1].parameters():
+        parameter.copy_(parameter[order].clone())
 
 
 def _folded(name: str) -> str:

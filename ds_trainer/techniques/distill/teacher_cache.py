@@ -24,8 +24,7 @@ from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
-from ds_trainer.tasks.losses import PAD_LOGIT
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher
 
 _TOKENS = 2048

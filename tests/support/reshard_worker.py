@@ -1,6 +1,6 @@
-"""Trains a small model, saves it, and loads what others saved, under every ZeRO stage; started by test_universal.py.
+"""Trains a small model, saves it, and loads what others saved, under every ZeRO stage; started by test_reshard.py.
 
-`deepspeed --num_gpus N tests/support/universal_worker.py FOLDER PLAN` does what the PLAN (JSON) says, in order:
+`deepspeed --num_gpus N tests/support/reshard_worker.py FOLDER PLAN` does what the PLAN (JSON) says, in order:
 `sources`, precision and stage, are trained and saved; `pairs` of a source's name and a stage are loaded;
 `refused` names a source that other models are to refuse. What was found goes to FOLDER/`out`.
 """
@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from ds_trainer.engine import engine, universal
+from ds_trainer.engine import engine, reshard
 from ds_trainer.engine.optim import Group, Hyperparameters
 from ds_trainer.ranks import distributed
 
@@ -186,7 +186,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def save(running: engine.Engine, folder: Path, tag: str) -> None:
-    state = {"step": running.global_steps, "note": {"any": ["value"]}} | universal.parameter_names(running)
+    state = {"step": running.global_steps, "note": {"any": ["value"]}} | reshard.parameter_names(running)
     running.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
     distributed.barrier()
 
@@ -206,14 +206,9 @@ def make_source(folder: Path, precision: str, stage: int) -> None:
 
 def load_source(folder: Path, source: str, stage: int, keep: str | None = None) -> dict[str, Any]:
     """Load it under `stage` and this number of ranks; save again under the name `keep`; go on."""
-    target, printed = folder / "universal" / source, io.StringIO()
-    if distributed.is_main() and not target.exists():
-        target.parent.mkdir(exist_ok=True)
-        with contextlib.redirect_stdout(printed):
-            universal.as_universal(folder / source, target)
-    distributed.barrier()
     running = started(source.split("-")[0], stage, Tied(seed=1))
-    client = universal.load(running, target)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        reshard.load(running, folder / source)
     expected = torch.load(folder / f"{source.split('+')[0]}.pt", weights_only=False)
     different = differences(expected["state"], state_of(running))
     if keep:
@@ -221,7 +216,7 @@ def load_source(folder: Path, source: str, stage: int, keep: str | None = None) 
     losses = train(running, range(SAVED_AT, STEPS))
     found = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
     engine.stop_engine(running)
-    return found | {"expected": expected["losses"], "client": client}
+    return found | {"expected": expected["losses"]}
 
 
 def refusals(folder: Path, source: str) -> list[str]:
@@ -233,7 +228,7 @@ def refusals(folder: Path, source: str) -> list[str]:
     for model in (frozen, wider):
         running = started("fp32", 2, model)
         try:
-            universal.load(running, folder / "universal" / source)
+            reshard.load(running, folder / source)
         except ValueError as error:
             said.append(str(error))
         engine.stop_engine(running)

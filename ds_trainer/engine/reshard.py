@@ -1,0 +1,261 @@
+"""Load an engine checkpoint under another number of ranks, or another ZeRO stage, than it was written under.
+
+Every rank reads the parameters of which it steps a part, whole, and copies its part (`saved_states.py`). DeepSpeed's
+own way, by its universal checkpoint, is not used: it needs the disk space of a second checkpoint, cannot go from ZeRO 1
+and 2 to 3, back, or to none, gives every group the first one's rate under ZeRO 3, and leaves frozen parameters and
+buffers as the model was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_trainer.engine.saved_states import NAMES, SavedEngine, State, refuse_nvme
+from ds_trainer.ranks.failures import UserError
+
+Engine = Any
+_WRAPPERS = {
+    "FP16_Optimizer": "fused",
+    "FP16_UnfusedOptimizer": "unfused",
+    "BF16_Optimizer": "bf16",
+    "DeepSpeedZeroOptimizer": "partitioned_states",
+    "DeepSpeedZeroOptimizer_Stage3": "partitioned_weights",
+}
+"""DeepSpeed's wrappers of optimizers: without ZeRO, ZeRO 1 in bf16 with fp32 gradients, ZeRO 1 and 2, and ZeRO 3."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a parameter that this rank steps.
+
+    `master[start : start + length]`, flat and in fp32, holds the parameter's values `offset : offset + length`.
+    """
+
+    group: int
+    name: str
+    master: torch.Tensor
+    start: int
+    length: int
+    offset: int
+
+
+def parameter_names(engine: Engine) -> dict[str, list[list[str]]]:
+    """Return the `client_state` to save: every group's parameter names. With ZeRO the checkpoint has them itself."""
+    if engine.zero_optimization():
+        return {}
+    return {NAMES: [[engine.param_names[parameter] for parameter in group] for group in _whole_groups(engine)]}
+
+
+def load(engine: Engine, checkpoint: Path) -> None:
+    """Fill a freshly started engine from a checkpoint, whatever ranks and stage wrote it; collective.
+
+    Weights, their fp32 masters, the optimizer's states, rates and steps, the schedule, the loss scale, the engine's
+    counts, frozen parameters and buffers are those of the checkpoint, bit by bit. The groups must be the same
+    (`checkpoint.check_fits`). Raises UserError where the engine has other parameters.
+    """
+    saved = SavedEngine.of(checkpoint)
+    refuse_nvme(engine.config, "this run's engine file")
+    trained = {parameter.name for parameter in saved.parameters()}
+    untrained = saved.untrained(trained)
+    missing = [n for p, n in engine.param_names.items() if n not in (trained if p.requires_grad else untrained)]
+    if missing:
+        raise UserError(
+            f"{checkpoint} has no {', '.join(sorted(missing)[:4])}, or trains what this run freezes, or the other way "
+            f"round: resume with the recipe that wrote it"
+        )
+    partitioned = _kind(engine) == "partitioned_weights"
+    if partitioned:  # weights that are now whole on every rank are put back into their partitions
+        engine.optimizer.checkpoint_event_prologue()
+    _fill_untrained(engine, untrained)
+    _fill_trained(engine, saved)
+    _update_model(engine)
+    if partitioned:
+        engine.optimizer.checkpoint_event_epilogue()
+    for group, saved_group in zip(_base(engine).param_groups, saved.optimizer()["param_groups"], strict=True):
+        group.update({key: value for key, value in saved_group.items() if key != "params"})
+    set_scaler(engine.optimizer, saved.scaler())
+    if engine.lr_scheduler is not None and saved.model["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved.model["lr_scheduler"])
+    for count in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, count, saved.model[count])
+
+
+def slices(engine: Engine) -> Iterator[Slice]:
+    """Yield the part of every trained parameter that this rank steps; without ZeRO, all of each."""
+    optimizer, kind = engine.optimizer, _kind(engine)
+    if kind == "partitioned_weights":
+        yield from _slices_of_partitions(engine)
+        return
+    if kind in ("bf16", "partitioned_states"):
+        yield from _slices_of_shares(engine)
+        return
+    for g, group in enumerate(_whole_groups(engine)):
+        start = 0
+        for i, parameter in enumerate(group):
+            name, size = engine.param_names[parameter], parameter.numel()
+            if kind == "plain":
+                yield Slice(g, name, parameter, 0, size, 0)
+            elif kind == "unfused":
+                yield Slice(g, name, optimizer.fp32_groups[g][i], 0, size, 0)
+            else:
+                yield Slice(g, name, optimizer.fp32_groups_flat[g], start, size, 0)
+                start += size
+
+
+def stepping(engine: Engine) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers: two with `offload_optimizer.ratio` under ZeRO 3, one on the host, one on the GPU."""
+    on_gpu = getattr(engine.optimizer, "backup_optimizer", None)
+    return [_base(engine), *([on_gpu] if on_gpu is not None else [])]
+
+
+def set_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
+    """Set the state of a dynamic loss scale; its settings stay those of the engine file."""
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    if saved is None or not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
+        return
+    for name, value in saved.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def _kind(engine: Engine) -> str:
+    """Return which of DeepSpeed's wrappers the optimizer is in; "plain" for none."""
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return "plain"
+    name = type(engine.optimizer).__name__
+    if name not in _WRAPPERS:
+        raise UserError(f"DeepSpeed's {name} cannot change ranks or stage: resume under those of the checkpoint")
+    return _WRAPPERS[name]
+
+
+def _base(engine: Engine) -> Any:
+    """Return torch's optimizer inside of the wrapper."""
+    return engine.optimizer if _kind(engine) == "plain" else engine.optimizer.optimizer
+
+
+def _whole_groups(engine: Engine) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters of every group of an optimizer without ZeRO."""
+    if _kind(engine) == "plain":
+        return [group["params"] for group in engine.optimizer.param_groups]
+    return list(engine.optimizer.fp16_groups)
+
+
+def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
+    """ZeRO 1 and 2: a group's parameters in a row, with padding, are cut into as many equal shares as there are ranks.
+
+    The row's order is not that of DeepSpeed's `_hp_mapping` where `round_robin_gradients` is set.
+    """
+    optimizer, rows = engine.optimizer, getattr(engine.optimizer, "round_robin_bit16_groups", None)
+    for g, row in enumerate(rows if rows is not None else optimizer.bf16_groups):
+        master = _base(engine).param_groups[g]["params"][0]
+        first = torch.distributed.get_rank(optimizer.real_dp_process_group[g]) * master.numel()
+        sizes = [parameter.numel() for parameter in row]
+        starts = [0, *accumulate(sizes)] if rows is None else optimizer.round_robin_bit16_offsets[g]
+        for parameter, size, start in zip(row, sizes, starts, strict=False):  # starts also has the end of the row
+            low, high = max(start, first), min(start + size, first + master.numel())
+            if low < high:
+                yield Slice(g, engine.param_names[parameter], master, low - first, high - low, low - start)
+
+
+def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
+    """ZeRO 3: this rank's part of every parameter; those of the last ranks may be shorter or empty."""
+    optimizer = engine.optimizer
+    rank = torch.distributed.get_rank(optimizer.dp_process_group)
+    for sub, members in enumerate(optimizer.fp16_groups):
+        start, group = 0, optimizer.sub_group_to_group_id[sub]
+        for parameter in members:
+            part = parameter.ds_tensor.ds_numel
+            length = max(0, min(part, parameter.ds_numel - rank * part))
+            name = engine.param_names[parameter]
+            yield Slice(group, name, optimizer.fp32_partitioned_groups_flat[sub], start, length, rank * part)
+            start += part
+
+
+def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
+    """Load the fp32 masters and the optimizer's states; without masters, the weights."""
+    states = _base(engine).state
+    states.clear()  # some wrappers make a step of zero gradients when they are built, and count it
+    shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in engine.param_names.items()}
+    parts = {part.name: part for part in slices(engine)}  # a rank has one part of a parameter, or none
+    # Each master has its own step count with torch's optimizers without ZeRO. Else a group has one: it is in flat
+    # tensors, or DeepSpeed's FusedAdam counts on the group's last parameter only. The largest count is the group's,
+    # for those of parameters that had no gradient at first are behind.
+    own_count = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
+    counts: dict[Any, State] = {}
+    for parameter in saved.parameters():
+        part = parts.get(parameter.name)
+        if part is None:
+            continue
+        if parameter.shape != shapes[part.name]:
+            before, now = list(parameter.shape), list(shapes[part.name])
+            raise UserError(f"{part.name} is {before} in the checkpoint and {now} in this run's model")
+        for key in parameter.tensors():
+            if key != "fp32" and key not in states[part.master]:
+                states[part.master][key] = torch.zeros_like(part.master)
+            _put(part, part.master.data if key == "fp32" else states[part.master][key], parameter.tensor(key))
+        count = counts.setdefault(part.master if own_count else part.group, {})
+        for key, value in parameter.scalars().items():
+            count[key] = max(count.get(key, value), value)
+    for part in parts.values():
+        for key, value in counts[part.master if own_count else part.group].items():
+            states[part.master][key] = _count(value, _base(engine), part.master.device)
+
+
+def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's values of a parameter into the flat tensor that holds them, or into one of the same shape."""
+    if part.length == place.numel() == whole.numel():
+        place.copy_(whole.view(place.shape))  # also where `place` is not contiguous
+    else:
+        values = whole.view(-1)[part.offset : part.offset + part.length]
+        place.view(-1)[part.start : part.start + part.length].copy_(values)
+
+
+def _count(value: Any, optimizer: Any, device: torch.device) -> Any:
+    """Return a step count as the optimizer keeps it: a number for DeepSpeed's, a tensor of its own for torch's."""
+    if _is_deepspeeds(optimizer):
+        return int(value)
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return torch.tensor(float(value), device=device if on_device else "cpu")
+
+
+def _is_deepspeeds(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")
+
+
+def _update_model(engine: Engine) -> None:
+    """Compute the model's weights from the optimizer's fp32 masters, on every rank."""
+    kind, optimizer = _kind(engine), engine.optimizer
+    if kind == "partitioned_weights":
+        for sub in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub)
+    elif kind in ("bf16", "partitioned_states"):
+        optimizer._hp_optimizer_states_linked = False
+        if any(optimizer.optimizer.state.values()):  # while every step so far was skipped, the first one links them
+            optimizer._lazy_init_hp_params_optimizer_state()
+        optimizer.update_lp_params()
+    elif kind != "plain":
+        parameters = {name: parameter for parameter, name in engine.param_names.items()}
+        for part in slices(engine):
+            values = part.master.data.reshape(-1)[part.start : part.start + part.length]
+            parameters[part.name].data.copy_(values.view(parameters[part.name].shape))
+
+
+def _fill_untrained(engine: Engine, saved: Mapping[str, torch.Tensor]) -> None:
+    """Load frozen parameters, and the buffers that a state dict has."""
+    frozen = [(name, parameter) for parameter, name in engine.param_names.items() if not parameter.requires_grad]
+    for name, parameter in frozen:
+        if hasattr(parameter, "ds_tensor"):  # ZeRO 3 partitions frozen parameters, too
+            part, rank = parameter.ds_tensor, torch.distributed.get_rank(parameter.ds_process_group)
+            values = saved[name].reshape(-1)[rank * part.ds_numel : (rank + 1) * part.ds_numel]
+            part.data.view(-1)[: values.numel()].copy_(values)
+        else:
+            parameter.data.copy_(saved[name])
+    for name, buffer in engine.module.named_buffers():
+        if name in saved:
+            buffer.copy_(saved[name])

@@ -1,0 +1,91 @@
+"""Read a file as a whole: only regular files, and none that is larger than memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.ranks.failures import UserError
+
+TOO_LONG = "a number has thousands of digits"
+"""Why Python refuses some valid JSON, apart from nesting."""
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The files of cgroup v2 and v1 that hold the memory limit of a container, as the container sees them."""
+_SHARE_OF_A_FILE = 8
+
+
+def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes` (default: `most_held()`).
+
+    Raises UserError, which calls the file `name` (default: its path).
+    """
+    check_file(path, name, max_bytes)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{name or path} cannot be read: {error.strerror}") from None
+
+
+def check_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> None:
+    """Raise the UserError that `read_file` would raise, without opening the file."""
+    name = name or str(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise UserError(f"{name} does not exist") from None
+    except (OSError, ValueError) as error:  # a ValueError: the name holds a NUL character
+        raise UserError(f"{name} cannot be read: {getattr(error, 'strerror', 'it is no valid name')}") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{name} is a folder: name a file in it")
+    if not stat.S_ISREG(status.st_mode):  # a pipe blocks until somebody writes to it, and only one rank would read it
+        raise UserError(f"{name} is a pipe or a device: name a regular file, since every rank reads it")
+    max_bytes = max_bytes or most_held()
+    if status.st_size > max_bytes:
+        raise UserError(f"{name} has {status.st_size:,} bytes: at most {max_bytes:,} are read into memory")
+
+
+def read_value(path: Path) -> Any:
+    """Parse a JSON file, in which NaN counts as a number. Raises UserError with the path where it is not JSON."""
+    raw = read_file(path)
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        cause = "it is not UTF-8"
+    except RecursionError:
+        cause = "it is nested too deeply"
+    except json.JSONDecodeError as error:
+        cause = f"it is not JSON: {error}"
+    except ValueError:
+        cause = TOO_LONG
+    raise UserError(f"{path} cannot be read: {cause}")
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process may use: the host's, or its control group's where that has less."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
+            limits.append(int(path.read_text(encoding="ascii")))
+    return min(limits)
+
+
+def most_held() -> int:
+    """Return the most bytes that one file may have: Python's objects take several times as many bytes as its text."""
+    return memory() // _SHARE_OF_A_FILE
+
+
+def content_hash(path: Path) -> bytes:
+    """Hash the content of a file. (Time stamps differ between hosts, and an edit may keep the size of a file.)"""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return digest.digest()

@@ -1,0 +1,113 @@
+"""The tasks of GLUE (arXiv 1804.07461) as a table, and what the name of a labelled-text task decides.
+
+Loads neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ds_trainer.config.task_specs import FAMILIES, TextSpec
+from ds_trainer.files.messages import quoted
+from ds_trainer.tasks.text.docstrings import PACKAGES
+
+REGRESSION_METRICS = ("pearson", "spearman")
+CLASS_METRICS = ("accuracy", "f1", "matthews")
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task of GLUE as it ships.
+
+    `labels` maps each label in the files to its name, in the hub's order; it is empty where labels are scores. `header`
+    names the columns of files without a header line. `hub_columns` are set where the hub's columns have other names.
+    """
+
+    folder: str
+    columns: tuple[str, ...]
+    label: str
+    labels: Mapping[str, str]
+    metrics: tuple[str, ...] = ("accuracy",)
+    header: tuple[str, ...] | None = None
+    evaluation: Mapping[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
+    hub_columns: tuple[str, ...] | None = None
+    skip_malformed: bool = False
+    score_range: tuple[float, float] | None = None
+
+
+_PAIR = ("sentence1", "sentence2")
+_BOTH = ("accuracy", "f1")
+_COLA = ("source", "label", "mark", "sentence")
+_NLI = {name: name for name in ("entailment", "neutral", "contradiction")}
+_MNLI_FILES = {"validation": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"}
+_RTE = {"entailment": "entailment", "not_entailment": "not_entailment"}
+_QQP = {"0": "not_duplicate", "1": "duplicate"}
+_MRPC = {"0": "not_equivalent", "1": "equivalent"}
+GLUE = {
+    "cola": GlueTask(
+        "CoLA", ("sentence",), "label", {"0": "unacceptable", "1": "acceptable"}, ("matthews",), header=_COLA
+    ),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", {"0": "negative", "1": "positive"}),
+    "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _MRPC, _BOTH, hub_columns=_PAIR),
+    "stsb": GlueTask("STS-B", _PAIR, "score", {}, REGRESSION_METRICS, score_range=(0.0, 5.0)),
+    "qqp": GlueTask("QQP", ("question1", "question2"), "is_duplicate", _QQP, _BOTH, skip_malformed=True),
+    "mnli": GlueTask("MNLI", _PAIR, "gold_label", _NLI, evaluation=_MNLI_FILES, hub_columns=("premise", "hypothesis")),
+    "qnli": GlueTask("QNLI", ("question", "sentence"), "label", _RTE),
+    "rte": GlueTask("RTE", _PAIR, "label", _RTE),
+    "wnli": GlueTask("WNLI", _PAIR, "label", {"0": "not_entailment", "1": "entailment"}),
+}
+TASK_NAMES = (*GLUE, "docstrings", "text")
+
+
+def is_regression(spec: TextSpec) -> bool:
+    """Return whether the labels are scores."""
+    return not GLUE[spec.name].labels if spec.name in GLUE else spec.regression
+
+
+def evaluation_splits(spec: TextSpec) -> tuple[str, ...]:
+    """Return the splits to evaluate on: MNLI has two."""
+    return tuple(GLUE[spec.name].evaluation) if spec.name in GLUE else ("validation",)
+
+
+def known_labels(spec: TextSpec) -> tuple[str, ...]:
+    """Return the classes in order; none for regression, and for "text", where the rows decide."""
+    if spec.name == "docstrings":
+        return PACKAGES
+    return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
+
+
+def metrics_of(spec: TextSpec) -> tuple[str, ...]:
+    """Return the configured metrics, by default the task's official ones."""
+    if spec.metrics:
+        return tuple(spec.metrics)
+    if spec.name in GLUE:
+        return GLUE[spec.name].metrics
+    return REGRESSION_METRICS if spec.regression else ("accuracy",)
+
+
+def setting_mistakes(spec: TextSpec) -> list[str]:
+    """Return every mistake in the spec that can be seen without its files."""
+    if spec.name not in TASK_NAMES:
+        return [_unknown(spec.name)]
+    allowed = REGRESSION_METRICS if is_regression(spec) else CLASS_METRICS
+    mistakes = [
+        f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
+        for metric in spec.metrics or ()
+        if metric not in allowed
+    ]
+    if spec.name != "text":
+        return mistakes
+    if not spec.text_columns:
+        mistakes.append('the task "text" needs text_columns: one or two column names')
+    if not spec.label_column:
+        mistakes.append('the task "text" needs label_column: a column name')
+    return mistakes + spec.source_mistakes()
+
+
+def _unknown(name: str) -> str:
+    names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
+    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(names)}"
+    return f"task name {quoted(name)} is unknown: {hint}"

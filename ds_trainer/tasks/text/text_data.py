@@ -1,0 +1,128 @@
+"""Where the rows of a labelled-text task come from: GLUE's official files, a user's files, the hub, or docstrings.
+
+Loads neither torch nor numpy before the rows are read. Does not tokenise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.files.messages import quoted
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, mistakes_of, text_in
+from ds_trainer.tasks.text import docstrings
+from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, setting_mistakes
+
+
+class TextRow(NamedTuple):
+    """One labelled example: one or two texts, and the name of a class or a score."""
+
+    texts: tuple[str, ...]
+    label: str | float
+    place: int = 0
+    """The line or row of the source that it stands in."""
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """The rows of a split, and the records that they come from; None for docstrings."""
+
+    rows: list[TextRow]
+    records: Records | None = None
+
+    @property
+    def origin(self) -> str:
+        return self.records.origin if self.records else "docstrings of the installed packages"
+
+    def place(self, row: TextRow) -> str:
+        """Return where a row stands, for a message."""
+        return self.records.place(row.place) if self.records else self.origin
+
+
+def check_data_files(spec: TextSpec, splits: Sequence[str] | None = None) -> list[str]:
+    """Return every mistake in the settings, and every missing folder, file or column.
+
+    `splits` defaults to training and all evaluation splits.
+    """
+    mistakes = setting_mistakes(spec)
+    if mistakes or spec.name == "docstrings":
+        return mistakes
+    return mistakes_of(lambda split: _records(spec, split).check(), splits or ("train", *evaluation_splits(spec)))
+
+
+def training_texts(spec: TextSpec) -> list[str]:
+    """Return every text of the training split, held out or not."""
+    return [text for row in read_split(spec, "train").rows for text in row.texts]
+
+
+def read_split(spec: TextSpec, split: str) -> TextSplit:
+    """Read the rows of a split; an error names the file and the line."""
+    mistakes = setting_mistakes(spec)
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    if spec.name == "docstrings":
+        return TextSplit([TextRow((text,), package) for text, package in docstrings.extracted()[split]])
+    records = _records(spec, split)
+    rows = records.parsed(partial(_texts_and_label, spec, records.columns))
+    return TextSplit([TextRow(texts, label, number) for number, (texts, label) in rows], records)
+
+
+def fingerprint(spec: TextSpec, split: str) -> str:
+    """Return a hash that changes whenever the rows may have changed, and is the same on every host."""
+    return docstrings.fingerprint(split) if spec.name == "docstrings" else _records(spec, split).fingerprint()
+
+
+def _records(spec: TextSpec, split: str) -> Records:
+    """Find the source of a split. The task's own folder comes first: data_dir may hold another task's files."""
+    glue = GLUE.get(spec.name)
+    if glue and spec.data_dir is None:
+        matched = spec.name == "mnli" and split == "validation"
+        columns = (*(glue.hub_columns or glue.columns), "label")
+        return HubRecords(f"nyu-mll/glue/{spec.name}", "validation_matched" if matched else split, columns)
+    if glue:
+        official = glue.evaluation.get(split, "train.tsv")
+        path = find_file(spec, split, [f"{glue.folder}/{official}", f"glue/{glue.folder}/{official}", official])
+        return FileRecords(path, (*glue.columns, glue.label), glue.header, glue.skip_malformed)
+    columns = (*(spec.text_columns or ()), spec.label_column or "")
+    if spec.dataset:
+        return HubRecords(spec.dataset, split, columns)
+    return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns)
+
+
+def _texts_and_label(spec: TextSpec, columns: Sequence[str], record: Record) -> tuple[tuple[str, ...], str | float]:
+    texts = tuple(text_in(record, column) for column in columns[:-1])
+    read_label = _score if is_regression(spec) else _class_name
+    return texts, read_label(spec, columns[-1], record[columns[-1]])
+
+
+def _score(spec: TextSpec, column: str, value: Any) -> float:
+    glue = GLUE.get(spec.name)
+    low, high = (glue and glue.score_range) or (-math.inf, math.inf)
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if math.isfinite(score) and low <= score <= high:
+        return score
+    allowed = "a finite number" if math.isinf(low) else f"a number from {low:g} to {high:g}"
+    raise ValueError(f"{quoted(column)} is {quoted(value)}, and must be {allowed}")
+
+
+def _class_name(spec: TextSpec, column: str, value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # pandas writes a column of integers with gaps as floats
+    name = "" if value is None or isinstance(value, float) else str(value).strip()
+    known = GLUE[spec.name].labels if spec.name in GLUE else None
+    if known is None and name:
+        return name
+    if known and name in known:
+        return known[name]
+    if known and name in known.values():  # as the hub names it
+        return name
+    allowed = f"one of {', '.join(map(repr, known))}" if known else "a label"
+    raise ValueError(f"unknown label {quoted(value)} in {quoted(column)}: it must be {allowed}")
