@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec
 from ds_trainer.files.checkpoint_files import MARKER
-from ds_trainer.models.layers import create_folder, folder_hash, train_tokenizer
+from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.registry import training_texts

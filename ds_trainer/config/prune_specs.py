@@ -1,4 +1,4 @@
-"""What a recipe may say of pruning: by which scores, in which grains, how much, and when."""
+"""The pruning entry of a recipe: by which scores, at which granularity, how much, and when."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from ds_trainer.ranks.failures import UserError
 
 Granularity = Literal["weight", "block", "row", "column", "head", "neuron", "2:4"]
 KINDS = ("attention", "feed_forward")
-"""Of the blocks of a layer: keys of a mapping of granularities that are no name patterns."""
+"""The kinds of blocks of a layer. As keys of `granularity` they are not name patterns."""
 WHOLE_BLOCKS = {"head": "attention", "neuron": "feed_forward"}
-"""Granularities of a whole block of a layer, and which."""
+"""The granularities that are about whole blocks of a layer, and the kind of block of each."""
 BY_SHARE = ("topK", "magnitude")
+"""The methods whose threshold is the share to keep; other methods compare scores with theirs."""
 _NAMES = {"hybrid": {"attention": "head", "feed_forward": "neuron"}, "head": {"attention": "head"}}
 _NAMES |= {"neuron": {"feed_forward": "neuron"}}
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -26,34 +27,28 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "magnitude": {"initial_threshold": 1.0, "final_threshold": 0.15},
     "threshold": {"initial_threshold": 0.0, "final_threshold": 0.1, "mask_scale": 1.0},
     "sigmoied_threshold": {"initial_threshold": 0.0, "final_threshold": 0.1},
-    "l0": {
-        "initial_threshold": 1.0,
-        "final_threshold": 1.0,
-        "mask_scale": 2.197,
-        "mask_scores_learning_rate": 1e-1,
-    },
+    "l0": {"initial_threshold": 1.0, "final_threshold": 1.0, "mask_scale": 2.197, "mask_scores_learning_rate": 0.1},
 }
-"""By method, where they are not those of the fields: with them and a constant `mask_init` training starts dense.
+"""The defaults of each method that differ from the fields'. With them and a constant `mask_init` training starts dense.
 
-Those of l0 are from the published command of movement pruning: its gates start at 0.98, and since both thresholds are
-1, the penalty has the same weight all the time. The scores of threshold start above 0, since a score of 0, which the
-other methods start with, is not above a threshold of 0.
+The defaults of l0 are from the published command of movement pruning: gates start at 0.98, and since both thresholds
+are 1, the weight of the penalty stays the same. The scores of `threshold` start above 0, because a score of 0, with
+which other methods start, is not above a threshold of 0.
 """
 COUNTED = ("row", "column", "neuron")
-"""Granularities whose number kept `multiple_of` rounds."""
+"""The granularities whose kept number `multiple_of` rounds."""
 
 
 def _known(value: Any) -> Any:
-    """One message for what is no granularity, in the place of one for each member of the union."""
+    """Raise one message for an unknown granularity: pydantic would raise one for each member of the union."""
     known = get_args(Granularity)
-    found = list(value.values()) if isinstance(value, dict) else [value]
+    values = list(value.values()) if isinstance(value, dict) else [value]
     allowed = known if isinstance(value, dict) else (*known, "hybrid")
-    wrong = [one for one in found if one not in allowed]
-    if wrong or not found:
-        what = listed(wrong) if wrong else "no granularity"
+    unknown = [one for one in values if one not in allowed]
+    if unknown or not values:
         raise UserError(
-            f"{what}: known are {', '.join(known)}; or hybrid; or an object from attention, feed_forward or name "
-            "patterns of linear layers to one of these"
+            f"{listed(unknown) or 'no granularity'}: known are {', '.join(known)}; or hybrid; or an object from "
+            "attention, feed_forward or name patterns of linear layers to one of these"
         )
     return value
 
@@ -62,37 +57,31 @@ def _spelled(method: Any) -> Any:
     return "sigmoied_threshold" if method == "sigmoid_threshold" else method
 
 
-Method = Annotated[
-    Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"],
-    BeforeValidator(_spelled),
-]
-AnyGranularity = Annotated[
-    Granularity | Literal["hybrid"] | dict[str, Granularity],
-    BeforeValidator(_known),
-]
+Method = Annotated[Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"], BeforeValidator(_spelled)]
+AnyGranularity = Annotated[Granularity | Literal["hybrid"] | dict[str, Granularity], BeforeValidator(_known)]
 
 
 class PruneSpec(Strict):
     """Movement pruning (arXiv 2005.07683), magnitude pruning, hard-concrete L0 (arXiv 1712.01312).
 
-    A score is of a weight, or of a larger part of the matrices that is kept or dropped as one (arXiv 2109.04838).
+    A score is of a weight or, as in arXiv 2109.04838, of a larger part of the matrices that is kept or dropped whole.
     """
 
     pruning_method: Method = "topK"
     granularity: AnyGranularity = Field(
         "weight",
-        description='what one score decides on; "hybrid" is {"attention": "head", "feed_forward": "neuron"}; in an '
-        "object the first key that matches a linear layer decides, and what matches none is not pruned",
+        description='the part of a matrix that one score is about; "hybrid" is {"attention": "head", "feed_forward": '
+        '"neuron"}; in an object the first key that matches a linear layer decides, and without one it is not pruned',
     )
     block_shape: Annotated[list[Positive], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: [32, 32],
-        description="of the granularity block: rows (outputs) and columns (inputs); the last at an edge may be smaller",
+        description="rows (outputs) and columns (inputs) of the granularity block; blocks at an edge may be smaller",
     )
     modules: list[str] | None = Field(
         None,
         min_length=1,
-        description="name patterns of linear layers; by default every linear layer of the encoder; with head and "
-        "neuron they name all of a block or none",
+        description="name patterns of linear layers, by default all of the encoder; with head and neuron they must "
+        "name all linear layers of a block or none",
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
     mask_scale: float = Field(
@@ -101,32 +90,35 @@ class PruneSpec(Strict):
         "sigmoied_threshold, 1 for threshold, 2.197 for l0",
     )
     initial_threshold: float = Field(
-        1.0, description="by method, also where null: 0 for threshold and sigmoied_threshold, else 1"
+        1.0, description="the default, also of null, is 0 for threshold and sigmoied_threshold, else 1"
     )
     final_threshold: float = Field(
         0.15,
-        description="share kept for topK and magnitude; for the others a score threshold, by default 0.1 (l0, whose "
-        "gates have none: 1); null is the default, or the target",
+        description="the share to keep for topK and magnitude; a threshold of scores for other methods, by default 0.1 "
+        "(1 for l0, whose gates need none); null means the default, or the target",
     )
     target_flops: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of the encoder's FLOPs to keep, in the place of final_threshold, chosen over all layers; "
-        "scores of heads and of neurons are first standardised, each among their kind, to be comparable",
+        description="share of the encoder's FLOPs to keep, instead of final_threshold, chosen over all layers; scores "
+        "of heads and of neurons are standardised among their kind, so that they can be compared",
     )
-    target_latency: float | None = Field(None, gt=0, le=1, description="the same of the encoder's measured seconds")
-    cost_tokens: Positive = Field(128, description="length of the example whose FLOPs or seconds are counted")
-    uniform: bool = Field(False, description="the same number kept in every layer, of each kind of matrix or block")
-    min_heads: Count = Field(0, description="kept in every attention block; groups where heads share a key and value")
-    multiple_of: Literal[1, 8, 16, 64] = Field(1, description="round the number of neurons, rows or columns kept")
+    target_latency: float | None = Field(None, gt=0, le=1, description="share of the encoder's measured seconds")
+    cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
+    uniform: bool = Field(False, description="keep the same number in every layer, for each kind of matrix or block")
+    min_heads: Count = Field(
+        0, description="heads to keep in every attention block at least; groups where heads share a key and value"
+    )
+    multiple_of: Literal[1, 8, 16, 64] = Field(1, description="round the number of neurons, rows or columns to keep")
     initial_warmup: Units = 1
     final_warmup: Units = 2
     schedule: Shape = "cubic"
     regularization: Literal["l1", "l0"] | None = None
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
     global_topk: bool = Field(
-        False, description="one threshold over all layers; scores of several granularities are first standardised, each"
+        False,
+        description="one threshold over all layers; scores of several granularities are standardised among their kind",
     )
     global_topk_frequency_compute: Positive = Field(
         1, description="optimizer steps between choices over all layers, by global_topk or a target"
@@ -146,7 +138,7 @@ class PruneSpec(Strict):
 
     @property
     def target(self) -> float | None:
-        """The share of the encoder's cost to keep, where one is asked for."""
+        """The share of the encoder's cost to keep, where the recipe sets one."""
         return self.target_latency if self.target_flops is None else self.target_flops
 
     @field_validator("regularization", mode="before")
@@ -166,8 +158,8 @@ class PruneSpec(Strict):
         targets = [data[name] for name in ("target_flops", "target_latency") if data.get(name) is not None]
         if len(targets) == 1:
             defaults["final_threshold"] = targets[0]
-        said = {name: value for name, value in data.items() if value is not None or not name.endswith("_threshold")}
-        return defaults | said
+        given = {name: value for name, value in data.items() if value is not None or not name.endswith("_threshold")}
+        return defaults | given
 
     @model_validator(mode="after")
     def _consistent(self) -> PruneSpec:
@@ -200,16 +192,16 @@ class PruneSpec(Strict):
 
     def _granularity_mistakes(self) -> Iterator[str]:
         for key, granularity in self.choices.items():
-            own = WHOLE_BLOCKS.get(granularity)
-            if own and key != own:
-                yield f'granularity: {granularity} goes with the key "{own}" alone, not with {shown(key)}: change one'
-        asked = set(self.choices.values())
-        if self.global_topk and "2:4" in asked:
+            kind = WHOLE_BLOCKS.get(granularity, key)
+            if key != kind:
+                yield f'granularity: {granularity} goes with the key "{kind}", not with {shown(key)}: change one'
+        chosen = set(self.choices.values())
+        if self.global_topk and "2:4" in chosen:
             yield "global_topk chooses among all weights, and 2:4 keeps two of every four: drop one of them"
-        if self.global_topk and "weight" in asked and len(asked) > 1:
-            others = ", ".join(sorted(asked - {"weight"}))
+        if self.global_topk and "weight" in chosen and len(chosen) > 1:
+            others = ", ".join(sorted(chosen - {"weight"}))
             yield f"global_topk compares like with like, and weight is mixed with {others}"
-        if "2:4" not in asked:
+        if "2:4" not in chosen:
             return
         if self.pruning_method not in BY_SHARE:
             yield f"granularity 2:4 goes with topK or magnitude, not with {self.pruning_method}"
@@ -217,30 +209,29 @@ class PruneSpec(Strict):
             yield f"final_threshold is {self.final_threshold}, and 2:4 keeps half: leave it out or write 0.5"
 
     def _count_mistakes(self) -> Iterator[str]:
-        asked = set(self.choices.values())
+        chosen = set(self.choices.values())
         targets = [name for name in ("target_flops", "target_latency") if getattr(self, name) is not None]
         if len(targets) == 2:
             yield "target_flops and target_latency are both set: keep one"
         for name in targets[:1]:
             if self.pruning_method not in BY_SHARE:
                 yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
-            if asked - WHOLE_BLOCKS.keys():
+            if chosen - WHOLE_BLOCKS.keys():
                 yield f"{name} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
             if len(targets) == 1 and not math.isclose(self.final_threshold, self.target or 0):
                 yield (
-                    f"{name} takes the place of final_threshold, which is {self.final_threshold}: leave that out or, "
-                    "in a recipe that a run has written, set it to null"
+                    f"{name} replaces final_threshold, which is {self.final_threshold}: leave that out or, in a recipe "
+                    "that a run has written, set it to null"
                 )
         if self.uniform and (self.global_topk or targets):
             rival = "global_topk" if self.global_topk else targets[0]
             yield f"uniform keeps the same number in every layer, and {rival} chooses among all layers: keep one"
-        if self.uniform and self.pruning_method not in BY_SHARE and "weight" in asked:
+        if self.uniform and self.pruning_method not in BY_SHARE and "weight" in chosen:
             yield f"uniform with {self.pruning_method} goes with larger grains than weight: set granularity, or topK"
-        if self.min_heads and "head" not in asked:
+        if self.min_heads and "head" not in chosen:
             yield f"min_heads is {self.min_heads}, and no granularity is head: set it to 0, or granularity to hybrid"
-        if self.multiple_of > 1 and not asked & set(COUNTED):
+        if self.multiple_of > 1 and not chosen & set(COUNTED):
             yield f"multiple_of rounds neurons, rows and columns, not {shown(self.granularity)}: change one of the two"
         bounds = {"uniform": self.uniform, "min_heads": self.min_heads, "multiple_of": self.multiple_of > 1}
-        for name, value in bounds.items():
-            if value and self.pruning_method == "l0":
-                yield f"{name} would close gates that l0 opens, and open others: choose another pruning_method"
+        for name in [name for name, value in bounds.items() if value and self.pruning_method == "l0"]:
+            yield f"{name} would close gates that l0 opens, and open others: choose another pruning_method"

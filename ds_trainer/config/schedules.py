@@ -1,7 +1,7 @@
 """Values that follow the optimizer step: thresholds, penalties, learning-rate multipliers.
 
-Pure functions of the step, so that a resumed run needs no schedule state. Imports neither torch nor DeepSpeed:
-the recipe is checked with it before either is loaded.
+They are pure functions of the step, so that a resumed run needs no schedule state. This module imports neither torch
+nor DeepSpeed: the recipe is checked with it before either is loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 
 
 def steps_of(duration: Duration, total: int) -> int:
-    """Resolve a duration to optimizer steps of a phase of `total` steps."""
+    """Resolve a duration to optimizer steps, in a phase of `total` steps."""
     return duration if isinstance(duration, int) else round(duration * total)
 
 
 def interval(every: Duration | None, total: int) -> int:
-    """Steps between two flushes, evaluations or checkpoints, at least 1; 0, for never, where 0 or None is asked."""
+    """Return the steps between two flushes, evaluations or checkpoints, at least 1; 0 means never, as 0 and None do."""
     return max(1, steps_of(every, total)) if every else 0
 
 
@@ -57,7 +57,7 @@ class Schedule:
 
 
 def lr_multiplier(kind: LrSchedule, warmup: int, total: int) -> Callable[[int], float]:
-    """Give step -> factor on every group's rate: a linear warm-up over `warmup` steps, then the named decay to 0."""
+    """Return step -> factor on learning rates: a linear warm-up over `warmup` steps, then the named decay to 0."""
 
     def multiplier(step: int) -> float:
         if kind != "constant" and step < warmup:

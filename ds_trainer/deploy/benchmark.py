@@ -28,10 +28,9 @@ from ds_trainer.deploy.benchmark_page import show, write, write_numbers
 from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layers import count_weights
+from ds_trainer.models.layers import blocks_of, count_weights, layers_of
 from ds_trainer.models.model_folder import INT8
 from ds_trainer.models.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
-from ds_trainer.models.shrunk_model import blocks_of, layers_of
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
 from ds_trainer.ranks.stopping import leaving

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.layers import count_weights, save_folder, whole_state_dict, whole_totals
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import count_weights, sizes_of, whole_state_dict, whole_totals
 from ds_trainer.models.shrink import NothingToCutError, shrink
-from ds_trainer.models.shrunk_model import sizes_of
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.technique import Technique

@@ -28,7 +28,8 @@ from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
-from ds_trainer.models.layers import count_weights, save_folder, total_weights
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import count_weights, total_weights
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models.pretrained import (

@@ -26,7 +26,8 @@ from ds_trainer.config.jobs import ExportJob
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import TOKENIZER_FILES
-from ds_trainer.models.layers import encoder_linears, save_folder, total_weights
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import encoder_linears, total_weights
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
 from ds_trainer.ranks.failures import UserError

@@ -1,8 +1,8 @@
 """Floating-point operations of an encoder's forward: two for each multiply-add of its products, as papers count them.
 
-Counted are the linear layers and the attention's two products, over all pairs of tokens, and what DeBERTa does with
-relative positions; not what is elementwise, and neither embeddings nor heads. Of a family that `shrunk_model` does not
-know, the linear layers alone.
+Counts the linear layers, the attention's two products over all pairs of tokens, and DeBERTa's products with relative
+positions; no elementwise operations, embeddings or heads. For a family whose blocks are unknown it counts only the
+linear layers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.shrunk_model import Block, blocks_of, decisions_of, in_features, is_emptied, layers_of
+from ds_trainer.models.layers import Block, blocks_of, decisions_of, in_features, is_emptied, layers_of
 
 
 def encoder_flops(model: Any, tokens: int) -> int:
-    """Of one example of so many tokens, through all layers, in a batch of its own.
+    """Count the operations of one example of so many tokens through all layers.
 
-    DeBERTa's projections of the positions, which all examples of a batch share, are in it.
+    It is a batch by itself: DeBERTa's projections of positions, which a batch shares, are counted whole.
     """
     return sum(_layer_flops(layer, tokens) for layer in layers_of(model).values())
 
 
 def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> float:
-    """Of one head (group that shares a key and a value) or neuron of a block, for one example."""
+    """Count the operations of one head (group that shares a key and a value) or neuron of a block, for one example."""
     linears: list[Any] = [layer.get_submodule(name) for name in (*block.inner, block.outer)]
     weights = sum(linear.weight.numel() for linear in linears)
     return (2 * tokens * weights + _attention_flops(block, layer, tokens)) / decisions_of(block, layer, config)
@@ -44,14 +44,14 @@ def _of_positions(name: str) -> bool:
 
 
 def _attention_flops(block: Block, layer: nn.Module, tokens: int) -> int:
-    """Queries with keys, and their weights with values."""
+    """Count queries times keys, and attention weights times values."""
     if block.kind != "attention" or is_emptied(layer.get_submodule(block.core)):
         return 0
     return 4 * tokens**2 * in_features(layer.get_submodule(block.outer))
 
 
 def _disentangled_flops(core: Any, tokens: int) -> int:
-    """DeBERTa's attention (arXiv 2006.03654): tokens with tokens, and with the projections of relative positions."""
+    """Count DeBERTa's attention (arXiv 2006.03654): tokens times tokens, and times projected relative positions."""
     width = core.all_head_size
     products = 4 * tokens**2 * width
     if not core.relative_attention:

@@ -33,6 +33,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.models.compact import read_compact
+from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import (
     COMPACT_FILE,
@@ -42,7 +43,7 @@ from ds_trainer.models.model_folder import (
     is_hub_name,
     read_config,
 )
-from ds_trainer.models.shrunk_model import FIELD, shrunk_class
+from ds_trainer.models.shrink import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 

@@ -1,9 +1,9 @@
-"""Cut out of a model what contributes nothing: heads and neurons of which pruning left no path through their block.
+"""Cut heads and neurons that contribute nothing out of a model. Masks must be folded first.
 
-A decision (a head with its key and value, or a neuron) is gone where all that the block's outer matrix reads of it is
-multiplied by zeros, or is the same for every token: attention gives the value's bias where the value has no weights,
-since its weights sum to one, and a feed-forward block what its activation makes of the biases. Such constants go into
-the outer layer's bias, if it has one. Outputs stay as they are, up to rounding. Masks are folded first.
+A decision (a head with its key and value, or a neuron) contributes nothing where the block's outer matrix multiplies
+its outputs by zeros, or where its outputs are the same for every token. Attention whose value has no weights returns
+the value's bias, since attention weights sum to one; a neuron without weights returns its activated bias. Such
+constants are added to the outer layer's bias, if it has one. The model's outputs stay the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.layers import rows_of
-from ds_trainer.models.shrunk_model import (
+from ds_trainer.models.layers import (
     FIELD,
     SIZES_OF,
     Block,
@@ -31,17 +30,18 @@ from ds_trainer.models.shrunk_model import (
     is_emptied,
     layers_of,
     out_features,
-    shrunk_class,
+    rows_of,
     sizes_of,
     whole_class,
     whole_heads,
 )
+from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks.failures import UserError
 
 _ACTIVATIONS = ("intermediate_act_fn", "activation", "act", "act_fn")
-"""What cores of feed-forward blocks call theirs."""
+"""The names of the activation in the cores of feed-forward blocks."""
 _NEURON_FIELDS = ("intermediate_size", "hidden_dim", "n_inner", "ffn_dim")
-"""What configs call the neurons of a layer."""
+"""The names in configs of the number of neurons of a layer."""
 
 
 class NothingToCutError(UserError):
@@ -50,7 +50,7 @@ class NothingToCutError(UserError):
 
 @dataclass(frozen=True)
 class _Cut:
-    """What is left of a block: the decisions kept, in order, and what the others add to the outer layer's bias."""
+    """The decisions that a block keeps, in order, and the constant that the others add to the outer layer's bias."""
 
     layer: str
     block: Block
@@ -63,23 +63,24 @@ class _Cut:
 
 
 def check_known(model: Any) -> None:
-    """ValueError where the model is of a family that cannot be cut, shares weights, or has other than linear layers."""
+    """Raise UserError where the model's family cannot be cut, weights are shared, or a layer to cut is not linear."""
     base = whole_class(model)
     if getattr(transformers, base.__name__, None) is not base:
-        raise UserError(f"{base.__name__} is no class of transformers: only models of its own are cut")
+        raise UserError(f"{base.__name__} is no class of transformers: only its own models can be cut")
     owners: dict[int, str] = {}
-    for name, layer in layers_of(model).items():
+    for prefix, layer in layers_of(model).items():
         for block in blocks_of(layer):
-            _check_linear(name, layer, block)
-            _check_own(name, layer, block, owners)
-    sizes_of(model)
+            emptied = is_emptied(layer.get_submodule(block.core))
+            for name in () if emptied else (*block.inner, block.outer):
+                _check_linear(f"{prefix}.{name}", layer.get_submodule(name), owners)
+    sizes_of(model)  # raises for an unknown family; last, since it counts the inputs of linear layers
 
 
 @torch.no_grad()
 def kept(model: Any) -> dict[str, list[list[int]]]:
-    """The heads (groups that share a key and a value) and neurons of each layer that contribute, by their numbers.
+    """Return the numbers of the heads (groups that share a key and a value) and neurons that contribute.
 
-    {"heads": a list for each layer, "neurons": likewise}. ValueError where the model is of an unknown family.
+    {"heads": a list for each layer, "neurons": likewise}. UserError where the model's family is unknown.
     """
     check_known(model)
     return _kept(model, _cuts(model))
@@ -87,33 +88,32 @@ def kept(model: Any) -> dict[str, list[list[int]]]:
 
 @torch.no_grad()
 def shrink(model: Any) -> Any:
-    """A new model that holds only what contributes, its weights copied; the given one, shrunk or not, stays as it is.
+    """Return a new model that holds only the heads and neurons that contribute; the given one stays as it is.
 
-    Outputs stay those of the given one, up to rounding, for tokens that are not padding. At padding to the left, which
-    a decoder's tokens have nothing before to attend to, attention by "sdpa" gives zeros and not the value's bias: there
-    they differ, and nothing reads them.
+    Outputs are the same, up to rounding, for tokens that are not padding. A decoder's padding on the left attends to
+    nothing, and there "sdpa" returns zeros and not the value's bias: these outputs differ, and nothing reads them.
 
-    It is of the plain class of transformers where that family's config can say the sizes; else the config has them in
-    `shrunk`, and the class is one of `shrunk_model.py`. NothingToCutError, a ValueError, where all contributes;
-    ValueError where the model is of an unknown family.
+    The new model has the plain class of transformers where that family's config can express the sizes. Otherwise the
+    config lists them in `shrunk`, and the class is one of `shrunk_model.py`. NothingToCutError where everything
+    contributes; UserError where the model's family is unknown.
     """
     check_known(model)
     cuts = _cuts(model)
-    sizes = {name: [len(left) for left in layers] for name, layers in _kept(model, cuts).items()}
+    sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(model, cuts).items()}
     if sizes == sizes_of(model):
         raise NothingToCutError(
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
         )
     shrunk = _unfilled(model, sizes)
-    _fill(shrunk, model, {name: weight for cut in cuts for name, weight in _left(model, cut)})
+    _fill(shrunk, model, {name: weight for cut in cuts for name, weight in _changed(model, cut)})
     if model.can_generate():
         shrunk.generation_config = copy.deepcopy(model.generation_config)
     return shrunk.train(model.training)
 
 
 def _cuts(model: Any) -> list[_Cut]:
-    """For each block that is not empty by now, in order."""
+    """Return the cut of each block that is not empty already, in order."""
     return [
         _cut(name, layer, block, model.config)
         for name, layer in layers_of(model).items()
@@ -124,13 +124,13 @@ def _cuts(model: Any) -> list[_Cut]:
 
 def _kept(model: Any, cuts: Iterable[_Cut]) -> dict[str, list[list[int]]]:
     by_block = {(cut.layer, cut.block.kind): cut.keep.tolist() for cut in cuts}
-    found: dict[str, list[list[int]]] = {name: [] for name in SIZES_OF.values()}
+    numbers: dict[str, list[list[int]]] = {name: [] for name in SIZES_OF.values()}
     for name, layer in layers_of(model).items():
         cuttable = {block.kind for block in blocks_of(layer)}
         for kind, size in SIZES_OF.items():
             never_cut = list(range(whole_heads(model.config)))
-            found[size].append(by_block.get((name, kind), []) if kind in cuttable else never_cut)
-    return found
+            numbers[size].append(by_block.get((name, kind), []) if kind in cuttable else never_cut)
+    return numbers
 
 
 def _cut(name: str, layer: nn.Module, block: Block, config: Any) -> _Cut:
@@ -145,27 +145,21 @@ def _cut(name: str, layer: nn.Module, block: Block, config: Any) -> _Cut:
     return _Cut(name, block, whole, (~gone).nonzero().flatten(), constant)
 
 
-def _check_linear(name: str, layer: nn.Module, block: Block) -> None:
-    emptied = is_emptied(layer.get_submodule(block.core))
-    for module in () if emptied else (*block.inner, block.outer):
-        if not isinstance(layer.get_submodule(module), nn.Linear | Conv1D):
-            kind = type(layer.get_submodule(module)).__name__
-            raise UserError(f"{name}.{module} is a {kind}, and only linear layers are cut: fold or merge it first")
-
-
-def _check_own(name: str, layer: nn.Module, block: Block, owners: dict[int, str]) -> None:
-    for module in (*block.inner, block.outer) if not is_emptied(layer.get_submodule(block.core)) else ():
-        weight, own = layer.get_submodule(module).weight, f"{name}.{module}"
-        if (other := owners.setdefault(id(weight), own)) != own:
-            raise UserError(f"{own} and {other} share their weight: give each a copy, since each is cut by itself")
+def _check_linear(name: str, module: nn.Module, owners: dict[int, str]) -> None:
+    """Raise UserError where a module is not linear, or has the weight of another. `owners` collects names by weight."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        kind = type(module).__name__
+        raise UserError(f"{name} is a {kind}, and only linear layers are cut: fold or merge it first")
+    if (other := owners.setdefault(id(module.weight), name)) != name:
+        raise UserError(f"{name} and {other} share their weight: give each a copy, since each is cut by itself")
 
 
 def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
-    """What the outer layer is given where that is the same for every token, else NaN: one number for each input."""
+    """Return each input of the outer layer that is the same for every token, and NaN for the others."""
     inner = [layer.get_submodule(name) for name in block.inner]
     parts = [part for linear in inner for part in _constant_parts(linear, block.parts)]
     if block.kind == "attention":
-        values = parts[-1].view(whole, 1, -1)  # of a group, whose heads all read the same
+        values = parts[-1].view(whole, 1, -1)  # one value of a group, which all its heads read
         shared = in_features(layer.get_submodule(block.outer)) // parts[-1].numel()
         return values.expand(-1, shared, -1).flatten()
     core = layer.get_submodule(block.core)
@@ -178,14 +172,14 @@ def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
 
 
 def _constant_parts(linear: Any, parts: int) -> tuple[Tensor, ...]:
-    """The outputs of a linear layer that are its bias whatever it is given, and NaN for the others; in fp32."""
+    """Return the bias of a linear layer where an output has no weights, and NaN for other outputs; in fp32."""
     rows = rows_of(linear.weight, type(linear))
     bias = rows.new_zeros(len(rows)) if linear.bias is None else linear.bias
     return torch.where((rows == 0).all(1), bias.float(), math.nan).chunk(parts)
 
 
-def _left(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a block that are no longer what they were, by name."""
+def _changed(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a block that a cut changes, by name."""
     outer = model.get_submodule(cut.name(cut.block.outer))
     if cut.constant is not None:
         yield cut.name(f"{cut.block.outer}.bias"), (outer.bias + cut.constant).to(outer.bias.dtype)
@@ -202,12 +196,12 @@ def _left(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(cut: _Cut, features: int, parts: int) -> Tensor:
-    """Which of a linear layer's inputs or outputs stay."""
+    """Return the places of the inputs or outputs that a linear layer keeps."""
     return torch.arange(features, device=cut.keep.device).view(parts, cut.whole, -1)[:, cut.keep].flatten()
 
 
 def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
-    """A model of these sizes on the "meta" device: a plain one, where its config can say them."""
+    """Build a model of these sizes on the "meta" device: a plain one where its config can express them."""
     base, config = whole_class(model), copy.deepcopy(model.config)
     setattr(config, FIELD, {name: list(numbers) for name, numbers in sizes.items()})
     with torch.device("meta"):
@@ -220,7 +214,7 @@ def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
 
 
 def _plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
-    """A config that may say the same of all layers; None where they differ, are empty, or transformers refuses it."""
+    """Return a plain config of these sizes; None where layers differ or are empty, or transformers refuses it."""
     if any(len(set(numbers)) > 1 or 0 in numbers for numbers in sizes.values()):
         return None
     plain = copy.deepcopy(config)
@@ -238,13 +232,13 @@ def _plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
             setattr(plain, name, sizes["neurons"][0])
     try:
         type(plain).from_dict(plain.to_dict())
-    except (ValueError, StrictDataclassError):  # heads that do not divide the width, say
+    except (ValueError, StrictDataclassError):  # for example heads that do not divide the width
         return None
     return plain
 
 
 def _shapes(model: Any) -> Any:
-    """What must agree for weights to mean the same: their shapes, and how wide a head is."""
+    """Return what must agree for weights to mean the same: their shapes, and the width of a head."""
     layers = [dict(layer.named_modules()) for layer in layers_of(model).values()]
     cores = [modules.get(block.core) for modules in layers for block in blocks_of(modules[""])]
     widths = [getattr(core, "head_dim", None) or getattr(core, "attention_head_size", None) for core in cores]
@@ -252,7 +246,7 @@ def _shapes(model: Any) -> Any:
 
 
 def _fill(target: Any, source: Any, changed: Mapping[str, Tensor]) -> None:
-    """Give the target copies of the source's weights, or what is left of them; what is tied in the source stays so."""
+    """Copy the source's weights into the target, `changed` ones instead where given. Tied weights stay tied."""
     made: dict[int, Any] = {}
     weights = dict(source.named_parameters(remove_duplicate=False))
     for name, _ in list(target.named_parameters(remove_duplicate=False)):
@@ -264,7 +258,7 @@ def _fill(target: Any, source: Any, changed: Mapping[str, Tensor]) -> None:
     buffers = dict(source.named_buffers(remove_duplicate=False))
     device = next(iter(weights.values())).device
     for name, empty in list(target.named_buffers(remove_duplicate=False)):
-        # what is left of a matrix in a block that is new as an empty one is no buffer of the source
+        # the empty matrix of a block that this cut has emptied is no buffer of the source
         values = buffers[name].detach().clone() if name in buffers else torch.empty_like(empty, device=device)
         _owner(target, name)._buffers[name.rpartition(".")[2]] = values
 

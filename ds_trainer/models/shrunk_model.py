@@ -1,9 +1,9 @@
 """Models of `transformers` whose layers have sizes of their own: heads and neurons are cut out, empty blocks skipped.
 
-The config's `shrunk` says how many each layer keeps: {"heads": [...], "neurons": [...]}, heads counted in groups that
-share a key and a value. All else in the config is that of the model before the cut. Written by ds_trainer into the
-folders of such models: this file needs torch and transformers alone, and `auto_map` names classes of it as
-`Shrunk` + the class of transformers that it resizes. A folder that such a model is saved to gets a copy of the file.
+The config's `shrunk` lists how many each layer keeps: {"heads": [...], "neurons": [...]}, where heads are counted in
+groups that share a key and a value. Its other fields describe the model before the cut. ds_trainer copies this file
+into the folder of every such model, so the file needs only torch and transformers. The config's `auto_map` names its
+classes: `Shrunk` + the class of transformers that is resized.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers.pytorch_utils import Conv1D
 
 FIELD = "shrunk"
 SIZES_OF = {"attention": "heads", "feed_forward": "neurons"}
-"""What the sizes of each kind of block are called."""
+"""The key in `shrunk` of each kind of block."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where one block of a layer can be cut, by names inside the layer.
+    """Where one block of a layer can be cut. All names are inside the layer.
 
     A decision (a head with its key and value, or a neuron) is an equal share of the outputs of the `inner` linear
-    layers, in each of the `parts` that are stacked in them, and of the inputs of the `outer` one. `core` is what need
-    not run where no decision is left.
+    layers, in each of the `parts` that are stacked in them, and of the inputs of the `outer` one. The module `core`
+    need not run where no decision remains.
     """
 
     kind: str  # "attention" or "feed_forward"
@@ -47,7 +47,7 @@ def _attention(core: str, inner: Sequence[str], outer: str, parts: int = 1) -> B
 _BERT = _attention("attention.self", ("query", "key", "value"), "attention.output.dense")
 _INTERMEDIATE = Block("feed_forward", ("intermediate.dense",), "output.dense", "intermediate")
 _DISTILBERT = _attention("attention", ("q_lin", "k_lin", "v_lin"), "attention.out_lin")
-# of ModernBERT's Wi the first part goes through the activation, the second is its gate
+# the first part of ModernBERT's Wi goes through the activation, the second is its gate
 _MODERNBERT = _attention("attn", ("Wqkv",), "attn.Wo", parts=3)
 _GPT2 = _attention("attn", ("c_attn",), "attn.c_proj", parts=3)
 _C_FC = Block("feed_forward", ("mlp.c_fc",), "mlp.c_proj", "mlp")
@@ -76,9 +76,10 @@ _LAYOUTS = {
     (_GATED,): ("OlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"),
 }
 LAYOUT_OF = {name: layout for layout, names in _LAYOUTS.items() for name in names}
-"""The blocks that can be cut, by the class of a layer: those of which it was tried that what is cut out is not missed.
+"""The blocks that can be cut, by the name of a layer's class. Each was tested: cutting zeros out changes no output.
 
-By names and shapes alone others look like them whose heads work in pairs, say, or attend without a softmax.
+A list, because layers of other classes have the same names and shapes, but heads that work in pairs or attend without a
+softmax.
 """
 _AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
@@ -92,11 +93,11 @@ _AUTO_CLASSES = {
 
 
 class ShrunkSizesError(ValueError):
-    """The config's `shrunk` does not go with its model."""
+    """The config's `shrunk` does not fit its model."""
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's layers by name, first to last: the longest `nn.ModuleList` of one class; empty without one."""
+    """Return the model's layers by name, first to last: the longest `nn.ModuleList` of one class; empty without one."""
     lists = {
         name: module
         for name, module in model.named_modules()
@@ -109,9 +110,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
-    """The attention and the feed-forward block of a layer, emptied ones too; none where its class is unknown here.
+    """Return the blocks of a layer that can be cut, emptied ones too; none where its class is unknown here.
 
-    Attention is left out whose heads are not independent: a norm over all of them, values turned by their positions.
+    Attention is not among them where heads depend on each other (a norm over all of them) or values on positions.
     """
     modules = dict(layer.named_modules())
 
@@ -122,12 +123,12 @@ def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
             return True
         return set(block.inner) <= modules.keys() and _are_apart(block, modules[block.core])
 
-    found = tuple(block for block in LAYOUT_OF.get(type(layer).__name__, ()) if holds(block))
-    return found if any(block.kind == "feed_forward" for block in found) else ()
+    blocks = tuple(block for block in LAYOUT_OF.get(type(layer).__name__, ()) if holds(block))
+    return blocks if any(block.kind == "feed_forward" for block in blocks) else ()
 
 
 def decisions_of(block: Block, layer: nn.Module, config: Any) -> int:
-    """How many heads (groups that share a key and a value) or neurons a block has, as it is."""
+    """Count the heads (groups that share a key and a value) or neurons that a block has now."""
     core, outer = layer.get_submodule(block.core), layer.get_submodule(block.outer)
     if is_emptied(core):
         return 0
@@ -138,37 +139,35 @@ def decisions_of(block: Block, layer: nn.Module, config: Any) -> int:
 
 
 def whole_heads(config: Any) -> int:
-    """The heads of a layer before any cut, counted in groups that share a key and a value.
+    """Count the heads of a layer before any cut, in groups that share a key and a value.
 
-    ShrunkSizesError where the config says none, as that of a model of several models.
+    ShrunkSizesError where the config has no such field, as that of a model composed of several.
     """
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if heads is None:
-        raise ShrunkSizesError(
-            f"a {type(config).__name__} has no num_attention_heads: the model of texts alone can be cut, take it out"
-        )
+        raise ShrunkSizesError(f"a {type(config).__name__} has no num_attention_heads: only text models can be cut")
     return int(heads)
 
 
 def sizes_of(model: Any) -> dict[str, list[int]]:
-    """How many heads and neurons each layer has, as `shrunk` says it; all heads where a family's cannot be cut.
+    """Count each layer's heads and neurons, in the form of `shrunk`; all heads where a family's cannot be cut.
 
     ShrunkSizesError where a layer is of a family that is unknown here.
     """
     sizes: dict[str, list[int]] = {name: [] for name in SIZES_OF.values()}
     for layer in layers_of(model).values():
-        found = {block.kind: decisions_of(block, layer, model.config) for block in _known_blocks(model, layer)}
-        sizes["heads"].append(found.get("attention", whole_heads(model.config)))
-        sizes["neurons"].append(found["feed_forward"])
+        counts = {block.kind: decisions_of(block, layer, model.config) for block in _known_blocks(model, layer)}
+        sizes["heads"].append(counts.get("attention", whole_heads(model.config)))
+        sizes["neurons"].append(counts["feed_forward"])
     if not sizes["neurons"]:
         raise ShrunkSizesError(f"{type(model).__name__} has no list of equal layers: it has no sizes to change")
     return sizes
 
 
 def resize(model: Any, sizes: Mapping[str, Sequence[int]]) -> None:
-    """Give each layer linear layers of its own sizes, of undefined weights where the size is another.
+    """Resize each layer's linear layers. Those that change have undefined weights.
 
-    ShrunkSizesError, before anything is changed, where they are not at most those that the model has.
+    ShrunkSizesError, before anything is changed, where a size is not between 0 and the model's.
     """
     _check_sizes(sizes, sizes_of(model))
     for index, layer in enumerate(layers_of(model).values()):
@@ -177,23 +176,23 @@ def resize(model: Any, sizes: Mapping[str, Sequence[int]]) -> None:
 
 
 def auto_map(config: Any) -> dict[str, str]:
-    """The classes of this file that the auto classes of transformers make of such a config."""
-    found = {}
+    """Return the classes of this file that the auto classes of transformers build from such a config."""
+    classes = {}
     for auto_class, mapping in _AUTO_CLASSES.items():
         base = getattr(transformers, mapping).get(type(config), None)
         base = base[0] if isinstance(base, tuple) else base
         if base is not None:
-            found[auto_class] = f"{Path(__file__).stem}.Shrunk{base.__name__}"
-    return found
+            classes[auto_class] = f"{Path(__file__).stem}.Shrunk{base.__name__}"
+    return classes
 
 
 def whole_class(model: Any) -> Any:
-    """The class of transformers that a model is of, or was before it was cut."""
+    """Return the class of transformers that a model has, or had before it was cut."""
     return getattr(model, "resizes", type(model))
 
 
 def is_emptied(core: Any) -> bool:
-    """Whether nothing is left of a block whose core this is; by its name, since each folder has a copy of its class."""
+    """Whether the block of this core is empty. Compares names, since every folder has its own copy of the class."""
     return any(base.__name__ == "Emptied" for base in type(core).__mro__)
 
 
@@ -206,10 +205,10 @@ def out_features(linear: Any) -> int:
 
 
 class Constant(nn.Module):
-    """What a linear layer gives that has no inputs left: its bias, for every token.
+    """A linear layer without inputs: its output is its bias, for every token.
 
-    Of the matrix an empty one is left. Weights that are whole do not fit it, nor it a whole model: else transformers
-    without this file would fill the places of what was cut at random, and not say so.
+    It keeps an empty matrix, so that whole weights do not fit it, nor its weights a whole model: otherwise transformers
+    without this file would fill what was cut with random numbers in silence.
     """
 
     weight: Tensor
@@ -219,7 +218,7 @@ class Constant(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         self.features = out_features(linear)
-        # no parameter: engines that split parameters over ranks expect some
+        # a buffer: engines that partition parameters over ranks expect no empty ones
         self.register_buffer("weight", (weight[:0] if isinstance(linear, Conv1D) else weight[:, :0]).clone())
         bias = None if linear.bias is None else nn.Parameter(weight.new_zeros(self.features))
         self.register_parameter("bias", bias)
@@ -230,7 +229,7 @@ class Constant(nn.Module):
 
 
 class Emptied(nn.Module):
-    """In the place of a block's core of which nothing is left; calls the outer layer where that was inside it."""
+    """Stands for the core of an empty block, and calls the outer layer where that was inside the core."""
 
     def __init__(self, outer_name: str | None, outer: nn.Module | None) -> None:
         super().__init__()
@@ -238,21 +237,21 @@ class Emptied(nn.Module):
         if outer_name is not None:
             self.add_module(outer_name, outer)
 
-    def _given(self, hidden: Tensor) -> Tensor:
+    def _output(self, hidden: Tensor) -> Tensor:
         if self.outer_name is None:
             return hidden
         outer: Any = self.get_submodule(self.outer_name)
-        given: Tensor = outer(hidden)
-        return given
+        output: Tensor = outer(hidden)
+        return output
 
 
 class EmptiedFeedForward(Emptied):
     def forward(self, hidden: Tensor) -> Tensor:
-        return self._given(hidden)
+        return self._output(hidden)
 
 
 class EmptiedAttention(Emptied):
-    """Gives no attention weights. Tells a cache how far it has come: models count the tokens of its first layer."""
+    """Returns no attention weights. Tells a cache of its tokens, since models count those of the first layer."""
 
     def __init__(self, outer_name: str | None, outer: nn.Module | None, layer_index: int) -> None:
         super().__init__(outer_name, outer)
@@ -262,19 +261,18 @@ class EmptiedAttention(Emptied):
         # GPT-2 with cross attention has two caches in one
         past_key_values = getattr(past_key_values, "self_attention_cache", past_key_values)
         if past_key_values is not None:
-            # a number for each token: caches that hold none say that they have seen no token
+            # one number per token: a cache that holds nothing reports no tokens
             seen = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             past_key_values.update(seen, seen, self.layer_index)
-        return self._given(hidden_states), None
+        return self._output(hidden_states), None
 
 
 @functools.cache
 def shrunk_class(base: type[Any]) -> type[Any]:
-    """The class of models like `base`, resized as their config says.
+    """Return a subclass of `base` whose models are resized to the `shrunk` of their config.
 
     It has the name of `base`, by which transformers chooses losses, checks pipelines and fills `architectures`.
     """
-
     code = Path(__file__).name
 
     def initialise(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
@@ -283,7 +281,7 @@ def shrunk_class(base: type[Any]) -> type[Any]:
 
     def initialize_weights(self: Any) -> None:
         for module in self.modules():
-            # what no folder held; transformers knows by the mark what was loaded
+            # transformers marks what it has loaded; a bias without the mark was in no file
             if isinstance(module, Constant) and not getattr(module.bias, "_is_hf_initialized", module.bias is None):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         base.initialize_weights(self)
@@ -298,7 +296,7 @@ def shrunk_class(base: type[Any]) -> type[Any]:
         base.save_pretrained(self, save_directory, is_main_process, *arguments, **options)
 
     def files_before(self: Any, working_dir: Any) -> dict[str, float]:
-        """What a push leaves out, as it was there before: not the copy of this file, which is by then."""
+        """Return the files that a push to the hub leaves out as unchanged, without the copy of this file."""
         return {name: time for name, time in base._get_files_timestamps(self, working_dir).items() if name != code}
 
     members = {
@@ -310,14 +308,14 @@ def shrunk_class(base: type[Any]) -> type[Any]:
         "initialize_weights": initialize_weights,
         "save_pretrained": save_pretrained,
         "_get_files_timestamps": files_before,
-        # else transformers would copy the file once more, and write its own line of `auto_map`
+        # or transformers would copy the file once more, and write another `auto_map`
         "register_for_auto_class": classmethod(lambda cls, auto_class="AutoModel": None),
     }
     return type(base.__name__, (base,), members)
 
 
 def __getattr__(name: str) -> Any:
-    """`ShrunkX` for a class X of transformers: what `auto_map` asks for."""
+    """Make the class `ShrunkX` for a class X of transformers when `auto_map` names it."""
     base = getattr(transformers, name.removeprefix("Shrunk"), None) if name.startswith("Shrunk") else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -329,13 +327,13 @@ def _head_width(core: Any) -> int:
 
 
 def _are_apart(block: Block, core: Any) -> bool:
-    """Whether all weights of the core, beside its linear layers, are those of one head, which all heads share."""
+    """Whether heads can be cut apart: all weights outside the linear layers are one head's, and shared."""
     linears = tuple(f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer))
-    own = [weight for name, weight in core.named_parameters() if not name.startswith(linears)]
+    others = [weight for name, weight in core.named_parameters() if not name.startswith(linears)]
     if block.kind == "feed_forward":
-        return not own
-    turned = getattr(core, "rotary_value", False)  # RoFormer's values, if asked: a bias is then not the same everywhere
-    return not turned and all(weight.numel() == _head_width(core) for weight in own)
+        return not others
+    turned = getattr(core, "rotary_value", False)  # RoFormer can turn values by position: a bias then differs per token
+    return not turned and all(weight.numel() == _head_width(core) for weight in others)
 
 
 def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
@@ -350,40 +348,34 @@ def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
     return blocks
 
 
-def _said(found: Any) -> str:
-    return f"it lists {len(found)}" if isinstance(found, list | tuple) else f"it is {repr(found)[:40]}"
-
-
 def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
-    if not isinstance(sizes, Mapping):
-        raise ShrunkSizesError(f"the config's {FIELD} is a {type(sizes).__name__}: it must be an object of lists")
     for name, most in whole.items():
-        found = sizes.get(name)
-        if not isinstance(found, list | tuple) or len(found) != len(most):
+        counts = sizes.get(name) if isinstance(sizes, Mapping) else None
+        if not isinstance(counts, list | tuple) or len(counts) != len(most):
             raise ShrunkSizesError(
-                f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer: {_said(found)}"
+                f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer, and is {repr(counts)[:40]}"
             )
-        for index, (size, limit) in enumerate(zip(found, most, strict=True)):
+        for index, (size, limit) in enumerate(zip(counts, most, strict=True)):
             if type(size) is not int or not 0 <= size <= limit:
                 raise ShrunkSizesError(
                     f"the config's {FIELD}.{name} is {repr(size)[:40]} for layer {index}: allowed are 0 to {limit}"
                 )
 
 
-def _resize_block(block: Block, layer: nn.Module, config: Any, left: int, index: int) -> None:
+def _resize_block(block: Block, layer: nn.Module, config: Any, kept: int, index: int) -> None:
     outer = layer.get_submodule(block.outer)
     whole = decisions_of(block, layer, config)
-    if left == whole:
+    if kept == whole:
         return
-    if left == 0:
+    if kept == 0:
         _empty(block, layer, index)
         return
     for name in block.inner:
         linear = layer.get_submodule(name)
-        layer.set_submodule(name, _linear_like(linear, in_features(linear), out_features(linear) // whole * left))
-    layer.set_submodule(block.outer, _linear_like(outer, in_features(outer) // whole * left, out_features(outer)))
+        layer.set_submodule(name, _linear_like(linear, in_features(linear), out_features(linear) // whole * kept))
+    layer.set_submodule(block.outer, _linear_like(outer, in_features(outer) // whole * kept, out_features(outer)))
     if block.kind == "attention":
-        _count_heads(layer.get_submodule(block.core), whole, left, in_features(layer.get_submodule(block.outer)))
+        _count_heads(layer.get_submodule(block.core), whole, kept, in_features(layer.get_submodule(block.outer)))
 
 
 def _empty(block: Block, layer: nn.Module, index: int) -> None:
@@ -405,11 +397,11 @@ def _linear_like(linear: Any, inputs: int, outputs: int) -> nn.Module:
     return nn.Linear(inputs, outputs, bias=linear.bias is not None, **options)
 
 
-def _count_heads(core: Any, whole: int, left: int, width: int) -> None:
-    """What attention modules note of their own heads; most go by the widths of their linear layers."""
+def _count_heads(core: Any, whole: int, kept: int, width: int) -> None:
+    """Correct the counts that attention modules hold. Most go by the widths of their linear layers."""
     for name in ("num_attention_heads", "num_heads", "n_heads", "num_key_value_heads"):
         if isinstance(getattr(core, name, None), int):
-            setattr(core, name, getattr(core, name) // whole * left)
+            setattr(core, name, getattr(core, name) // whole * kept)
     for name in ("all_head_size", "split_size"):
         if isinstance(getattr(core, name, None), int):
             setattr(core, name, width)

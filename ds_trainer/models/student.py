@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
-from ds_trainer.models.layers import create_folder, encoder_layers, save_folder
+from ds_trainer.models.folders import create_folder, save_folder
+from ds_trainer.models.layers import FIELD, encoder_layers
 from ds_trainer.models.pretrained import HeadKind, from_pretrained, load_config, load_tokenizer, unfilled_weights
-from ds_trainer.models.shrunk_model import FIELD
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
 

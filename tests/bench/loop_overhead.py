@@ -28,7 +28,7 @@ from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.optim import build_optimizer
 from ds_trainer.loop import flush, micro_batches, train_step
-from ds_trainer.models.layers import create_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan, plan_phase

@@ -32,11 +32,11 @@ from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
 from ds_trainer.deploy.latency import eager, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layers import save_folder
+from ds_trainer.models.folders import save_folder
+from ds_trainer.models.layers import layers_of
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import layers_of
 
 FAST = ["--batch_sizes", "1", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
 

@@ -15,7 +15,7 @@ from ds_trainer.config.recipe import parse_task
 from ds_trainer.deploy import latency
 from ds_trainer.deploy.latency import TimedModel, bytes_by_form, bytes_on_disk, compare, in_turns
 from ds_trainer.models.compact import write_compact_folder
-from ds_trainer.models.layers import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.ranks import timing

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.engine.engine_file import check_engine_file
-from ds_trainer.techniques.prune.decisions import sites_of
+from ds_trainer.techniques.prune.sites import sites_of
 
 
 def shared(**more):

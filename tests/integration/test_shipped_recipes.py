@@ -15,7 +15,7 @@ from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.engine.engine_file import settled_numbers
 from ds_trainer.files.json_file import read_json
-from ds_trainer.models.layers import create_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.phase import plan_phase
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule

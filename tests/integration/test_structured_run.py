@@ -12,8 +12,7 @@ from support.launching import run_python
 from support.trained_runs import becomes_model, read, train
 
 import ds_trainer
-from ds_trainer.models.layers import encoder_linears
-from ds_trainer.models.shrunk_model import FIELD
+from ds_trainer.models.layers import FIELD, encoder_linears
 
 TEACH = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
 SOON = {"initial_warmup": 0, "final_warmup": 0.3}

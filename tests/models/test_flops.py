@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ds_trainer.models.flops import decision_flops, encoder_flops
-from ds_trainer.models.shrunk_model import SIZES_OF, blocks_of, decisions_of, layers_of, shrunk_class
+from ds_trainer.models.layers import SIZES_OF, blocks_of, decisions_of, layers_of
+from ds_trainer.models.shrunk_model import shrunk_class
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

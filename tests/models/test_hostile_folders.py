@@ -23,7 +23,7 @@ import ds_trainer
 from ds_trainer.cli.command import run_command
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.trust import Trust
-from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.model_folder import folder_mistakes
 from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_tokenizer, load_with_head
 from ds_trainer.techniques.exits.heads import new_heads, save_heads

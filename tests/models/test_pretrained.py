@@ -15,7 +15,7 @@ from support.csv_files import write_csv
 from transformers import BertConfig
 
 from ds_trainer.config.task_specs import LmSpec, SquadSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import (
     ANSWERER,
     CLASSIFIER,

@@ -29,9 +29,10 @@ from support.zeroed import (
 from torch import nn
 
 from ds_trainer.deploy.export import cut_where_empty, save_folded
-from ds_trainer.models.layers import count_weights, save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder, train_tokenizer
+from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import NothingToCutError, kept, shrink
-from ds_trainer.models.shrunk_model import LAYOUT_OF, blocks_of, layers_of, sizes_of
+from ds_trainer.models.shrunk_model import LAYOUT_OF
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}

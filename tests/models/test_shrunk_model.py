@@ -30,10 +30,11 @@ from support.zeroed import (
 import ds_trainer
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import StudentSpec
-from ds_trainer.models.layers import count_weights, create_folder, encoder_linears, save_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
+from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, layers_of, sizes_of
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_with_head
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import Emptied, auto_map, is_emptied, layers_of, resize, shrunk_class, sizes_of
+from ds_trainer.models.shrunk_model import Emptied, auto_map, resize, shrunk_class
 from ds_trainer.models.student import create_student
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
@@ -243,7 +244,7 @@ def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> 
 PT = {"format": "pt"}
 GOOD = [7, 0, 24]
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "a number": (5, r"the config's shrunk is a int: it must be an object of lists"),
+    "a number": (5, r"must list 3 sizes, one a layer, and is None"),
     "no neurons": ({"heads": [0, 1, 4]}, r"shrunk\.neurons must list 3 sizes"),
     "texts": ({"heads": ["0", "1", "4"], "neurons": GOOD}, r"heads is '0' for layer 0"),
     "negative": ({"heads": [0, -1, 4], "neurons": GOOD}, r"heads is -1 for layer 1: allowed are 0 to 4"),
@@ -338,7 +339,7 @@ def test_the_file_checks_its_sizes_by_itself() -> None:
         with pytest.raises(ValueError, match="the config's shrunk"):
             resize(model, value)
         assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}
-    with pytest.raises(ValueError, match="the config's shrunk is a NoneType"):
+    with pytest.raises(ValueError, match=r"the config's shrunk\.heads must list 3 sizes"):
         shrunk_class(type(model))(model.config)
 
 
@@ -348,7 +349,7 @@ def test_linear_layers_are_listed_without_those_of_empty_blocks(folders: Path) -
     names = [name.removeprefix("bert.encoder.layer.") for name in encoder_linears(model)]
     assert names[:3] == ["0.intermediate.dense", "0.output.dense", "1.attention.self.query"]
     assert len(names) == 2 + 4 + 6
-    with pytest.raises(ValueError, match=r"are: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
+    with pytest.raises(ValueError, match=r"has: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
         encoder_linears(model, ["*.nothing"])
     assert len(layers_of(model)) == 3
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_trainer.config.recipe import StudentSpec
-from ds_trainer.models.layers import encoder_layers, save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder, train_tokenizer
+from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import create_student
 
 TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import TextSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits

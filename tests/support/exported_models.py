@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
-from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.shrink import shrink
 
 TEXTS = ["the old apple", "a hammer and a saw and a drill", "some wren finch crow owl", "plum pear fig new file"]

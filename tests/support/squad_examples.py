@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_score import normalised
 

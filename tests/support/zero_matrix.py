@@ -26,7 +26,7 @@ from ds_trainer.config.recipe import GroupRule, Phase, parse_recipe
 from ds_trainer.config.schedules import lr_multiplier
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed

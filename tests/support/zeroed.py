@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ds_trainer.models.layers import rows_of
-from ds_trainer.models.shrunk_model import SIZES_OF, blocks_of, decisions_of, layers_of, sizes_of
+from ds_trainer.models.layers import SIZES_OF, blocks_of, decisions_of, layers_of, rows_of, sizes_of
 
 VOCABULARY = 64
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}

@@ -37,7 +37,7 @@ from transformers import BertConfig, BertModel
 from ds_trainer.cli.report import report_command
 from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import page as report_page
 from ds_trainer.tasks.lm import lm_text

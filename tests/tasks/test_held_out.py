@@ -15,7 +15,7 @@ from support.launching import SHARED
 from transformers import BertConfig, BertModel
 
 from ds_trainer.config.recipe import TextSpec, parse_task
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.text import docstrings

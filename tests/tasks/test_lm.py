@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 from ds_trainer.config import recipe
 from ds_trainer.config.task_specs import FAMILIES, Family, TaskBase, TextSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text.text_task import TextTask
 

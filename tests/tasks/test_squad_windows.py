@@ -12,7 +12,7 @@ from support.launching import SHARED
 from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
 
 from ds_trainer.config.task_specs import SquadSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, window_starts, windows

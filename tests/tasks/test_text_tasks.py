@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ds_trainer.config.recipe import TextSpec
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs, _normalised

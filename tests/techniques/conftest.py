@@ -8,7 +8,7 @@ from support.exit_models import randomise
 from support.exit_training import DEPTH, SENTENCES
 from transformers import BertConfig, BertForSequenceClassification
 
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from transformers import (
 
 from ds_trainer.config.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.models.layers import save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.shrink import kept, shrink
 from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks import losses

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.config.recipe import ExitsSpec
-from ds_trainer.models.layers import save_folder
+from ds_trainer.models.folders import save_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference

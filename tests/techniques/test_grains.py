@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,18 +11,19 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.tasks.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.prune.grains import Blocks, Columns, Rows, Turned
+from ds_trainer.techniques.prune.grains import Grain
 from ds_trainer.techniques.prune.masked import MaskedLinear
-from ds_trainer.techniques.prune.masks import GateMask, KeepLargest, KeepOfFour, KeepPassing, OpenGates
-from ds_trainer.techniques.prune.selection import Sizes
+from ds_trainer.techniques.prune.masks import GateMask
+from ds_trainer.techniques.prune.rules import decisions_above, largest_decisions, largest_of_four, open_gates
+from ds_trainer.techniques.prune.selection import AllowedCounts
 
 OUT, IN = 16, 24
 GRAINS = {
-    "row": Rows(OUT, IN),
-    "column": Columns(OUT, IN),
-    "head": Columns(OUT, IN, 6),
-    "block": Blocks(OUT, IN, 4, 8),
-    "ragged": Blocks(OUT, IN, 5, 7),
+    "row": (1, None),
+    "column": (None, 1),
+    "head": (None, 6),
+    "block": (4, 8),
+    "ragged": (5, 7),
 }
 
 
@@ -40,7 +43,7 @@ def spread(name: str, gates: torch.Tensor) -> torch.Tensor:
 def make(name: str, plain: type[nn.Module], penalty: str | None = None, scored: bool = True) -> MaskedLinear:
     torch.manual_seed(0)
     linear = nn.Linear(IN, OUT) if plain is nn.Linear else Conv1D(OUT, IN)
-    grain = GRAINS[name] if plain is nn.Linear else Turned(GRAINS[name])
+    grain = Grain(OUT, IN, *GRAINS[name], turned=plain is Conv1D)
     return MaskedLinear(linear, torch.randn(grain.shape) if scored else None, penalty, grain)
 
 
@@ -56,7 +59,7 @@ def test_output_and_gradients_equal_plain_autograd(name, penalty, plain):
     """Output, penalty and the gradients of input, weight and scores are those of W * gates in plain autograd."""
     layer = make(name, plain, penalty)
     size = layer.mask_scores.numel()
-    layer.plan(KeepLargest(size // 2, Sizes()))
+    layer.set_rule(partial(largest_decisions, count=size // 2, allowed=AllowedCounts()))
     hidden = torch.randn(5, 7, IN, requires_grad=True)
     out = layer(hidden)
     (out.square().sum() + (layer.penalty * 3 if penalty else 0)).backward()
@@ -83,7 +86,7 @@ def test_output_and_gradients_equal_plain_autograd(name, penalty, plain):
 def test_gates_with_noise_have_their_gradient(name):
     """Hard-concrete gates of decisions: output and the scores' gradient are autograd's with the forward's own noise."""
     layer = make(name, nn.Linear)
-    layer.plan(OpenGates(seed=7))
+    layer.set_rule(partial(open_gates, seed=7))
     hidden = torch.randn(9, IN)
     out = layer(hidden)
     out.square().sum().backward()
@@ -116,7 +119,7 @@ def test_magnitude_is_the_root_mean_square_of_a_decisions_weights(name, plain):
 def test_autocast_computes_in_its_dtype(plain):
     """Under bf16 autocast the output is bf16, and the gradients of parameters are fp32."""
     layer = make("head", plain)
-    layer.plan(KeepLargest(2, Sizes()))
+    layer.set_rule(partial(largest_decisions, count=2, allowed=AllowedCounts()))
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(torch.randn(4, IN))
     out.float().sum().backward()
@@ -127,7 +130,7 @@ def test_autocast_computes_in_its_dtype(plain):
 def test_nothing_of_the_weights_size_is_kept_between_forward_and_backward():
     """Autograd keeps the layer's input and its parameters alone."""
     layer = make("head", nn.Linear)
-    layer.plan(KeepLargest(2, Sizes()))
+    layer.set_rule(partial(largest_decisions, count=2, allowed=AllowedCounts()))
     own, kept = {p.data_ptr() for p in layer.parameters()}, []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +147,7 @@ def test_nothing_of_the_weights_size_is_kept_between_forward_and_backward():
 def test_so_many_of_every_four_inputs_are_kept(inputs_at, shape, count):
     """Of four neighbouring inputs the largest, and of ties the first: as a sort of every four has it."""
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).round()
-    gates = KeepOfFour(count, inputs_at)(scores).gates
+    gates = largest_of_four(scores, count, inputs_at).gates
     by_output = (lambda values: values) if inputs_at else torch.Tensor.t
     for row, kept in zip(by_output(scores), by_output(gates), strict=True):
         for four, own in zip(row.split(4), kept.split(4), strict=True):
@@ -155,12 +158,12 @@ def test_so_many_of_every_four_inputs_are_kept(inputs_at, shape, count):
 @pytest.mark.parametrize(
     ("sizes", "whole", "counts"),
     [
-        (Sizes(), 10, {0: 0, 3: 3, 10: 10}),
-        (Sizes(least=2), 10, {0: 2, 1: 2, 5: 5}),
-        (Sizes(least=4), 3, {0: 3, 2: 3}),
-        (Sizes(multiple=8), 40, {0: 0, 1: 8, 11: 8, 12: 16, 39: 40, 40: 40}),
-        (Sizes(multiple=8), 20, {1: 8, 13: 16, 19: 16, 20: 20}),
-        (Sizes(multiple=16), 12, {0: 0, 1: 12, 12: 12}),
+        (AllowedCounts(), 10, {0: 0, 3: 3, 10: 10}),
+        (AllowedCounts(least=2), 10, {0: 2, 1: 2, 5: 5}),
+        (AllowedCounts(least=4), 3, {0: 3, 2: 3}),
+        (AllowedCounts(multiple=8), 40, {0: 0, 1: 8, 11: 8, 12: 16, 39: 40, 40: 40}),
+        (AllowedCounts(multiple=8), 20, {1: 8, 13: 16, 19: 16, 20: 20}),
+        (AllowedCounts(multiple=16), 12, {0: 0, 1: 12, 12: 12}),
     ],
 )
 def test_numbers_are_rounded_to_what_may_be_kept(sizes, whole, counts):
@@ -169,12 +172,11 @@ def test_numbers_are_rounded_to_what_may_be_kept(sizes, whole, counts):
     assert found == counts
 
 
-@pytest.mark.parametrize(("of_sigmoid", "threshold"), [(False, 0.1), (True, 0.6)])
-def test_decisions_pass_a_threshold(of_sigmoid, threshold):
+def test_decisions_pass_a_threshold():
     """Those above are kept, and where too few are, the largest; ties in memory order."""
     scores = torch.randn(400, generator=torch.Generator().manual_seed(0))
-    kept = KeepPassing(threshold, of_sigmoid, 0.005, Sizes())(scores)
-    assert torch.equal(kept.gates, (scores.sigmoid() if of_sigmoid else scores) > threshold)
-    few = KeepPassing(9.0, False, 0.005, Sizes())(torch.zeros(400))
+    kept = decisions_above(scores, 0.1, 0.005, AllowedCounts())
+    assert torch.equal(kept.gates, scores > 0.1)
+    few = decisions_above(torch.zeros(400), 9.0, 0.005, AllowedCounts())
     assert isinstance(few, GateMask)
     assert few.gates.nonzero().flatten().tolist() == [0, 1]

@@ -8,7 +8,7 @@ from support.prune_phases import make_model
 
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.models.layers import encoder_linears
-from ds_trainer.run import _check_is_elementwise
+from ds_trainer.phase import _check_is_elementwise
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.technique import Clock
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.tasks.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.prune.grains import Rows
+from ds_trainer.techniques.prune.grains import Grain
 from ds_trainer.techniques.prune.masked import MaskedLinear
-from ds_trainer.techniques.prune.masks import HardMask, KeepAbove, KeepLargest, KeepShare, OpenGates, SoftMask
-from ds_trainer.techniques.prune.selection import Cut, Sizes
+from ds_trainer.techniques.prune.masks import HardMask, SoftMask
+from ds_trainer.techniques.prune.rules import largest_decisions, largest_weights, open_gates, weights_above
+from ds_trainer.techniques.prune.selection import AllowedCounts, Cut
 
 
 class StraightThrough(torch.autograd.Function):
@@ -57,7 +59,7 @@ def reference_mask(scores: torch.Tensor, share: float) -> torch.Tensor:
 def test_output_and_gradients_equal_plain_autograd(penalty, bias):
     """Forward and all four gradients are those of W * straight_through(mask) in plain autograd."""
     layer = make_layer(penalty=penalty, bias=bias)
-    layer.plan(KeepShare(0.3))
+    layer.set_rule(partial(largest_weights, count=115))
     hidden = torch.randn(5, 7, 24, requires_grad=True)
     out = layer(hidden)
     loss = out.square().sum() + (layer.penalty * 3 if penalty else 0)
@@ -86,7 +88,7 @@ def test_a_conv1d_computes_as_the_linear_layer_it_transposes(penalty):
     hidden.append(hidden[0].detach().clone().requires_grad_())
     outs = []
     for layer, x in zip((linear, conv), hidden, strict=True):
-        layer.plan(KeepShare(0.3))
+        layer.set_rule(partial(largest_weights, count=115))
         outs.append(layer(x))
         (outs[-1].square().sum() + (layer.penalty * 3 if penalty else 0)).backward()
     torch.testing.assert_close(outs[1], outs[0])
@@ -103,7 +105,7 @@ def test_a_conv1d_computes_as_the_linear_layer_it_transposes(penalty):
 def test_a_conv1d_folds_to_a_conv1d():
     """The folded layer is a plain Conv1D with the asked share of zeros, also where all scores are equal."""
     conv = MaskedLinear(Conv1D(16, 24), torch.zeros(24, 16), None).eval()
-    conv.plan(KeepShare(0.25))
+    conv.set_rule(partial(largest_weights, count=96))
     hidden = torch.randn(3, 24)
     plain = conv.folded()
     assert type(plain) is Conv1D
@@ -115,7 +117,7 @@ def test_a_conv1d_folds_to_a_conv1d():
 def test_gates_and_autocast_work_on_a_conv1d():
     """Hard-concrete gates of a Conv1D under bf16 autocast: bf16 out, fp32 gradients for weight and scores."""
     _, conv = make_conv()
-    conv.plan(OpenGates(seed=7))
+    conv.set_rule(partial(open_gates, seed=7))
     with torch.autocast("cpu", torch.bfloat16):
         out = conv(torch.randn(4, 24))
     out.float().square().sum().backward()
@@ -127,7 +129,7 @@ def test_gates_and_autocast_work_on_a_conv1d():
 def test_magnitude_masks_by_the_weight_itself():
     """Without scores the largest weights by magnitude stay, and only they get a gradient."""
     layer = make_layer(scored=False)
-    layer.plan(KeepShare(0.25))
+    layer.set_rule(partial(largest_weights, count=96))
     hidden = torch.randn(3, 24)
     layer(hidden).sum().backward()
     mask = reference_mask(layer.weight.detach().abs(), 0.25)
@@ -139,7 +141,7 @@ def test_magnitude_masks_by_the_weight_itself():
 def test_gates_have_their_gradient_and_the_same_noise_both_ways():
     """Hard-concrete gates: the gradient of the scores is autograd's with the forward's own noise."""
     layer = make_layer()
-    layer.plan(OpenGates(seed=7))
+    layer.set_rule(partial(open_gates, seed=7))
     hidden = torch.randn(9, 24)
     out = layer(hidden)
     out.square().sum().backward()
@@ -155,7 +157,7 @@ def test_gates_have_their_gradient_and_the_same_noise_both_ways():
 def test_gates_are_noisy_in_training_and_still_at_evaluation():
     """Two training forwards differ, two evaluations do not."""
     layer = make_layer()
-    layer.plan(OpenGates(seed=7))
+    layer.set_rule(partial(open_gates, seed=7))
     hidden = torch.randn(2, 24)
     assert not torch.equal(layer(hidden), layer(hidden))
     layer.eval()
@@ -163,19 +165,18 @@ def test_gates_are_noisy_in_training_and_still_at_evaluation():
     torch.testing.assert_close(layer.folded()(hidden), layer(hidden))
 
 
-@pytest.mark.parametrize(("threshold", "of_sigmoid"), [(0.1, False), (0.6, True), (0.0, True), (1.0, True)])
-def test_thresholds_compare_scores_or_their_sigmoid(threshold, of_sigmoid):
-    """The kept share is that of scores (or sigmoid of scores) above the threshold, at least 0.5% of the matrix."""
+def test_a_threshold_keeps_what_is_above_and_half_a_percent_at_least():
+    """The kept share is that of scores above the threshold; where it is too small, the largest are kept."""
     scores = torch.randn(40, 50, generator=torch.Generator().manual_seed(3))
-    above = int(((scores.sigmoid() if of_sigmoid else scores) > threshold).sum())
-    assert KeepAbove(threshold, of_sigmoid)(scores).kept == max(above, 10)
+    assert weights_above(scores, 0.1).kept == int((scores > 0.1).sum())
+    assert weights_above(scores, math.inf).kept == 10
 
 
 def test_ties_are_kept_in_memory_order():
     """Where all scores are equal exactly the asked share is kept, in fp32 and bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         scores = torch.zeros(30, 40, dtype=dtype)
-        mask = KeepShare(0.15)(scores)
+        mask = largest_weights(scores, 180)
         ones = mask.times(torch.ones_like(scores), scores)
         assert int(ones.sum(dtype=torch.float32)) == mask.kept == 180
         assert bool((ones.flatten()[:180] == 1).all())
@@ -184,7 +185,7 @@ def test_ties_are_kept_in_memory_order():
 def test_the_masked_weight_is_not_kept_between_forward_and_backward():
     """Autograd keeps the layer's input and its parameters, no buffer of the weight's size."""
     layer = make_layer(penalty="l1")
-    layer.plan(KeepShare(0.5))
+    layer.set_rule(partial(largest_weights, count=192))
     own = {p.data_ptr() for p in layer.parameters()}
     kept: list[torch.Tensor] = []
 
@@ -201,7 +202,7 @@ def test_the_masked_weight_is_not_kept_between_forward_and_backward():
 def test_autocast_computes_in_its_dtype_and_keeps_fp32_gradients():
     """Under bf16 autocast the output is bf16, equal to F.linear's there, and parameters' gradients are fp32."""
     layer = make_layer()
-    layer.plan(KeepShare(0.5))
+    layer.set_rule(partial(largest_weights, count=192))
     hidden = torch.randn(4, 24)
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(hidden)
@@ -212,7 +213,7 @@ def test_autocast_computes_in_its_dtype_and_keeps_fp32_gradients():
 
 
 def test_the_mask_is_found_once_a_step():
-    """The rule is asked at the first forward after plan() only, in training, evaluation and folding alike."""
+    """The rule is asked at the first forward after set_rule() only, in training, evaluation and folding alike."""
     asked = []
 
     def rule(scores):
@@ -220,30 +221,30 @@ def test_the_mask_is_found_once_a_step():
         return HardMask(Cut(0.0, 0, int((scores > 0).sum())))
 
     layer = make_layer()
-    layer.plan(rule)
+    layer.set_rule(rule)
     for _ in range(3):
         layer(torch.randn(2, 24))
     layer.eval()
     layer(torch.randn(2, 24))
     layer.folded()
     assert len(asked) == 1
-    layer.plan(rule)
+    layer.set_rule(rule)
     layer(torch.randn(2, 24))
     assert len(asked) == 2
 
 
 @torch.no_grad()
 def test_an_evaluation_masks_once_and_follows_the_next_step():
-    """The masked weight is kept between batches of an evaluation, and made anew after the next plan()."""
+    """The masked weight is kept between batches of an evaluation, and made anew after the next set_rule()."""
     layer = make_layer().eval()
-    layer.plan(KeepShare(0.5))
+    layer.set_rule(partial(largest_weights, count=192))
     hidden = torch.randn(2, 24)
     first = layer(hidden)
-    kept = layer.evaluation_weight
+    kept = layer.step_mask.evaluation_weight
     assert layer(hidden).equal(first)
-    assert layer.evaluation_weight is kept
+    assert layer.step_mask.evaluation_weight is kept
     layer.weight.mul_(2)
-    layer.plan(KeepShare(0.5))
+    layer.set_rule(partial(largest_weights, count=192))
     torch.testing.assert_close(layer(hidden) - layer.bias, 2 * (first - layer.bias))
 
 
@@ -253,7 +254,7 @@ def test_a_frozen_weight_gets_no_gradient():
     frozen.weight.requires_grad_(False)
     hidden = torch.randn(4, 24)
     for each in (layer, frozen):
-        each.plan(KeepShare(0.5))
+        each.set_rule(partial(largest_weights, count=192))
         each(hidden).square().sum().backward()
     assert frozen.weight.grad is None
     torch.testing.assert_close(frozen.mask_scores.grad, layer.mask_scores.grad)
@@ -262,7 +263,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_soft_mask_counts_open_gates():
     """`kept` is the number of gates above 0 at evaluation."""
     scores = torch.randn(50, 60) * 3
-    mask = OpenGates(1)(scores)
+    mask = open_gates(scores, seed=1)
     assert isinstance(mask, SoftMask)
     assert mask.kept == int((hard_concrete(scores, None) > 0).sum())
 
@@ -270,7 +271,7 @@ def test_soft_mask_counts_open_gates():
 def test_an_evaluation_sees_the_weights_of_today():
     """The masked weight that an evaluation keeps is not used by the next, though nothing was planned in between."""
     layer, hidden = make_layer(), torch.randn(3, 24)
-    layer.plan(KeepShare(0.5))
+    layer.set_rule(partial(largest_weights, count=192))
     for mode in (True, False, True):
         layer.train(mode)
         with torch.set_grad_enabled(mode):
@@ -298,7 +299,7 @@ def test_the_penaltys_gradient_is_rounded_once(shape, dtype, kind):
     scores = torch.zeros(shape, dtype=dtype)
     scores[0, :4] = torch.tensor([2.197, -3.0, 1.0, -0.5])
     layer = MaskedLinear(nn.Linear(*shape[::-1], bias=False, dtype=dtype), scores, kind)
-    layer.plan(KeepAbove(-math.inf, of_sigmoid=False))
+    layer.set_rule(partial(weights_above, threshold=-math.inf))
     layer(torch.zeros(1, shape[1], dtype=dtype))
     penalty, exact = layer.penalty, exact_slope(scores[0, :5], kind) * 5 / scores.numel()
     for scale in (1.0, 1024.0, 65536.0):
@@ -310,13 +311,15 @@ def test_the_penaltys_gradient_is_rounded_once(shape, dtype, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rule", [KeepShare(0.5), OpenGates(3)], ids=["cut", "gates"])
+@pytest.mark.parametrize(
+    "rule", [partial(largest_weights, count=100_000), partial(open_gates, seed=3)], ids=["cut", "gates"]
+)
 def test_a_penalty_under_the_rounding_of_the_loss_is_not_lost(rule, dtype):
     """The mean over 200,000 scores has the penalty's part, where each score's other part rounds by more than it is."""
     torch.manual_seed(0)
     linear = nn.Linear(400, 500, bias=False, dtype=dtype)
     layer = MaskedLinear(linear, torch.full((500, 400), 0.5, dtype=dtype), "l1")
-    layer.plan(rule)
+    layer.set_rule(rule)
     hidden = torch.full((1, 400), 1.1, dtype=dtype)  # its products are no numbers of this dtype
     scale = 2.0**-9 * 4e4 if dtype == torch.bfloat16 else 2.0**-9 * 5e3  # a tenth of the rounding of most products
     out = layer(hidden)
@@ -336,8 +339,8 @@ def test_a_decisions_gradient_in_fp16_is_that_of_fp64(scale):
     linear = nn.Linear(3072, 64, bias=False, dtype=torch.float16)
     with torch.no_grad():
         linear.weight.copy_(torch.rand(64, 3072) * 1e-3)
-    layer = MaskedLinear(linear, torch.zeros(64, dtype=torch.float16), None, Rows(64, 3072))
-    layer.plan(KeepLargest(64, Sizes()))
+    layer = MaskedLinear(linear, torch.zeros(64, dtype=torch.float16), None, Grain(64, 3072, 1, None))
+    layer.set_rule(partial(largest_decisions, count=64, allowed=AllowedCounts()))
     hidden = torch.full((1, 3072), 2.0**-14, dtype=torch.float16)
     layer(hidden).backward(torch.full((1, 64), scale, dtype=torch.float16))
     exact = linear.weight.detach().double().sum(1) * 2.0**-14 * scale

@@ -132,11 +132,11 @@ def test_global_threshold_is_held_between_refreshes():
     """With a refresh every 4 steps the cut changes at 0, 4, 8 and at the phase's end only."""
     prune = make_prune(global_topk=True, global_topk_frequency_compute=4, mask_init="kaiming", final_threshold=0.1)
     prune.attach(make_model("bert"))
-    rules = []
+    masks = []
     for step in range(11):
         prune.on_step(step)
-        rules.append(next(iter(prune.layers.values())).rule)
-    changed = [step for step in range(1, 11) if rules[step] is not rules[step - 1]]
+        masks.append(next(iter(prune.layers.values())).mask)
+    changed = [step for step in range(1, 11) if masks[step] is not masks[step - 1]]
     assert changed == [4, 8, 10]
 
 

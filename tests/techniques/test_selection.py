@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.techniques.prune.selection import (
+    AllowedCounts,
     Cut,
-    Sizes,
     cut_at,
     just_below,
     largest_within,
@@ -101,7 +101,7 @@ def test_the_largest_within_a_budget(share, least, multiple):
     values = [torch.randn(size, generator=generator) for size in (40, 20, 32)]
     values[1] -= 100
     costs = [torch.full_like(chunk, cost) for chunk, cost in zip(values, (1.0, 5.0, 2.0), strict=True)]
-    sizes = Sizes(least, multiple)
+    sizes = AllowedCounts(least, multiple)
     gates = largest_within(values, costs, [sizes] * 3, share * 204)
     spent = sum(float(cost[gate].sum()) for cost, gate in zip(costs, gates, strict=True))
     lowest = sum(sizes.lowest(len(cost)) * float(cost[0]) for cost in costs)
@@ -128,7 +128,7 @@ def test_nan_is_refused_not_ranked():
     values = [torch.tensor([1.0, torch.nan]), torch.ones(2)]
     for refuse in (
         lambda: standardised(values),
-        lambda: largest_within(values, values, [Sizes()] * 2, 1.0),
+        lambda: largest_within(values, values, [AllowedCounts()] * 2, 1.0),
     ):
         with pytest.raises(NonFiniteLossError, match="the scores hold NaN"):
             refuse()

@@ -11,7 +11,7 @@ from support.distill_files import lm_files, squad_files
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
 from ds_trainer.config.recipe import DistillSpec, parse_task
-from ds_trainer.models.layers import train_tokenizer
+from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.technique import Clock

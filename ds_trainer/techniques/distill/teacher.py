@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.recipe import DistillSpec
-from ds_trainer.models.shrunk_model import FIELD
+from ds_trainer.models.layers import FIELD
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch, Task
 

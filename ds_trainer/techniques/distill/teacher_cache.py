@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_trainer.models.layers import folder_hash
+from ds_trainer.models.folders import folder_hash
 from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError

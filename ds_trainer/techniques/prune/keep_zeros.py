@@ -1,7 +1,7 @@
-"""Train a pruned model further without its zeros coming back: they get no gradient.
+"""Train a pruned model further while its zeros stay: they get no gradient.
 
-For unstructured models: what a structured cut left is dense. A weight that is zero and never has a gradient stays zero
-under every optimizer that works elementwise, its moments and its weight decay included.
+For unstructured models, since what a structured cut leaves is dense. A weight that is zero and never has a gradient
+stays zero under every optimizer that works elementwise, its moments and its weight decay included.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class KeepZeros(Technique):
     """Keeps the zeros that the linear layers of the encoder have at the start."""
 
     name: ClassVar[str] = "keep_zeros"
+    Spec = bool
 
     def __init__(self, spec: bool, clock: Clock, task: Task) -> None:
         self.density = 1.0
@@ -36,7 +37,7 @@ class KeepZeros(Technique):
         return model
 
     def start(self, device: torch.device) -> None:
-        """Raises ValueError where the model has no zeros to keep: earlier another may stand in for it."""
+        """Raise UserError where the model has no zeros: here, since in `attach` another may stand in for it."""
         if self.density == 1:
             raise UserError(
                 "keep_zeros: the linear layers of the model's encoder have no zeros to keep: start from a pruned "
@@ -48,7 +49,7 @@ class KeepZeros(Technique):
 
 
 def _masked(mask: list[Tensor], gradient: Tensor) -> Tensor:
-    """The gradient without that of the zeros. The list holds one mask, which follows the gradient to its device."""
+    """Return the gradient with zeros where the weight is zero. The list holds one mask, moved once to its device."""
     if mask[0].device != gradient.device:
         mask[0] = mask[0].to(gradient.device)
     return torch.where(mask[0], gradient, 0)

@@ -1,17 +1,19 @@
-"""A linear layer whose weights are masked: exactly, by a cut through its scores, or softly, by hard-concrete gates.
+"""A linear layer whose weight is masked in the forward, and whose scores learn in the backward.
 
-The mask of a weight of scores is never stored in training: it is a comparison, made again where it is needed, so that
-a layer masked by its scores costs these and, while it computes, one more buffer of the size of its weight. Decisions
-on more than a weight are few: their gates are found once a step and kept, as those of 2:4 are, at a byte a weight.
-Evaluation keeps the masked weight. The penalty on the scores is computed in the layer's own forward and its gradient
-in the layer's own backward: there ZeRO-3 has the scores at hand.
+The mask of single weights is never stored in training: it is a comparison of the scores with a cut, made again wherever
+it is needed. So a masked layer costs its scores and, while it computes, one more buffer of the size of its weight. The
+gates of larger decisions are few, found once a step and stored, as those of 2:4 are, at a byte a weight.
 
-Which share is kept, and when, is not decided here.
+The penalty on the scores is computed in the layer's own forward, and its gradient in the layer's own backward, because
+there ZeRO-3 has gathered the scores anyway.
+
+Which scores are kept is decided in `rules.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,28 +23,29 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.models.layers import AnyLinear, rows_of
 from ds_trainer.tasks.losses import score_penalty, score_penalty_slope
 from ds_trainer.techniques.prune.grains import Grain
-from ds_trainer.techniques.prune.masks import DecisionMask, HardMask, Mask, MaskRule
+from ds_trainer.techniques.prune.masks import DecisionMask, GateMask, HardMask, Mask, Rule
 
 
-class Planned(NamedTuple):
-    """What `MaskedLinear.plan` says, and what the forwards since have made of it."""
+@dataclass
+class StepMask:
+    """A layer's mask during one optimizer step: how to find it, and what its forwards have made of it so far."""
 
-    rule: MaskRule | None = None
+    rule: Rule | None = None
     mask: Mask | None = None
     draws: int = 0
+    """How often noise was drawn: each training forward of the step has its own."""
     evaluation_weight: Tensor | None = None
 
 
 class MaskedLinear(nn.Linear):
-    """`linear` with its own parameters, and `mask_scores` unless scored by magnitude.
+    """A linear layer (or `Conv1D`) with the parameters of `linear`, and `mask_scores` unless magnitude scores it.
 
-    These have the weight's shape, or with a grain that of its decisions: what a decision is worth by magnitude is the
-    root mean square of its weights, unless `worth` says so of a block of several matrices.
+    The scores have the weight's shape or, with a grain, the shape of its decisions. Without `mask_scores`, a weight's
+    score is its magnitude, and a decision's the root mean square of its weights, unless `magnitudes` has that of a
+    block of several matrices.
 
-    That of a `Conv1D` keeps its weight as (in, out): what masks is elementwise, so only the products turn it.
-
-    `plan` is called once per optimizer step; the next forward finds the mask, when ZeRO-3 has gathered the scores, and
-    the following ones use it. `penalty` is the penalty of the latest forward, a scalar with gradient, or None.
+    `set_rule` is called once per optimizer step. The next forward finds the mask, when ZeRO-3 has gathered the scores,
+    and the following ones use it. `penalty` is the latest forward's penalty, a scalar with gradient, or None.
     """
 
     mask_scores: nn.Parameter | None
@@ -55,78 +58,93 @@ class MaskedLinear(nn.Linear):
         grain: Grain | None = None,
         sizes: Tensor | None = None,
     ) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # that of nn.Linear would allocate a second weight
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
+        """The weight stays in the layout of this class: masking is elementwise, only the products turn it."""
         self.out_features, self.in_features = rows_of(linear.weight, self.plain).shape
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.grain = grain
         self.sizes = grain.sizes() if grain is not None and sizes is None else sizes
-        """How many weights each decision is about, in this matrix and, as `sizes` says, others."""
-        self.worth: Tensor | None = None
+        """How many weights each decision is about, those in other matrices too."""
+        self.magnitudes: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
         self.penalty: Tensor | None = None
-        self.planned = Planned()
+        self.step_mask = StepMask()
 
     @property
-    def planned(self) -> Planned:
-        """To be put aside for another plan, and set again: what was found is not found anew."""
-        return Planned(self.rule, self.mask, self.draws, self.evaluation_weight)
-
-    @planned.setter
-    def planned(self, planned: Planned) -> None:
-        self.rule, self.mask, self.draws, self.evaluation_weight = planned
-
-    def plan(self, rule: MaskRule) -> None:
-        """Say how the next forward finds its mask."""
-        self.planned = Planned(rule)
+    def mask(self) -> Mask | None:
+        """The mask of this step, once a forward has found it."""
+        return self.step_mask.mask
 
     @property
     def covered(self) -> int:
-        """How many weights its mask is about."""
+        """How many weights the mask is about."""
         return self.weight_size if self.sizes is None else int(self.sizes.sum())
 
+    def set_rule(self, rule: Rule) -> None:
+        """Have the next forward find its mask by this rule."""
+        self.step_mask = StepMask(rule)
+
+    def hold(self, mask: Mask) -> None:
+        """Mask the weight by a mask that is already found, until it is replaced."""
+        self.step_mask = StepMask(mask=mask)
+
+    def hold_gates(self, gates: Tensor) -> None:
+        """As `hold`, from a bool for each decision."""
+        assert self.grain is not None
+        assert self.sizes is not None
+        gates = gates.view(self.grain.shape).to(self.weight.device)
+        self.hold(DecisionMask(GateMask(gates), self.grain, self.sizes, gates, spoilt=torch.tensor(False)))
+
     def scores(self) -> Tensor:
-        """What the cut goes through: the learned scores, or the magnitude of the weights or decisions."""
+        """Return what masks compare: the learned scores, or the magnitudes of the weights or decisions."""
         if self.mask_scores is not None:
             return self.mask_scores.detach()
         if self.grain is None or self.sizes is None:
             return self.weight.detach().abs()
-        if self.worth is not None:
-            return self.worth
+        if self.magnitudes is not None:
+            return self.magnitudes
         squares = self.grain.sums(self.weight.detach().float().square())
         return (squares / self.sizes.to(squares.device)).sqrt()
 
     def find_mask(self) -> Mask:
-        """The mask of this step; scores and weight must be at hand."""
-        if self.mask is None:
-            assert self.rule is not None, "plan() comes before the first forward"
-            self.mask = self._on_weights(self.rule(self.scores()))
-        self.draws += self.training
-        return self.mask.drawn(self.draws if self.training else None)
+        """Return the step's mask with the noise of this forward. Scores and weight must be gathered."""
+        step = self.step_mask
+        if step.mask is None:
+            assert step.rule is not None, "set_rule() comes before the first forward"
+            scores = self.scores()
+            step.mask = step.rule(scores)
+            if self.grain is not None and self.sizes is not None:
+                # read at the end of the step or later, when the optimizer may have changed the scores: so taken here
+                gates = step.mask.drawn(None).times(torch.ones_like(scores), scores) > 0
+                step.mask = DecisionMask(step.mask, self.grain, self.sizes, gates, scores.isnan().any())
+        step.draws += self.training
+        return step.mask.drawn(step.draws if self.training else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training and not torch.is_grad_enabled():
             return F.linear(hidden, rows_of(self._evaluation_weight(), self.plain), self.bias)
-        self.evaluation_weight = None  # this forward is of weights that will change
+        self.step_mask.evaluation_weight = None  # training changes the weight that an evaluation has masked
         how = (self.find_mask(), self.penalty_kind, self.plain)
-        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, *how)
+        out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, how)
         self.penalty = penalty if self.penalty_kind else None
         return out
 
     def _evaluation_weight(self) -> Tensor:
-        """The masked weight, made once an evaluation; at every forward under ZeRO-3, which is to spare the memory."""
-        if self.evaluation_weight is not None:
-            return self.evaluation_weight
+        """Mask the weight once an evaluation; under ZeRO-3, which is there to spare the memory, at every forward."""
+        step = self.step_mask
+        if step.evaluation_weight is not None:
+            return step.evaluation_weight
         weight = self.find_mask().times(self.weight, self.scores())
         if not hasattr(self.weight, "ds_id"):
-            self.evaluation_weight = weight
+            step.evaluation_weight = weight
         return weight
 
     @torch.no_grad()
     def folded(self) -> AnyLinear:
-        """A plain layer of the original's class with the masked weight, as it computes at evaluation."""
+        """Return a plain layer of the original's class with the masked weight, as the layer computes at evaluation."""
         with torch.device("meta"):
             linear = (
                 Conv1D(self.out_features, self.in_features)
@@ -138,34 +156,30 @@ class MaskedLinear(nn.Linear):
         linear.bias = self.bias
         return linear
 
-    def _on_weights(self, mask: Mask) -> Mask:
-        """A mask of the scores' shape as one of the weight."""
-        if self.grain is None or self.sizes is None:
-            return mask
-        scores = self.scores()
-        gates = mask.drawn(None).times(torch.ones_like(scores), scores)
-        return DecisionMask(mask, self.grain, self.sizes, gates > 0, scores.isnan().any())
+
+_How = tuple[Mask, str | None, type[nn.Module]]
+"""The mask, the kind of penalty, and the class of the plain layer."""
 
 
 class _MaskedLinear(torch.autograd.Function):
-    """(hidden (..., in), weight in the layout of `plain`, bias, scores) -> output (..., out), penalty ().
+    """(hidden (..., in), weight in the layout of the plain class, bias, scores) -> output (..., out), penalty ().
 
-    Saves its inputs only and masks the weight again in the backward: autograd would keep the masked weight of every
-    layer from forward to backward. Computes in the autocast dtype where autocast is on, as `F.linear` does.
+    Written by hand because plain autograd would keep the masked weight of every layer from forward to backward: a
+    second copy of the model. This saves only its inputs, of which weight and scores are the parameters themselves, and
+    masks again in the backward, which costs one elementwise pass.
+
+    That pass must see what the forward saw. The step's mask and its noise are the same objects, and the optimizer does
+    not touch parameters between the two. Under ZeRO-3 the saved tensors are the parameters, which the engine gathers
+    again before the module's backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scores: Tensor | None,
-        mask: Mask,
-        kind: str | None,
-        plain: type[nn.Module],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, how: _How
     ) -> tuple[Tensor, Tensor]:
+        mask, kind, plain = how
         device = hidden.device.type
+        # inside a custom function autocast casts nothing: compute in its dtype by hand, as F.linear would
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         ctx.save_for_backward(hidden, weight, scores)
         ctx.mask, ctx.kind, ctx.plain, ctx.dtype = mask, kind, plain, dtype
@@ -179,34 +193,32 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, penalty_gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, needs_scores = ctx.needs_input_grad[:4]
-        by = _scores_of(weight, scores, ctx.mask)
+        compared = _scores_of(weight, scores, ctx.mask)
         gradient = gradient.to(ctx.dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         hidden_gradient = weight_gradient = scores_gradient = None
         with torch.autocast(gradient.device.type, enabled=False):
             if needs_hidden:
-                masked = ctx.mask.times(weight, by).to(ctx.dtype)
+                masked = ctx.mask.times(weight, compared).to(ctx.dtype)
                 hidden_gradient = gradient.matmul(rows_of(masked, ctx.plain)).to(hidden.dtype)
-                del masked
+                del masked  # or the peak would be one matrix higher
             if needs_weight or needs_scores:
-                seen = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
-                weight_gradient = _weight_gradient(rows, seen, ctx.plain).to(weight.dtype)
-                del seen
+                # dL/d(masked weight), of which the weight gets the masked part and the scores all (straight-through)
+                inputs = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
+                turned = inputs.t().matmul(rows) if ctx.plain is Conv1D else rows.t().matmul(inputs)
+                weight_gradient = turned.to(weight.dtype)
+                del inputs, turned
             if needs_scores:
+                # times the incoming gradient, which has the loss scale, while still in fp32: see score_penalty_slope
                 penalty = score_penalty_slope(scores, ctx.kind).mul_(penalty_gradient) if ctx.kind else None
                 scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores, penalty)
-            weight_gradient = ctx.mask.times(weight_gradient, by) if needs_weight else None
+            weight_gradient = ctx.mask.times(weight_gradient, compared) if needs_weight else None
             bias_gradient = rows.sum(0).to(weight.dtype) if needs_bias else None
-        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None, None, None
-
-
-def _weight_gradient(gradient: Tensor, hidden: Tensor, plain: type[nn.Module]) -> Tensor:
-    """dL/dweight, contiguous in the weight's own layout, from (rows, out) and (rows, in)."""
-    return hidden.t().matmul(gradient) if plain is Conv1D else gradient.t().matmul(hidden)
+        return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None
 
 
 def _scores_of(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:
-    """What the mask compares; gates that were found by magnitude compare nothing any more."""
+    """Return what the mask compares. Stored gates compare nothing: the weight stands in without its magnitude."""
     if scores is not None:
         return scores
     return weight.abs() if isinstance(mask, HardMask) else weight

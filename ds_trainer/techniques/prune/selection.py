@@ -22,7 +22,6 @@ Chunks = Callable[[], Iterable[Tensor]]
 
 _SAMPLE = 8192
 _SLACK = 4.0  # standard deviations of a sampled quantile: a random sample misses once in 10,000 searches
-_EVERYTHING = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -35,22 +34,22 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The numbers of decisions that a matrix or block may keep: at least so many, and a multiple, or all."""
+class AllowedCounts:
+    """How many decisions a matrix or block may keep: at least so many, and a multiple, or all."""
 
     least: int = 0
     multiple: int = 1
 
-    def lowest(self, whole: int) -> int:
-        """The fewest of `whole` that may be kept."""
-        return min(whole, math.ceil(self.least / self.multiple) * self.multiple)
+    def lowest(self, total: int) -> int:
+        """The fewest of `total` that may be kept."""
+        return min(total, math.ceil(self.least / self.multiple) * self.multiple)
 
-    def nearest(self, count: Tensor, whole: int) -> Tensor:
-        """What to keep of `whole` in the place of `count`, a scalar; of some, at least one multiple."""
+    def nearest(self, count: Tensor, total: int) -> Tensor:
+        """The allowed count nearest to `count`, a scalar; at least one multiple unless it is 0."""
         rounded = (count + self.multiple // 2) // self.multiple * self.multiple
-        some = rounded.clamp(min(self.multiple, whole), whole)
-        kept = torch.where(count >= whole, whole, torch.where(count > 0, some, 0))
-        return kept.clamp(min=self.lowest(whole))
+        some = rounded.clamp(min(self.multiple, total), total)
+        kept = torch.where(count >= total, total, torch.where(count > 0, some, 0))
+        return kept.clamp(min=self.lowest(total))
 
 
 def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
@@ -66,7 +65,7 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
     low, high, dtype = _bracket(chunks, sum(sizes), k)
     above, inside = _split(chunks, low, high)
     if not 0 < k - sum(above) <= sum(part.numel() for part in inside):
-        above, inside = _split(chunks, *_EVERYTHING)  # the sample misled
+        above, inside = _split(chunks, -math.inf, math.inf)  # the sample misled: look at all values
     wanted = k - sum(above)
     joined = torch.cat(inside)
     if joined.numel() < wanted:
@@ -78,12 +77,12 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
 
 
 def diverged() -> NonFiniteLossError:
-    """The error of every rank, since all of them see the same scores."""
+    """Return the error to raise where scores hold NaN; every rank raises it, since all of them see the same scores."""
     return NonFiniteLossError("the scores hold NaN: the run has diverged; lower mask_scores_learning_rate")
 
 
 def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
-    """Keep what is above `threshold`, but never fewer than the `at_least` largest."""
+    """Return the cut that keeps the values above `threshold`, but never fewer than the `at_least` largest."""
     threshold = float(torch.tensor(threshold, dtype=values.dtype))
     kept = int((values > threshold).count_nonzero())
     if kept >= at_least:
@@ -92,39 +91,29 @@ def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """The place of each value, 0 for the largest and of equal ones for the first: int64, in the values' shape."""
+    """Number the values from 0 for the largest, and of equal ones for the first: int64, in the values' shape."""
     order = values.flatten().argsort(descending=True, stable=True)
-    found = torch.empty_like(order)
-    found[order] = torch.arange(len(order), device=order.device)
-    return found.view(values.shape)
-
-
-def recount(cut: Cut, values: Tensor) -> Cut:
-    """The same cut with `kept` counted anew, for values that have changed since."""
-    flat = values.flatten()
-    ties = int((flat[: cut.ties_end] == cut.threshold).count_nonzero())
-    return replace(cut, kept=int((flat > cut.threshold).count_nonzero()) + ties)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places.view(values.shape)
 
 
 def just_below(value: float, dtype: torch.dtype) -> float:
-    """The largest number of `dtype` under `value`: x > just_below(value) is x >= value."""
+    """Return the largest number of `dtype` below `value`: x > just_below(value) is x >= value."""
     if math.isinf(value):
         return value
     return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)))
 
 
 def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float, torch.dtype]:
-    """Values such that (low, high] very likely holds the k-th largest, and the chunks' dtype."""
+    """Return values such that (low, high] very likely holds the k-th largest, and the chunks' dtype."""
     stride = max(1, total // _SAMPLE) | 1  # odd, so that it does not fall in step with the width of a matrix
     parts = [chunk.detach().flatten()[::stride].clone() for chunk in chunks()]  # a view would keep the chunk alive
     sample = torch.cat(parts)
     dtype, count = sample.dtype, sample.numel()
     share = k / total
     slack = _SLACK * math.sqrt(count * share * (1 - share)) + 2
-    first, last = (
-        math.floor(share * count - slack),
-        math.ceil(share * count + slack),
-    )  # ranks from the largest
+    first, last = math.floor(share * count - slack), math.ceil(share * count + slack)  # places from the largest
     sample = sample.float()
     high = float(sample.kthvalue(count - first + 1).values) if first >= 1 else math.inf
     low = float(sample.kthvalue(count - last + 1).values) if last <= count else -math.inf
@@ -132,7 +121,7 @@ def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float, torch.dt
 
 
 def _split(chunks: Chunks, low: float, high: float) -> tuple[list[int], list[Tensor]]:
-    """For each chunk, how many values are above `high`, and, as fp32, those in (low, high]."""
+    """Return for each chunk how many values are above `high` and, as fp32, the values in (low, high]."""
     above, inside = [], []
     for chunk in chunks():
         values = chunk.detach().flatten()
@@ -162,49 +151,50 @@ def _cuts(chunks: Chunks, value: float, below: float, greater: list[int], ties: 
 
 
 def standardised(values: Sequence[Tensor]) -> list[Tensor]:
-    """All chunks' values less their common mean, in units of their common standard deviation; fp64, on the CPU.
+    """Subtract the common mean of all chunks and divide by their common standard deviation; fp64, on the CPU.
 
-    Zeros where all are alike.
+    Returns zeros where all values are equal.
     """
-    chunks = _sound(values)
+    chunks = _finite(values)
     joined = torch.cat([chunk.flatten() for chunk in chunks])
     mean, deviation = joined.mean(), joined.std(correction=0)
     return [(chunk - mean) / deviation if deviation > 0 else torch.zeros_like(chunk) for chunk in chunks]
 
 
 def largest_within(
-    values: Sequence[Tensor], costs: Sequence[Tensor], sizes: Sequence[Sizes], budget: float
+    values: Sequence[Tensor], costs: Sequence[Tensor], allowed: Sequence[AllowedCounts], budget: float
 ) -> list[Tensor]:
-    """Take the largest of all chunks' values until what they cost is as near to `budget` as can be: bools, on the CPU.
+    """Take the largest values of all chunks until their cost is as near to `budget` as it can be: bools, on the CPU.
 
-    Costs have the values' shapes. The lowest number that a chunk's sizes allow is taken whatever the budget; of the
-    rest only so many at a time as the multiple says, by their mean, and at the end what is left.
+    Costs have the values' shapes. The lowest count that a chunk allows is taken whatever the budget. Values beyond it
+    are taken in bundles of the chunk's multiple, in the order of a bundle's mean.
     """
-    chunks = _sound(values)
-    bundles = [_bundles(*each) for each in zip(chunks, costs, sizes, strict=True)]
+    chunks = _finite(values)
+    bundles = [_bundles(*each) for each in zip(chunks, costs, allowed, strict=True)]
     means, spent, certain = (torch.cat(parts) for parts in zip(*bundles, strict=True))
     order = means.masked_fill(certain, math.inf).argsort(descending=True, stable=True)
     taken = torch.empty(len(order), dtype=torch.bool)
+    # the half: a bundle that crosses the budget is taken where the total then misses it by less than without
     taken[order] = spent[order].cumsum(0) - spent[order] / 2 <= budget
     parts = (taken | certain).split([len(bundle[0]) for bundle in bundles])
-    kept = [int(part.sum()) * size.multiple for part, size in zip(parts, sizes, strict=True)]
-    return [ranks(chunk) < count for chunk, count in zip(chunks, kept, strict=True)]
+    counts = [int(part.sum()) * each.multiple for part, each in zip(parts, allowed, strict=True)]
+    return [ranks(chunk) < count for chunk, count in zip(chunks, counts, strict=True)]
 
 
-def _sound(values: Sequence[Tensor]) -> list[Tensor]:
-    """In fp64, on the CPU. RuntimeError where one is NaN."""
+def _finite(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the values in fp64 to the CPU. NonFiniteLossError where one is NaN: a sort would call it the largest."""
     chunks = [value.detach().double().cpu() for value in values]
     if any(bool(chunk.isnan().any()) for chunk in chunks):
         raise diverged()
     return chunks
 
 
-def _bundles(values: Tensor, cost: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Of values that are taken together, largest first: their mean, their cost, and whether they are taken anyway."""
+def _bundles(values: Tensor, cost: Tensor, allowed: AllowedCounts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean and the cost of each bundle, largest values first, and whether it is taken in any case."""
     order = values.flatten().argsort(descending=True, stable=True)
-    missing = -len(order) % sizes.multiple
+    missing = -len(order) % allowed.multiple
     sums, spent, counts = (
-        F.pad(each, (0, missing)).view(-1, sizes.multiple).sum(1)
+        F.pad(each, (0, missing)).view(-1, allowed.multiple).sum(1)
         for each in (values.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
     )
-    return sums / counts, spent, torch.arange(len(sums)) * sizes.multiple < sizes.lowest(len(order))
+    return sums / counts, spent, torch.arange(len(sums)) * allowed.multiple < allowed.lowest(len(order))

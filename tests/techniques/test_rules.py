@@ -55,6 +55,18 @@ def test_no_kind_is_emptied_for_one_of_larger_scores(larger, spec):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("granularity", ["weight", "neuron"])
+def test_a_threshold_is_compared_with_the_sigmoid_of_a_score(granularity):
+    """By the method sigmoied_threshold, whether a score is of a weight or of more."""
+    spec = {"pruning_method": "sigmoied_threshold", "mask_init": "uniform", "mask_scale": 5.0}
+    prune, model = pruned(granularity=granularity, final_threshold=0.6, **spec)
+    run(model)
+    for layer in prune.layers.values():
+        scores = layer.mask_scores.detach()
+        passing = layer.mask.open if granularity == "neuron" else layer.mask.times(torch.ones_like(scores), scores) > 0
+        assert torch.equal(passing, scores.sigmoid() > 0.6)
+
+
 def test_one_kind_alone_is_chosen_by_its_scores():
     """Over all layers, with layers of larger scores kept more: nothing is standardised."""
     prune = make_prune(granularity="head", target_flops=0.8, final_threshold=0.8, mask_init="uniform", mask_scale=1.0)
@@ -187,10 +199,10 @@ def test_the_view_at_the_final_threshold(spec):
         resumed = other.attach(make_model()).eval()
         other.resume(prune.state())
         assert [torch.equal(a, b) for a, b in zip(outputs(other, resumed, 5), (own, view), strict=True)] == [True, True]
-        before = prune._planned(), prune.state()
+        before = [layer.mask for layer in prune.layers.values()], prune.state()
         with pytest.raises(InterruptedError):
             prune.views(Forward(None, own, 0), stopped)
-        assert all(a[1] is b[1] for a, b in zip(prune._planned(), before[0], strict=True))
+        assert all(layer.mask is mask for layer, mask in zip(prune.layers.values(), before[0], strict=True))
         assert (prune.state(), plain.state()) == (before[1], before[1])
         assert prune.readings() == plain.readings()
         plain.on_step(10)

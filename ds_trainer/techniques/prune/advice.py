@@ -1,0 +1,69 @@
+"""What pruning warns of: a start that is not dense, a kind of decision that is gone everywhere, an end far off."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ds_trainer.config.prune_specs import BY_SHARE, PruneSpec
+from ds_trainer.tasks.losses import hard_concrete
+
+_LEAVE_STEPS = "lower initial_warmup or final_warmup, which leave the threshold no step to move in"
+_START_DENSE = {
+    "topK": _LEAVE_STEPS,
+    "magnitude": _LEAVE_STEPS,
+    "threshold": 'set mask_init to "constant", and mask_scale above initial_threshold by many steps of '
+    "mask_scores_learning_rate",
+    "sigmoied_threshold": "lower initial_threshold, or raise mask_scale",
+    "l0": 'set mask_init to "constant" and mask_scale to 2.197',
+}
+"""What to change, by method, where training does not start dense."""
+
+
+def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
+    """Warn, after one of the first two steps, where training did not start as dense as the recipe asks."""
+    by_share = spec.pruning_method in BY_SHARE
+    if spec.target is not None or (by_share and step > 0):  # the share moves after the first step
+        return None
+    expected, measured = spec.initial_threshold if by_share else 1.0, "the density is"
+    if spec.pruning_method == "l0":  # a density counts half-open gates as open
+        constant, measured = spec.mask_init == "constant", "the gates are open by"
+        density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5
+    if density >= expected - 0.1:
+        return None
+    return (
+        f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: "
+        f"{_START_DENSE[spec.pruning_method]}"
+    )
+
+
+def of_none(spec: PruneSpec, kind: str) -> str:
+    """Warn that no layer has a decision of this kind left: such a model no longer reads its text."""
+    threshold = "" if spec.pruning_method == "l0" else "final_threshold, or "
+    heads = ", or set min_heads" if kind == "head" else ""
+    return (
+        f"prune: no {kind} is left in any layer: lower {threshold}the weight of the penalty (final_lambda), or raise "
+        f"mask_scale{heads}"
+    )
+
+
+def of_end(spec: PruneSpec, density: float) -> str | None:
+    """Warn where the end is far from the share that the recipe asks for or, without one, far from any pruning."""
+    if spec.target is not None:
+        return None
+    ends, is_l0 = f"prune: the run ends at a density of {density:.1%}", spec.pruning_method == "l0"
+    if spec.pruning_method in BY_SHARE:
+        if math.isclose(density, spec.final_threshold, rel_tol=0.2):
+            return None
+        return (
+            f"{ends}, and final_threshold asks for {spec.final_threshold:.1%}: min_heads, multiple_of or the size of a "
+            "decision allow nothing nearer; lower them, or choose a finer granularity"
+        )
+    if density > 0.99:
+        penalty = f'set regularization to "{"l0" if is_l0 else "l1"}", and final_lambda'
+        return f"{ends}, next to no pruning: {'raise final_lambda' if spec.regularization else penalty}"
+    if density < 0.01:
+        scores = f"raise mask_scale or lower {'mask_scores_learning_rate' if is_l0 else 'final_threshold'}"
+        return f"{ends}, next to nothing: {'lower final_lambda' if spec.regularization else scores}"
+    return None

@@ -1,0 +1,219 @@
+"""Sites: the linear layers of a model that pruning masks, and the decisions that mask each.
+
+A decision is whatever is kept or dropped as one: a weight, a row, a column, a block, a head, a neuron. A decision on a
+head or a neuron is about all matrices of its block, but what a head or neuron computes enters only the block's outer
+matrix. With that matrix's columns masked it has no influence, and its other weights get no gradient. So only these
+columns are masked in training, and `clear` writes the other zeros at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ds_trainer.config.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
+from ds_trainer.models.layers import (
+    AnyLinear,
+    Block,
+    blocks_of,
+    decisions_of,
+    encoder_linears,
+    gathered,
+    in_features,
+    layers_of,
+    out_features,
+    rows_of,
+)
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.techniques.prune.grains import Grain
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear layer that is masked, made before the engine takes the model.
+
+    A site whose decisions are about a whole block has its prefix and `Block`, and in `inner` the block's other linear
+    layers by name.
+    """
+
+    name: str
+    linear: AnyLinear
+    granularity: str
+    grain: Grain | None
+    """None where a decision is a single weight."""
+    shape: tuple[int, ...]
+    """The shape of the scores."""
+    role: str
+    """The part of the name that the same matrix of every layer shares, or the kind of block."""
+    block: tuple[str, Block] | None = None
+    inner: Mapping[str, AnyLinear] = field(default_factory=dict)
+
+    @property
+    def block_name(self) -> str:
+        """The name under which its kept decisions are reported."""
+        return self.name if self.block is None else f"{self.block[0]}.{self.block[1].kind}"
+
+    def sizes(self) -> Tensor:
+        """Count each decision's weights, in all its matrices: int64 of the scores' shape, on the CPU."""
+        assert self.grain is not None
+        sizes = self.grain.sizes()
+        return sizes + sum(linear.weight.numel() for linear in self.inner.values()) // sizes.numel()
+
+    def magnitudes(self, outer: Tensor) -> Tensor:
+        """Return the root mean square of each decision's weights in all its matrices: (decisions,).
+
+        `outer` is the masked weight. Every rank takes part where the engine has partitioned the model.
+        """
+        assert self.grain is not None
+        with gathered(outer) as weight:
+            total, count = self.grain.sums(weight.float().square()), weight.numel()
+        for linear in self.inner.values():
+            with gathered(linear.weight) as weight:
+                total = total + self._by_decision(linear, weight).float().square().sum((0, 2, 3))
+                count += weight.numel()
+        return (total * (len(total) / count)).sqrt()
+
+    def clear(self, model: nn.Module, closed: Tensor) -> None:
+        """Write zeros in the inner linear layers of a whole model where decisions are `closed`: (decisions,), bool."""
+        for name in self.inner:
+            linear: Any = model.get_submodule(name)
+            self._by_decision(linear, linear.weight.detach())[:, closed] = 0
+            if linear.bias is not None:
+                linear.bias.detach().view(self._parts, len(closed), -1)[:, closed] = 0
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self.block is None else self.block[1].parts
+
+    def _by_decision(self, linear: AnyLinear, weight: Tensor) -> Tensor:
+        """View an inner weight as (parts, decisions, rows of one decision, in)."""
+        return rows_of(weight, type(linear)).unflatten(0, (self._parts, *self.shape, -1))
+
+
+def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
+    """Return the sites by names of linear layers, in the model's order. UserError where a key or bound cannot hold."""
+    linears = encoder_linears(model, spec.modules)
+    kinds = _kinds_of_linears(model)
+    chosen = {name: key for name in linears if (key := _key_of(name, kinds, spec.choices)) is not None}
+    for key, granularity in spec.choices.items():
+        # `_block_sites` raises its own error for heads and neurons of a family that is unknown
+        if key not in chosen.values() and (key in kinds.values() or granularity not in WHOLE_BLOCKS):
+            raise UserError(f"granularity: {_why_idle(key, model, kinds)}")
+    sites = {site.name: site for site in _block_sites(model, spec, chosen)}
+    for name, key in chosen.items():
+        if spec.choices[key] not in WHOLE_BLOCKS:
+            sites[name] = _matrix_site(name, linears[name], spec.choices[key], spec)
+    if not sites:
+        raise UserError(
+            f"granularity: {', '.join(spec.choices)} match nothing of {type(model).__name__} that can be pruned"
+        )
+    in_order = {name: sites[name] for name in encoder_linears(model) if name in sites}
+    _check_bounds(in_order, spec, len(layers_of(model)))
+    return in_order
+
+
+def _kinds_of_linears(model: nn.Module) -> dict[str, str]:
+    """Return the kind of block of each linear layer, in layers of a known family.
+
+    Where only the feed-forward block can be cut by decisions, all other linear layers are attention.
+    """
+    kinds = {}
+    for prefix, layer in layers_of(model).items():
+        blocks = blocks_of(layer)
+        known = {name: block.kind for block in blocks for name in (*block.inner, block.outer)}
+        for name, module in layer.named_modules() if blocks else ():
+            if isinstance(module, AnyLinear):
+                kinds[f"{prefix}.{name}"] = known.get(name, "attention")
+    return kinds
+
+
+def _key_of(name: str, kinds: Mapping[str, str], choices: Mapping[str, str]) -> str | None:
+    """Return the first key of the granularities that matches a linear layer."""
+    return next((key for key in choices if (kinds.get(name) == key if key in KINDS else fnmatchcase(name, key))), None)
+
+
+def _why_idle(key: str, model: nn.Module, kinds: Mapping[str, str]) -> str:
+    if key in KINDS and key not in kinds.values():
+        return f'it is not known which layers of {type(model).__name__} are "{key}": write name patterns instead'
+    return (
+        f'"{key}" decides nothing: each linear layer that it matches is matched by an earlier key, or not named by '
+        "modules, if it matches any. Put it first, name its layers in modules, or correct or drop it"
+    )
+
+
+def _block_sites(model: nn.Module, spec: PruneSpec, chosen: Mapping[str, str]) -> Iterator[Site]:
+    """Yield the sites of blocks that are pruned by heads or neurons, and that have any."""
+    for granularity, kind in WHOLE_BLOCKS.items():
+        if granularity not in spec.choices.values():
+            continue
+        blocks = [(prefix, layer, block) for prefix, layer in layers_of(model).items() for block in blocks_of(layer)]
+        if not any(block.kind == kind for _, _, block in blocks):
+            why = (
+                f"needs a model whose blocks are known, and {type(model).__name__} is none: choose row, column, block "
+                "or weight"
+                if not blocks
+                else f"cannot be cut out of {type(model).__name__}, whose heads share projections: prune its attention "
+                'by block, row, column or weight, e.g. {"attention": "block", "feed_forward": "neuron"}'
+            )
+            raise UserError(f"granularity: {granularity} {why}")
+        for prefix, layer, block in blocks:
+            names = [f"{prefix}.{name}" for name in (*block.inner, block.outer)]
+            others = [name for name in names if chosen.get(name) != kind]
+            count = decisions_of(block, layer, model.config)
+            if block.kind != kind or not count or len(others) == len(names):
+                continue
+            if others:
+                raise UserError(
+                    f"granularity: {granularity} is of all matrices of {prefix}'s {kind}, and modules or another key "
+                    f"of granularity takes {', '.join(others)} out: name all of them, or none"
+                )
+            *inner, outer = (model.get_submodule(name) for name in names)
+            grain = _grain(outer, None, in_features(outer) // count)
+            by_name = dict(zip(names[:-1], inner, strict=True))
+            yield Site(names[-1], outer, granularity, grain, grain.shape, kind, (prefix, block), by_name)
+
+
+def _matrix_site(name: str, linear: AnyLinear, granularity: str, spec: PruneSpec) -> Site:
+    """Return a site whose decisions are about one matrix."""
+    if granularity == "2:4" and in_features(linear) % 4:
+        raise UserError(
+            f"granularity 2:4: {name} has {in_features(linear)} inputs, which are no multiple of 4: leave it out of "
+            "modules, or choose another granularity for it"
+        )
+    role = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
+    cuts: dict[str, tuple[int | None, int | None]] = {
+        "row": (1, None),
+        "column": (None, 1),
+        "block": (spec.block_shape[0], spec.block_shape[1]),
+    }
+    if granularity not in cuts:
+        return Site(name, linear, granularity, None, tuple(linear.weight.shape), role)
+    grain = _grain(linear, *cuts[granularity])
+    return Site(name, linear, granularity, grain, grain.shape, role)
+
+
+def _grain(linear: Any, rows: int | None, columns: int | None) -> Grain:
+    return Grain(out_features(linear), in_features(linear), rows, columns, turned=isinstance(linear, Conv1D))
+
+
+def _check_bounds(sites: Mapping[str, Site], spec: PruneSpec, layers: int) -> None:
+    """Raise UserError where `min_heads` or `uniform` cannot hold on this model."""
+    for site in sites.values():
+        if site.granularity == "head" and site.shape[0] < spec.min_heads:
+            raise UserError(f"min_heads is {spec.min_heads}, and {site.block_name} has {site.shape[0]}: lower it")
+    by_role: dict[str, list[tuple[int, ...]]] = {}
+    for site in sites.values() if spec.uniform else ():
+        by_role.setdefault(site.role, []).append(site.shape)
+    for role, shapes in by_role.items():
+        if len(shapes) < layers or len({*shapes}) > 1:
+            sizes = ", ".join(sorted({"x".join(map(str, shape)) for shape in shapes}))
+            raise UserError(
+                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, of {sizes} decisions: prune it in all "
+                "layers, of a model whose layers are of one size, or set uniform to false"
+            )
