@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
+    from ds_trainer.cli.api import evaluate, load_model, shrink, train
+    from ds_trainer.config.recipe import Recipe
+    from ds_trainer.tasks.task import Task
+    from ds_trainer.techniques.technique import Technique
 
 __version__ = "0.1.0"
+__all__ = ["Recipe", "Task", "Technique", "evaluate", "load_model", "shrink", "train"]
+_MODULES = {
+    **dict.fromkeys(("evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),
+    "Recipe": "ds_trainer.config.recipe",
+    "Task": "ds_trainer.tasks.task",
+    "Technique": "ds_trainer.techniques.technique",
+}
 
 
-def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a folder that a run left, in evaluation mode, in fp32.
-
-    With exit heads in the folder, its forward exits early: `logits` (rows, classes), and `exit_layers` (rows,), the
-    layers that each sample went through. Raises ValueError where the folder holds no trained model. By default weights
-    are safetensors, and no code of the folder is run; `trust.py` says what the two permissions are.
-    """
-    from ds_trainer.config.trust import Trust, trusting
-    from ds_trainer.techniques.exits import early_exit
-
-    with trusting(Trust(allow_pickle, trust_remote_code)):
-        return early_exit.load_for_inference(folder)
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the checks of a command load no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ds_trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -24,15 +24,15 @@ from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evalua
 from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
-def evaluate_folder(job: EvaluateJob) -> None:
-    """Score a model folder, over all ranks, or a checkpoint; the scores are printed as JSON."""
+def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
+    """Score a model folder, over all ranks, or a checkpoint; return the scores by name."""
     with joined(), contextlib.ExitStack() as until_scored:
         for saved in job.checkpoints:
             folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
             job = job.model_copy(update={"model": str(folder)})
         scores, files = _scored(job)
-        print_json(scores)
         distributed.on_main(lambda: _write_evaluation(job, scores, files))
+    return scores
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:

@@ -49,6 +49,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"{name}.py", description=description, allow_abbrev=False)
 
+    def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
+        """Parse, and load the plugins that are named, before anything is read that may need them."""
+        flags, unknown = super().parse_known_args(*arguments, **more)
+        if getattr(flags, "plugin", None):
+            from ds_trainer.plugins import load_plugin  # loads torch, which a plugin needs anyway
+
+            for name in flags.plugin:
+                load_plugin(name)
+        return flags, unknown
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().strip()}")
 

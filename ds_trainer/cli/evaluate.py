@@ -23,10 +23,14 @@ from ds_trainer.tasks.registry import check_data_files
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Score a model folder or checkpoints."""
     job = read_evaluate_job(arguments)
+    from ds_trainer.ranks.joining import print_json
     from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
-        (evaluate_checkpoints if job.all_checkpoints else evaluate_folder)(job)
+        if job.all_checkpoints:
+            evaluate_checkpoints(job)
+        else:
+            print_json(evaluate_folder(job))
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:

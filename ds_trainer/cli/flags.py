@@ -38,6 +38,7 @@ def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")
     write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
     add("--allow_write", action="append", default=[], metavar="DIR", help=write)
+    add("--plugin", action="append", default=[], metavar="MODULE", help="tasks and techniques of your own (plugins.py)")
     add_trust_flags(parser)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it

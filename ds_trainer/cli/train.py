@@ -39,7 +39,7 @@ _FIELDS = {
 def train_command(arguments: Sequence[str]) -> None:
     """Check everything, then train."""
     if "--recipe_schema" in arguments:
-        print(recipe_schema())
+        _print_schema(arguments)
         return
     job = read_train_job(arguments)
     os.environ.update(environment_of(job.engine_config, job.output))
@@ -120,6 +120,13 @@ def train_parser() -> argparse.ArgumentParser:
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
+
+
+def _print_schema(arguments: Sequence[str]) -> None:
+    """Print the recipe's JSON schema, with the tasks and techniques of the plugins that the command names."""
+    add_common_flags(parser := Parser("train", ""), "")
+    parser.parse_known_args(list(arguments))
+    print(recipe_schema())
 
 
 def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
-from ds_trainer.config.recipe import Recipe, TaskSpec
+from ds_trainer.config.recipe import Recipe
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
+from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.config.trust import Trust
 from ds_trainer.ranks.failures import UserError
 
@@ -49,7 +50,7 @@ class TaskJob(Job):
 
     model: str
     """A model folder or hub name."""
-    task: TaskSpec
+    task: TaskBase
     batch_size: Count
     cache_dir: str | None
 
@@ -121,7 +122,7 @@ class ExportJob(Job):
     """The program that wrote the folder, where it is neither this one nor transformers."""
     threshold: float | None
     """The threshold at which a masked BERT is folded."""
-    task: TaskSpec | None
+    task: TaskBase | None
     """The task to take inputs from, and to score on."""
     batch_size: Count
     cache_dir: str | None
@@ -153,7 +154,7 @@ class BenchmarkJob(Job):
     batch_sizes: Counts
     seconds: Annotated[float, Field(gt=0)]
     """For the calls of all folders at one setting."""
-    task: TaskSpec | None
+    task: TaskBase | None
     eval_batch_size: Count
     cache_dir: str | None
     output: Path | None

@@ -238,7 +238,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
 
 def parse_task(data: dict[str, Any]) -> TaskSpec:
     """Check a task by itself, as the evaluation of a model folder needs it."""
-    return _parse(_LoneTask, {"task": data}, "").task
+    return _parse(TaskParser, {"task": data}, "").task
 
 
 def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
@@ -255,7 +255,9 @@ def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
 
 
-class _LoneTask(Strict):
+class TaskParser(Strict):
+    """A task by itself."""
+
     task: AnyTask
 
 

@@ -6,6 +6,7 @@ that comes first would read the addresses of dead processes there, and the notic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -23,7 +24,8 @@ def register() -> None:
     """Register INIT_METHOD with torch."""
     from torch.distributed import register_rendezvous_handler
 
-    register_rendezvous_handler("attempt", _rendezvous)
+    with contextlib.suppress(RuntimeError):  # a notebook's second run has it already
+        register_rendezvous_handler("attempt", _rendezvous)
 
 
 def _rendezvous(url: str, *, timeout: timedelta, **options: Any) -> Iterator[tuple[Any, int, int]]:

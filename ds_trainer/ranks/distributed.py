@@ -129,12 +129,13 @@ def building_kernels() -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group, so that another run of this process can join a new one."""
+    import deepspeed
     import torch.distributed as dist
 
     _host_group.cache_clear()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        deepspeed.comm.destroy_process_group()  # torch's function would leave DeepSpeed with groups that are gone
     free_shared_memory()
 
 

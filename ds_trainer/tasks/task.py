@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.models.pretrained import HeadKind, input_names, load_config, pad_token_id
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -98,10 +99,12 @@ class Task(ABC):
         an entry of `inputs["head_positions"]`.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
+    Spec: the class of its entry in the recipe; only tasks of a plugin need it.
     inputs_vary: whether an example's inputs differ from one `draw` to the next.
     own_inputs: inputs that a model of `build_model` takes beyond those of its architecture.
     """
 
+    Spec: ClassVar[type[TaskBase]] = TaskBase
     spec: Any
     head: HeadKind
     splits: tuple[str, ...] = ("validation",)

@@ -10,7 +10,7 @@ from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import Clock, Technique
 
-TECHNIQUES = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
+TECHNIQUES: dict[str, type[Technique]] = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
 """In the order in which they are attached, and give their views.
 
 Exits come first: a new exit head is made like the model's own head, which is run for that before anything is masked;
@@ -20,5 +20,5 @@ and the views of exits use the states of the model's latest forward, while the v
 
 def build_techniques(specs: Techniques, clock: Clock, task: Task) -> list[Technique]:
     """Build one object for each technique that the phase has, in the order of the table."""
-    chosen = {name: spec for name in TECHNIQUES if (spec := getattr(specs, name)) is not None}
+    chosen = {name: spec for name in TECHNIQUES if (spec := getattr(specs, name, None)) is not None}
     return [TECHNIQUES[name](spec, clock, task) for name, spec in chosen.items()]

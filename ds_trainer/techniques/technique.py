@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.recipe import GroupRule
-from ds_trainer.tasks.task import Forward, Predict, Unit
+from ds_trainer.tasks.task import Forward, Predict, Task, Unit
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class Technique:
     """Whether `views` runs at evaluations during training too: it costs little, or the recipe asks for it."""
     term_units: Mapping[str, Unit] = MappingProxyType({})
     """The loss terms that this object offers, and the unit that each is a mean over. The recipe sets their weights."""
+
+    def __init__(self, spec: Any, clock: Clock, task: Task) -> None:
+        self.spec, self.clock, self.task = spec, clock, task
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Change the model for training, before the engine takes it. Changing nothing is an error."""

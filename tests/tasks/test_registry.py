@@ -36,7 +36,7 @@ class ReversedTask(TextTask):
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     def rebuild() -> None:
-        for model in (recipe._LoneTask, recipe.Phase, recipe.Recipe):
+        for model in (recipe.TaskParser, recipe.Phase, recipe.Recipe):
             model.model_rebuild(force=True)
 
     monkeypatch.setitem(FAMILIES, "reversed", Family(ReversedSpec, ReversedTask, names=("reversed",)))

@@ -1,0 +1,60 @@
+"""Texts with any number of labels ("red|round"): a task of one's own, by `--plugin examples/multilabel.py`."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from ds_trainer import Task
+from ds_trainer.config.task_specs import TaskBase
+from ds_trainer.models.pretrained import CLASSIFIER, tokenizer_state
+from ds_trainer.tasks.data import fingerprint, pack
+from ds_trainer.tasks.records import FileRecords, file_of, in_data_dir
+from ds_trainer.tasks.task import Batch
+
+
+class MultilabelSpec(TaskBase):
+    labels: list[str]
+    max_seq_length: int = 128
+
+
+class MultilabelTask(Task):
+    Spec, head = MultilabelSpec, CLASSIFIER
+
+    def _read(self, split: str) -> FileRecords:
+        return FileRecords(in_data_dir(self.spec, file_of(self.spec, split)), ["text", "labels"])
+
+    def fingerprint(self, split: str) -> str:
+        return fingerprint(
+            split, self._read(split).fingerprint(), self.spec.model_dump(), tokenizer_state(self.tokenizer)
+        )
+
+    def tokenised(self, split: str) -> Any:
+        rows = [row for _, row in self._read(split).parsed(dict)][: self.limit(split)]
+        ids = self.tokenizer([row["text"] for row in rows], truncation=True, max_length=self.spec.max_seq_length)
+        labels = np.array([[name in row["labels"].split("|") for name in self.spec.labels] for row in rows], np.float32)
+        return pack([{"input_ids": ids["input_ids"]}], {"input_ids": np.int32}, {"labels": labels})
+
+    def build_model(self, folder: Any) -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(self.spec.labels))
+
+    def collate(self, examples: Any, ids: Any, draw: int = 0) -> Batch:
+        inputs, others = self.padded_inputs(examples, np.asarray(ids))
+        return Batch(inputs, torch.tensor(examples.fields["labels"][ids]), torch.tensor(ids), others)
+
+    def loss(self, out: Any, batch: Batch) -> torch.Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(out.logits.float(), batch.labels)
+
+    def logits(self, out: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (torch.stack([torch.zeros_like(out.logits), out.logits], -1).flatten(0, 1),)  # no or yes, by label
+
+    def answers(self, out: Any, batch: Batch) -> dict[int, list[bool]]:
+        return dict(zip(batch.ids.tolist(), (out.logits > 0).tolist(), strict=True))
+
+    def score(self, split: str, answers: Any) -> dict[str, float]:
+        gold, predicted = self.examples(split).fields["labels"] > 0, np.array([answers[id] for id in sorted(answers)])
+        return {"f1": float(2 * (gold & predicted).sum() / max(1, gold.sum() + predicted.sum()))}
+
+
+TASKS = {"multilabel": MultilabelTask}

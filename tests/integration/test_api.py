@@ -1,0 +1,122 @@
+"""The public API trains, scores and cuts as the commands do; tasks and techniques of a user's own train with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.launching import ROOT, run_deepspeed, run_python, run_script
+
+from ds_trainer.models.folders import create_folder, train_tokenizer
+
+PENALTY, MULTILABEL = "examples/confidence_penalty.py", "examples/multilabel.py"
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_recipe, tmp_path_factory) -> Path:
+    """The second phase cuts heads and neurons out."""
+    first, second = tiny_recipe["phases"]
+    prune = {"granularity": "hybrid", "final_threshold": 0.4, "mask_init": "uniform", "mask_scale": 0.05}
+    phases = [first | {"max_steps": 6}, second | {"techniques": {"prune": prune}, "shrink": True, "max_steps": 8}]
+    path = tmp_path_factory.mktemp("api") / "recipe.json"
+    path.write_text(json.dumps(tiny_recipe | {"phases": phases, "report": False, "tensorboard": False}))
+    return path
+
+
+def test_a_notebook_gets_what_the_command_gives(recipe, tmp_path):
+    """Two runs in one process; the model has the command's bits, and the scores and sizes are those of its report."""
+    done = run_script("tests/support/notebook.py", str(recipe), str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    files = ("--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe))
+    command = run_script("launch/train.py", *files, "--output_dir", str(tmp_path / "command"))
+    assert command.returncode == 0, command.stderr[-4000:]
+    ours, its = (load_file(tmp_path / name / "model/model.safetensors") for name in ("first", "command"))
+    assert all(torch.equal(ours[name], its[name]) for name in its)
+    assert seen["results"]["prune"]["eval"] == seen["again"]["prune"]["eval"]
+    assert seen["scores"]["accuracy"] == seen["again"]["prune"]["eval"]["accuracy"]
+    assert seen["weights"] == seen["report"]["shrunk"]["weights"]["model"]["total"] < 20_000
+
+
+def test_importing_the_package_loads_no_torch():
+    """The names are there, and found by type checkers, before any is used; another name is an AttributeError."""
+    code = "import sys, ds_trainer as d; print('torch' in sys.modules, hasattr(d, 'train'), hasattr(d, 'x'))"
+    assert run_python("-c", code).stdout.split() == ["False", "True", "False"]
+    assert (ROOT / "ds_trainer/py.typed").exists()
+
+
+@pytest.fixture(scope="module")
+def own(tiny_recipe, tmp_path_factory) -> tuple[Path, Path]:
+    """A recipe with a task and a technique of plugins, beside pruning; and the folder of its run."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [f"{a} {b},{a}|{b}" for a in ("red", "blue", "old") for b in ("round", "flat") for _ in range(8)]
+    (folder / "train.csv").write_text("\n".join(["text,labels", *rows]) + "\n")
+    task = {"name": "multilabel", "labels": ["red", "blue", "round"], "data_dir": str(folder), "max_seq_length": 8}
+    task |= {"train_file": "train.csv", "validation_file": "train.csv", "max_eval_samples": 21}
+    techniques = {"confidence": {"temperature": 2.0}, "prune": {"final_threshold": 0.5}}
+    loss = {"task": 1.0, "confidence.penalty": 0.1}
+    phase = {"max_steps": 30, "learning_rate": 1e-2, "train_batch_size": 16, "logging_steps": 10, "save_steps": 10}
+    tokenizer = train_tokenizer([row.split(",")[0] for row in rows], 64, True)
+    create_folder(tiny_recipe["model"]["config"], tokenizer, folder / "model", 0)
+    phases = [phase | {"techniques": techniques, "loss": loss}]
+    recipe = {"model": {"name_or_path": str(folder / "model")}, "task": task, "phases": phases}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    return folder / "recipe.json", folder / "out"
+
+
+def test_a_task_and_a_technique_of_ones_own_train_under_zero_3(own):
+    """On 2 ranks, with pruning: it learns, logs the term and what the technique reads, and is exported and scored."""
+    recipe, out = own
+    plugins = ("--plugin", PENALTY, "--plugin", MULTILABEL)
+    files = ("--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(recipe), "--output_dir", str(out))
+    done = run_deepspeed(2, "launch/train.py", *files, *plugins)
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert all(record["train/term/confidence.penalty"] < 0 for record in records if "train/loss" in record)
+    assert 0 < records[0]["confidence/entropy"] < 0.7
+    scores = json.loads((out / "eval_results.json").read_text())["train"]
+    assert scores["f1"] > 0.8
+    done = run_script("launch/evaluate.py", str(out / "checkpoint-30"), *plugins)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout[done.stdout.index("{") :]) == {"f1": scores["f1"]}
+
+
+def test_the_schema_knows_plugins(tmp_path):
+    """`--recipe_schema` has the specs of the plugins that it is given, and only those."""
+    schema = run_python("launch/train.py", "--recipe_schema", "--plugin", PENALTY, "--plugin", MULTILABEL).stdout
+    definitions = json.loads(schema)["$defs"]
+    assert {"ConfidenceSpec", "MultilabelSpec"} <= definitions.keys()
+    assert "confidence" in definitions["Techniques"]["properties"]
+    assert "ConfidenceSpec" not in run_python("launch/train.py", "--recipe_schema").stdout
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (None, "techniques.confidence: unknown key"),
+        ("examples/absent.py", "--plugin examples/absent.py: there is no such file"),
+        ("no.such.module", "--plugin no.such.module: there is no such module"),
+        ("examples/serve.py", "--plugin examples/serve.py: the module has neither TASKS nor TECHNIQUES"),
+    ],
+)
+def test_a_plugin_that_is_missing_is_named(own, tmp_path, plugin, message):
+    """A recipe alone brings no code."""
+    files = ("--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(own[0]), "--output_dir", str(tmp_path))
+    done = run_script("launch/train.py", *files, *(("--plugin", plugin) if plugin else ()))
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_launch_script_without_the_environment_says_what_to_activate(tmp_path):
+    """A Python without the packages ends with code 2 and one line."""
+    done = subprocess.run(
+        [sys.executable, "-S", "launch/train.py"], cwd=ROOT, capture_output=True, text=True, check=False, env={}
+    )
+    assert done.returncode == 2
+    assert "activate" in done.stderr or "setup.sh" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
