@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,7 +246,7 @@ def test_a_folder_that_cannot_be_exported_is_noted(
 def test_cases_are_those_that_can_run(plain: Path) -> None:
     """onnxruntime on the CPU in fp32 and int8, torch in all but int8; a GPU with one number of the CPU's threads."""
     flags = ["--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "int8", "--batch_sizes", "1"]
-    job = replace(read_benchmark_job([str(plain), *flags]), threads=(1, 2))
+    job = read_benchmark_job([str(plain), *flags]).model_copy(update={"threads": (1, 2)})
     cases, notes = benchmark_cases(job, ["cpu", "cuda"])
     assert [(case.backend, case.device, case.dtype, case.threads) for case in cases] == [
         *[("torch", "cpu", dtype, threads) for dtype in ("fp32", "bf16") for threads in (1, 2)],
@@ -256,7 +255,7 @@ def test_cases_are_those_that_can_run(plain: Path) -> None:
     ]
     assert notes == [f"not all combinations were measured: {ONLY}"]
     with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
-        benchmark_cases(replace(job, backends=("onnxruntime",)), ["cuda"])
+        benchmark_cases(job.model_copy(update={"backends": ("onnxruntime",)}), ["cuda"])
 
 
 def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, environment, run_deepspeed
+from support.launching import environment, run_deepspeed
 from support.two_hosts import INTERFACE, TwoHosts, missing, processes_in, wait_until
 
 from ds_trainer.ranks import machine
@@ -160,14 +160,14 @@ def test_one_host_goes_on_where_two_stopped(power_cut, one_host, recipe_file, tm
 def test_hosts_end_with_the_process_that_made_them(tmp_path):
     """By SIGKILL, with no chance to clean up: no process of either host is left."""
     script = (
-        "import signal, sys; from pathlib import Path; from two_hosts import TwoHosts\n"
+        "import signal, sys; from pathlib import Path; from support.two_hosts import TwoHosts\n"
         "with TwoHosts(Path(sys.argv[1])) as hosts:\n"
         "    hosts.start(1, ['sleep', '600'])\n"
         "    print(*hosts.inits.values(), flush=True); signal.pause()"
     )
     maker = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "hosts")],
-        env=environment() | {"PYTHONPATH": str(ROOT / "tests")},
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -175,7 +175,7 @@ BY_LOADING: dict[str, tuple[Spoil, str]] = {
     ),
     "weights of another model": (with_weights(lambda _: {f"x.{n}": torch.zeros(9) for n in range(9)}), "are missing"),
     "exits broken": (put("exits.json", "{"), "is not JSON"),
-    "exit heads cut short": (cut("exit_heads.safetensors", 0.9), "cut short"),
+    "exit heads cut short": (cut("exit_heads.safetensors", 0.9), "does not hold the heads of this model"),
 }
 
 
