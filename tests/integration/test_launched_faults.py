@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.exhaustive import chosen
 from support.interrupting import Run, running, status_of
 from support.killing import PHASE, alike, arguments, trained, write
 from support.launching import ROOT, environment, forget_port, free_port
@@ -56,11 +57,12 @@ def whole(words, tmp_path_factory) -> Path:
     return output
 
 
-def test_a_run_hit_in_every_way_ends_as_one_that_is_not(words, whole, tmp_path):
+def test_a_run_that_is_hit_ends_as_one_that_is_not(words, whole, tmp_path):
     """Each time all processes end, the code and status.json are as documented, and --resume goes on; in the end records
     and weights are, bit by bit, those of the run that nothing happened to."""
     output = tmp_path / "out"
-    for name, hit in HITS.items():
+    for name in chosen(HITS, lambda name: name in ("SIGTERM to the launcher", "Ctrl-C", "SIGKILL of the runner")):
+        hit = HITS[name]
         with running(2, output, *words, "--resume") as run:
             before = trained(output)
             run.wait_until(lambda step=before: trained(output) > step)

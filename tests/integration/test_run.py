@@ -458,6 +458,7 @@ def test_real_sst2_learns_and_prunes(tmp_path):
             "phases.*.train_batch_size=32",
         ),
         *("--set", "phases.finetune.max_steps=60", "--set", "phases.prune.max_steps=10"),
+        *("--set", "task.max_eval_samples=300"),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = read(tmp_path / "out" / "all_results.json")
