@@ -139,7 +139,7 @@ def all_reduce(request: dict) -> dict:
     try:
         from ds_trainer.hosts.rank import all_reduce
 
-        return all_reduce(request)
+        return all_reduce(request, interfaces())
     except (RuntimeError, ValueError, ImportError, OSError) as error:
         return {"error": str(error)}
 

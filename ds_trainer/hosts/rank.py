@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ds_trainer.hosts.probe import interfaces
 from ds_trainer.ranks.failures import UserError
 
 _TO_ANSWER = 2  # seconds of the time limit that remain for the answer
 
 
-def all_reduce(request: dict[str, Any]) -> dict[str, Any]:
-    """Meet the other ranks at `address` and `port`, and sum a number over all ranks within `seconds`."""
+def all_reduce(request: dict[str, Any], interfaces: Mapping[str, str]) -> dict[str, Any]:
+    """Meet the other ranks at `address` and `port`, and sum a number over all ranks within `seconds`.
+
+    `interfaces` are the addresses of this host's interfaces by their names.
+    """
     import torch
     import torch.distributed as dist
 
@@ -37,12 +40,12 @@ def all_reduce(request: dict[str, Any]) -> dict[str, Any]:
     dist.all_reduce(value)
     if value.item() != world * (world + 1) / 2:
         raise UserError(f"the sum over the ranks is {value.item():g}, not {world * (world + 1) / 2:g}")
-    found = f"{backend}{_end_of_connections(request['port'])}, {time.monotonic() - met:.2f} s"
+    found = f"{backend}{_end_of_connections(request['port'], interfaces)}, {time.monotonic() - met:.2f} s"
     dist.barrier()  # no rank may leave, and close its connections, while another still looks for its own
     return {"found": found}
 
 
-def _end_of_connections(store_port: int) -> str:
+def _end_of_connections(store_port: int, interfaces: Mapping[str, str]) -> str:
     """Name the address and interface of this process's connections to other ranks; those to the store do not count."""
     import psutil  # type: ignore[import-untyped]
 
@@ -50,6 +53,6 @@ def _end_of_connections(store_port: int) -> str:
         ports = {end.port for end in (link.laddr, link.raddr) if end}
         if link.pid == os.getpid() and link.status == psutil.CONN_ESTABLISHED and store_port not in ports:
             address = link.laddr.ip.removeprefix("::ffff:")  # IPv4 within IPv6
-            names = {own: name for name, own in interfaces().items()}
+            names = {own: name for name, own in interfaces.items()}
             return f", from {address} on {names.get(address)}"
     return ""
