@@ -45,9 +45,8 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
     saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(requested_exits, flags)
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
-    job = mistakes.job(
-        EvaluateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust, checkpoints=of_task
-    )
+    values = {"task": task, "cache_dir": cache_dir, "exits": exits, "trust": trust, "checkpoints": of_task}
+    job = mistakes.job(EvaluateJob, flags, **values)
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
         job.exit_policy(saved)  # whether it fits the heads of a checkpoint shows later
     return job

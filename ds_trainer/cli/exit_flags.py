@@ -9,13 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ds_trainer.config.exit_specs import (
-    EXITS_FILE,
-    Criterion,
-    ExitsSpec,
-    SavedExits,
-    aim_mistakes,
-)
+from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, SavedExits, aim_mistakes
 from ds_trainer.config.recipe import TaskSpec, TextSpec, parse_exits
 from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError
@@ -24,15 +18,11 @@ from ds_trainer.tasks.text.glue import is_regression
 
 def add_policy_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that replace the policy of a model folder."""
-    policy = parser.add_mutually_exclusive_group()
+    add = parser.add_mutually_exclusive_group().add_argument
     values = "a number, or one per head with commas; replaces the folder's thresholds"
-    policy.add_argument("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
-    policy.add_argument(
-        "--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}"
-    )
-    policy.add_argument(
-        "--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before"
-    )
+    add("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
+    add("--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}")
+    add("--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before")
 
 
 def add_aim_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +57,8 @@ def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
     if saved is None:
         raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
     aim = {name: getattr(flags, name) for name in ("criterion", "patience", "target_speedup", "max_drop", "per_head")}
-    regression, criterion = _is_regression(task), flags.criterion or saved.policy.criterion
+    regression = isinstance(task, TextSpec) and is_regression(task)
+    criterion = flags.criterion or saved.policy.criterion
     if regression and criterion == "patience" and flags.patience is None:
         aim["patience"] = saved.policy.patience
     spec = _checked(**aim | {"criterion": criterion})
@@ -95,13 +86,8 @@ def _checked(**values: Any) -> ExitsSpec:
     except ValidationError as error:
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
-        raise UserError(
-            f"--{first['loc'][0]}: {message} (found {first['input']})" if first["loc"] else message
-        ) from None
-
-
-def _is_regression(task: TaskSpec) -> bool:
-    return isinstance(task, TextSpec) and is_regression(task)
+        flag = f"--{first['loc'][0]} is {first['input']}: " if first["loc"] else ""
+        raise UserError(f"{flag}{message}") from None
 
 
 def _numbers(text: str) -> float | list[float]:

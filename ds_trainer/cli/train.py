@@ -8,13 +8,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Recipe, parse_recipe, recipe_schema
-from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.settings import apply_setting, assign
 from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.files.json_file import read_json
@@ -60,7 +59,8 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     for setting in flags.set:
-        mistakes.of(_apply_setting, recipe_data, engine_config, setting)
+        of_recipe = setting.split("=")[0].split(".")[0] in Recipe.model_fields
+        mistakes.of(apply_setting, recipe_data if of_recipe else engine_config, setting)
     for flag, field in _FIELDS.items():
         if (value := getattr(flags, flag)) is not None:
             mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
@@ -120,12 +120,6 @@ def train_parser() -> argparse.ArgumentParser:
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
-
-
-def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
-    path, value = parse_setting(setting)
-    target = recipe if path[0] in Recipe.model_fields else engine_config
-    assign(target, path, value, f'--set "{setting}"')
 
 
 def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:

@@ -143,7 +143,15 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
-        self._check_best()
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
+        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
+            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
+        if self.load_best_model_at_end and prune:
+            raise UserError(
+                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
+                "drop it; metric_for_best_model alone keeps that checkpoint"
+            )
         frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
         others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
         if frozen and others:
@@ -152,17 +160,6 @@ class Phase(Strict):
                 f'the model: set exits.training to "joint", or give the exits a phase of their own'
             )
         return self
-
-    def _check_best(self) -> None:
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
-        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
-            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
-        if self.load_best_model_at_end and self.techniques.prune:
-            raise UserError(
-                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
-                "drop it; metric_for_best_model alone keeps that checkpoint"
-            )
 
 
 class Recipe(Strict):
@@ -197,7 +194,13 @@ class Recipe(Strict):
                 self._check_exits(phase)
             if distill and before:
                 teachers = {"@previous": before[-1]} | {f"@{other.name}": other for other in before}
-                self._check_teacher(phase, teachers.get(distill.teacher))
+                teacher = teachers.get(distill.teacher, phase)
+                taught, learned = family(phase.task or self.task), family(teacher.task or self.task)
+                if taught != learned:
+                    raise UserError(
+                        f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: '
+                        f"take a teacher of the same task"
+                    )
             before.append(phase)
         return self
 
@@ -220,15 +223,6 @@ class Recipe(Strict):
                     f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
                     f"would train on what the other holds out; write the same in both"
                 )
-
-    def _check_teacher(self, phase: Phase, teacher: Phase | None) -> None:
-        """Refuse a teacher that an earlier phase trained on a task of another family."""
-        taught, learned = (family(other.task or self.task) for other in (phase, teacher or phase))
-        if taught != learned:
-            raise UserError(
-                f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: take a '
-                f"teacher of the same task"
-            )
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:

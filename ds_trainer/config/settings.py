@@ -10,6 +10,12 @@ from ds_trainer.files.messages import cut, listed, shown
 from ds_trainer.ranks.failures import UserError
 
 
+def apply_setting(target: dict[str, Any], setting: str) -> None:
+    """Change the field of an object that the PATH=JSON of a `--set` names."""
+    path, value = parse_setting(setting)
+    assign(target, path, value, f'--set "{setting}"')
+
+
 def parse_setting(setting: str) -> tuple[list[str], Any]:
     """Split PATH=JSON into the parts of the path and the value. Raise UserError if it has another form.
 

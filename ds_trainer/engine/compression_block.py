@@ -17,12 +17,11 @@ _ONE_WAY = (
     "a phase has one pruning_method, one final_threshold and one start, and prunes whole heads and neurons, or rows, "
     "or single weights"
 )
-_SNIP_MOMENTUM = {
-    "method": "the criterion snip_momentum: topK learns movement scores, which are first-order too",
-    "schedule_offset_end": "schedule_offset_end {}: final_warmup is the fraction of the phase after it",
-    "excluded_modules": "excluded_modules: only linear layers of the encoder are pruned, or those that modules names",
-}
-"""What a recipe does instead of these keys of a block-wise sparse_pruning."""
+_SNIP_MOMENTUM = (
+    "the criterion snip_momentum, schedule_offset_end and excluded_modules: topK learns movement scores, which are "
+    "first-order too, final_warmup is the fraction of the phase after the end, and only the encoder is pruned"
+)
+_QUANTIZED = "{} in training, or to other than 8 bits: ds_trainer quantizes to int8 after it, activations as they come"
 
 
 def recipe_for(block: Any) -> str:
@@ -30,11 +29,12 @@ def recipe_for(block: Any) -> str:
     missing: list[str] = []
     try:
         phase = _phase(block, missing)
-        quantizes = _quantizes(block, missing)
+        quantized = [kind for kind in ("weight_quantization", "activation_quantization") if _is_on(block.get(kind))]
     except (AttributeError, KeyError, TypeError, ValueError):  # the block is not as DeepSpeed's documentation has it
         return _GENERAL
     parts = [f"a phase of the recipe does the same with\n{json.dumps(phase)}"] if phase else []
-    if quantizes:
+    missing += map(_QUANTIZED.format, quantized)
+    if quantized:
         parts.append(f"the exported model is quantized by\n{_EXPORT}")
     if missing:
         parts.append("ds_trainer has no counterpart of " + "; ".join(missing))
@@ -79,7 +79,7 @@ def _prune(block: dict[str, Any], missing: list[str]) -> tuple[dict[str, Any], i
     sparse = block["sparse_pruning"]["shared_parameters"] if "sparse_pruning" in kinds else {}
     if sparse.get("method") == "snip_momentum":
         missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
-        missing += [words.format(sparse[key]) for key, words in _SNIP_MOMENTUM.items() if sparse.get(key)]
+        missing.append(_SNIP_MOMENTUM)
         return _blocks(sparse), sparse.get("schedule_offset", 0)
     groups: dict[tuple[str, float, int, str], dict[str, dict[str, str]]] = {}
     for kind in kinds:
@@ -126,14 +126,3 @@ def _patterns(path: str, modules: list[str], missing: list[str]) -> Iterator[str
             missing.append(f"{path} on {json.dumps(module)}: write name patterns with * for this regular expression")
         else:
             yield re.sub(r"\*+", "*", f"*{body}*")
-
-
-def _quantizes(block: dict[str, Any], missing: list[str]) -> bool:
-    """Whether the block quantizes; adds to `missing` what int8 after the training does not do."""
-    kinds = [kind for kind in ("weight_quantization", "activation_quantization") if _is_on(block.get(kind))]
-    for kind in kinds:
-        for name, group in block[kind].get("different_groups", {}).items():
-            bits = group["params"].get("target_bits", group["params"].get("bits", 8))
-            missing += [f"{kind}.{name} with {bits} bits: only int8 is supported"] if bits != 8 else []
-        missing.append(f"{kind} in training: ds_trainer quantizes after it, weights once and activations as they come")
-    return bool(kinds)

@@ -69,8 +69,7 @@ def _hide_secrets() -> None:
     from deepspeed.utils import logger
 
     for handler in logger.handlers:
-        if _redact not in handler.filters:
-            handler.addFilter(_redact)
+        handler.addFilter(_redact)  # which does nothing the second time
 
 
 def _redact(record: logging.LogRecord) -> bool:
@@ -115,12 +114,10 @@ class OptimizerSettings:
                 if key in before and before[key] != value and (key == rate or key not in ("lr", "initial_lr")):
                     change = f"{'learning rate' if key == rate else key} {before[key]} -> {value}"
                     changes.setdefault(change, []).append(str(group.get("name", index)))
-        words = [
-            change if len(names) == len(self._groups) else f"{change} ({', '.join(dict.fromkeys(names))})"
-            for change, names in changes.items()
-        ]
         clip, clip_before = self._wrapper.get("clip_grad"), older._wrapper.get("clip_grad")
-        return "; ".join([*words, *([f"gradient_clipping {clip_before} -> {clip}"] if clip != clip_before else [])])
+        if clip != clip_before:
+            changes[f"gradient_clipping {clip_before} -> {clip}"] = ["all"]
+        return "; ".join(f"{change} ({', '.join(dict.fromkeys(names))})" for change, names in changes.items())
 
     def _restore_rates(self, engine: Engine, loaded: Sequence[Mapping[str, Any]]) -> None:
         """Set every group's rate to the value of the schedule at the engine's step."""
@@ -244,10 +241,9 @@ def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: 
     stage = zero_stage(config)
     mixed = precision_of(config) != "fp32"
     width = 2 if mixed else 4
-    shares = [world if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
     sizes = {
-        "parameters": (trained + frozen) * width // shares[0],
-        "gradients": trained * width // shares[1],
-        "optimizer": trained * (12 if mixed else 8) // shares[2],
+        "parameters": (trained + frozen) * width // (world if stage >= 3 else 1),
+        "gradients": trained * width // (world if stage >= 2 else 1),
+        "optimizer": trained * (12 if mixed else 8) // (world if stage >= 1 else 1),
     }
     return sizes | {"total": sum(sizes.values())}

@@ -7,7 +7,7 @@ or trains wrongly. What DeepSpeed refuses itself with a clear message is left to
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,7 @@ def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> 
 
 def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_size: int, *, name: str) -> list[str]:
     """Return one line that names the keys without effect in every phase, or nothing. The file has no mistakes."""
-    unknown: dict[str, None] = dict.fromkeys(("hidden_size", "total_steps", "warmup_steps"))
-    idle = [idle_keys(resolve_engine_file(config, phase, world_size, **unknown)) for phase in phases]
+    idle = [idle_keys(resolve_engine_file(config, phase, world_size)) for phase in phases]
     everywhere = [key for key in idle[0] if all(key in keys for keys in idle)]
     return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
@@ -155,9 +154,9 @@ def resolve_engine_file(
     phase: Phase | None,
     world_size: int,
     *,
-    hidden_size: int | None,
-    total_steps: int | None,
-    warmup_steps: int | None,
+    hidden_size: int | None = None,
+    total_steps: int | None = None,
+    warmup_steps: int | None = None,
 ) -> dict[str, Any]:
     """Return a new config with every "auto" filled; where it needs an argument that is None, "auto" stays.
 
@@ -174,11 +173,14 @@ def resolve_engine_file(
         if is_on or section in resolved:
             resolved.setdefault(section, {})["enabled"] = is_on
     _fill_optimizer(resolved, phase, numbers)
-    _fill_scheduler(resolved, numbers, total_steps, warmup_steps)
-    zero = resolved.get("zero_optimization")
-    for key, fill in BY_HIDDEN_SIZE.items():
-        if hidden_size is not None and isinstance(zero, dict) and is_auto(zero.get(key)):
-            zero[key] = fill(hidden_size)
+    if "scheduler" in resolved:
+        warmup = {"warmup_min_lr": 0, "warmup_max_lr": numbers.learning_rate, "total_num_steps": total_steps}
+        if warmup_steps is not None:
+            warmup["warmup_num_steps"] = max(1, warmup_steps)  # DeepSpeed refuses 0, "no warm-up" to everyone else
+        _fill_auto(resolved["scheduler"].setdefault("params", {}), warmup)
+    if hidden_size is not None and isinstance(resolved.get("zero_optimization"), dict):
+        sizes = {key: size_of(hidden_size) for key, size_of in BY_HIDDEN_SIZE.items()}
+        _fill_auto(resolved["zero_optimization"], sizes)
     _fill_with_defaults(resolved, key_table()["keys"], False)
     return resolved
 
@@ -256,9 +258,8 @@ def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> It
     """Report every value that the engine file and the recipe both have, where the two differ."""
     pairs = [(path, value_at(config, path), field) for path, field in NAMES_IN_RECIPE.items()]
     betas = value_at(config, "optimizer.params.betas")
-    if isinstance(betas, list):
-        fields_of_betas = zip(betas, ("adam_beta1", "adam_beta2"), strict=False)
-        pairs += [(f"optimizer.params.betas[{i}]", *pair) for i, pair in enumerate(fields_of_betas)]
+    for i, beta in enumerate(betas[:2] if isinstance(betas, list) else []):
+        pairs.append((f"optimizer.params.betas[{i}]", beta, f"adam_beta{i + 1}"))
     for path, value, field in pairs:
         other = _in_recipe(phase, field)
         if isinstance(value, bool | int | float) and other is not None and value != other:
@@ -366,22 +367,9 @@ def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: Engi
             params[key] = value
 
 
-def _fill_scheduler(
-    resolved: dict[str, Any], numbers: EngineNumbers, total_steps: int | None, warmup_steps: int | None
-) -> None:
-    if "scheduler" not in resolved:
-        return
-    params = resolved["scheduler"].setdefault("params", {})
-    ours = {
-        "warmup_min_lr": 0,
-        "warmup_max_lr": numbers.learning_rate,
-        # DeepSpeed refuses 0, which is "no warm-up" to everyone else
-        "warmup_num_steps": None if warmup_steps is None else max(1, warmup_steps),
-        "total_num_steps": total_steps,
-    }
-    for key, value in ours.items():
-        if is_auto(params.get(key)) and value is not None:
-            params[key] = value
+def _fill_auto(section: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Write the values that are known in the place of "auto"."""
+    section |= {key: value for key, value in values.items() if value is not None and is_auto(section.get(key))}
 
 
 def _fill_with_defaults(section: dict[str, Any], known: dict[str, Any], auto_is_default: bool) -> None:

@@ -18,11 +18,8 @@ def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
     On a GPU the parts that are offloaded are left out: they are in the host's memory.
     """
     on_gpu = torch.cuda.is_available()
-    offloaded = {"total"}
-    for name, part in (("optimizer", "optimizer"), ("parameters", "param")):
-        if on_gpu and offloads(config, part):
-            offloaded.add(name)
-    parts = {name: size for name, size in sizes.items() if name not in offloaded}
+    on_host = {"optimizer": offloads(config, "optimizer"), "parameters": offloads(config, "param")}
+    parts = {name: size for name, size in sizes.items() if name != "total" and not (on_gpu and on_host.get(name))}
     by_arithmetic = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     peaks = machine.peak_memory()
     peak, of = (peaks["device"], "the GPU's allocator") if on_gpu else (peaks["resident"], "the process")

@@ -78,8 +78,10 @@ def idle_keys(config: dict[str, Any]) -> list[str]:
         unmet = [need["words"] for need in needs if not CONDITIONS[need["condition"]](config)]
         if unmet:
             idle[path] = unmet[0]
-        elif isinstance(value, dict) and "enabled" not in value and _is_off_by_default(known.get(name, {})):
-            idle[path] = f"{path}.enabled true"
+        elif isinstance(value, dict) and "enabled" not in value:
+            switch = known.get(name, {}).get("keys", {}).get("enabled", {})
+            if switch.get("default") is False:
+                idle[path] = f"{path}.enabled true"
     sections = tuple(f"{path}." for path in idle)
     return [f"{path} (needs {words})" for path, words in idle.items() if not path.startswith(sections)]
 
@@ -91,10 +93,6 @@ def without_refused(section: dict[str, Any], path: str = "") -> dict[str, Any]:
         for key, value in section.items()
         if f"{path}{key}" not in verdict_table()["refused"]
     }
-
-
-def _is_off_by_default(entry: dict[str, Any]) -> bool:
-    return entry.get("keys", {}).get("enabled", {}).get("default") is False
 
 
 def _requests(

@@ -105,9 +105,8 @@ def _write(run: RunFiles) -> dict[_Plot, Figure]:
 def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, Figure]:
     """Draw and save every figure that has its data."""
     check_installed()
-    figures = {
-        plot: _tried(f"plot {plot.name}", partial(_saved, plot, folder), failures) for plot in _all_plots(run, failures)
-    }
+    wanted = _all_plots(run, failures)
+    figures = {plot: _tried(f"plot {plot.name}", partial(_saved, plot, folder), failures) for plot in wanted}
     return {plot: figure for plot, figure in figures.items() if figure is not None}
 
 
@@ -195,7 +194,7 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     """The page in Markdown. Text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
-    if isinstance(model, dict) and isinstance(task, dict) and run.recipe:
+    if task:
         parts.append(_escaped(f"Model {model.get('name_or_path') or 'new'}, task {task.get('name')}."))
     table = _tried("the table of results", partial(_table, run), failures)
     notes = _tried("the notes on the table", partial(_notes, run), failures) or []
@@ -246,14 +245,12 @@ def _notes(run: RunFiles) -> list[str]:
     for phase, result in run.results.items():
         for session in result.get("trained_on") or []:
             trained.setdefault(_session(session), []).append(phase)
-        on = result.get("measured_on")
-        if on:
+        if on := result.get("measured_on"):
             line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
             measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
     notes = [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]
     notes += [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
-    again = [phase for phase in run.phases if run.calibrated_again(phase)]
-    if again:
+    if again := [phase for phase in run.phases if run.calibrated_again(phase)]:
         notes.append(f"The exits of {', '.join(again)} were calibrated again: the figures show those before.")
     return notes
 
@@ -271,16 +268,18 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
     """A phase's column of the table, in groups: techniques, scores, sizes, times, training."""
     result = run.results[phase]
     timed = "early_exit/speedup" if result.get("exits") else None  # stands by batch size among the times
-    scores = {
-        _metric(name): _number(value)
-        for name, value in result.get("eval", {}).items()
-        if not (timed and name.endswith(timed))
-        and (name.endswith("early_exit/expected_saving") or not OF_ONE_EXIT.search(name))
-    }
-    trained = result.get("train", {})
-    training = {"training": f"{trained['train_seconds']:,.0f} s"} if "train_seconds" in trained else {}
-    if "epochs" in trained:
-        training["epochs"] = f"{trained['epochs']:,.2f}"
+    scores = {}
+    for name, value in result.get("eval", {}).items():
+        repeats = OF_ONE_EXIT.search(name) and not name.endswith("early_exit/expected_saving")
+        if not (repeats or (timed and name.endswith(timed))):
+            for part, words in _WORDS.items():
+                name = name.replace(part, words)
+            scores[name] = _number(value)
+    training = {}
+    if trained := result.get("train"):
+        training["training"] = f"{trained['train_seconds']:,.0f} s"
+        if "epochs" in trained:  # older versions did not write it
+            training["epochs"] = f"{trained['epochs']:,.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
     return _techniques(result, run.spec(phase)), scores, _sizes(result), _times(result), training
@@ -297,11 +296,10 @@ def _techniques(result: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
 
 def _sizes(result: Mapping[str, Any]) -> Cells:
     cells = {}
-    counted, weights = encoder_weights(result), result.get("weights", {})
-    if counted:
+    if counted := encoder_weights(result):
         cells["encoder weights kept"] = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f} %)"
-    if "model" in weights:
-        cells |= {"parameters": f"{weights['model']['total']:,}", "parameters not 0": f"{weights['model']['kept']:,}"}
+    if model := result.get("weights", {}).get("model"):
+        cells |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
     if "size" in result:
         cells["size on disk"] = f"{result['size']['bytes'] / 2**20:,.1f} MiB"
     return cells
@@ -318,13 +316,6 @@ def _times(result: Mapping[str, Any]) -> Cells:
             where = f" on {split}" if index else ""
             cells[f"early exit, measured speed-up{where}, {batch.replace('_', ' ')}"] = f"{times['speedup']:.2f}×"
     return cells
-
-
-def _metric(name: str) -> str:
-    """A score's name in words."""
-    for part, words in _WORDS.items():
-        name = name.replace(part, words)
-    return name
 
 
 def _number(value: Any) -> str:

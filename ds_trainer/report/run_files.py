@@ -87,19 +87,12 @@ def read_run(folder: Path) -> RunFiles:
     if not (results.is_file() or log.is_file()):
         why = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {why}: name the output folder of a run")
-    run = RunFiles(
+    return RunFiles(
         folder,
         read_object(recipe) if recipe.is_file() else {},
         read_object(results) if results.is_file() else {},
         _read_log(log) if log.is_file() else {},
     )
-    phases = run.recipe.get("phases", [])
-    if not isinstance(phases, list) or not all(isinstance(p, dict) and isinstance(p.get("name"), str) for p in phases):
-        raise UserError(f'{recipe} is no recipe: "phases" must be a list of objects with a "name"')
-    broken = [phase for phase, result in run.results.items() if not isinstance(result, dict)]
-    if broken:
-        raise UserError(f"{results} holds no results of {listed(broken)}: they must be objects, {{...}}")
-    return run
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -114,8 +107,7 @@ def _read_log(file: Path) -> dict[str, Records]:
     """Read each phase's records, one a step: where a resumed run has logged a step again, the last record counts."""
     lines = read_file(file).decode("utf-8", errors="replace").splitlines()
     records = {number: _record(line) for number, line in enumerate(lines, start=1)}
-    broken = [number for number, record in records.items() if not record]
-    if broken:
+    if broken := [number for number, record in records.items() if not record]:
         distributed.warn(f"{file}: left out line {listed(broken)}, which is no record of a step")
     phases: dict[str, dict[int, dict[str, Any]]] = {}
     for record in filter(None, records.values()):
