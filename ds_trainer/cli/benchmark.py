@@ -1,7 +1,5 @@
 """`launch/benchmark.py`: what model folders cost, side by side, and their scores on a task."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

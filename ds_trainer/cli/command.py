@@ -4,8 +4,6 @@ A command is a function of its arguments. It reads a job from them, which needs 
 all mistakes as one UserError, and then makes one call into the library, which is imported at that moment.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

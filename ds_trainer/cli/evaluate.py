@@ -1,7 +1,5 @@
 """`launch/evaluate.py`: score a model folder, a checkpoint, or all checkpoints of a phase on a task."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command-line flags of early exits, and every check of them that needs neither torch nor DeepSpeed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

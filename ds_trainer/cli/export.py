@@ -1,7 +1,5 @@
 """`launch/export.py`: shrink a model folder or a checkpoint, write it as ONNX, or as a compact file."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`launch/train.py`: train a recipe on DeepSpeed."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

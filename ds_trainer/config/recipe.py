@@ -130,7 +130,7 @@ class Phase(Strict):
             techniques["distill"] = distill | {"terms": _terms("distill", table)}
             if not techniques["distill"]["terms"]:
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
-        return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
+        return data | {"loss": table, "techniques": techniques}
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -217,8 +217,9 @@ class Recipe(Strict):
             )
         data = ("name", "data_dir", "dataset", "train_file")
         for other in (other.task or self.task for other in self.phases):
-            same = isinstance(other, TextSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
-            if same and isinstance(other, TextSpec) and other.held_out != task.held_out:
+            if not isinstance(other, TextSpec) or any(getattr(other, f) != getattr(task, f) for f in data):
+                continue
+            if other.held_out != task.held_out:
                 raise UserError(
                     f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
                     f"would train on what the other holds out; write the same in both"
@@ -228,6 +229,10 @@ class Recipe(Strict):
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Check a recipe; a UserError has every mistake, one a line."""
     return _parse(Recipe, data, "recipe")
+
+
+class _LoneTask(Strict):
+    task: AnyTask
 
 
 def parse_task(data: dict[str, Any]) -> TaskSpec:
@@ -247,10 +252,6 @@ def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
         return task
     everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
-
-
-class _LoneTask(Strict):
-    task: AnyTask
 
 
 def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:

@@ -4,8 +4,6 @@ The phase is read from the checkpoint, since the recipe in the run's folder may 
 task and the order of the phases are read from that recipe. This module needs neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`--set path.to.field=JSON`: change one field of a recipe or an engine file before it is checked."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -5,8 +5,6 @@ with the state of the phase, and only then renamed to its name. The thresholds a
 the step. Where the ranks or the ZeRO stage have changed, `reshard.py` loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil

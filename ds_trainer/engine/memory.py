@@ -1,7 +1,5 @@
 """The message of a rank that runs out of memory: what it held, and what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

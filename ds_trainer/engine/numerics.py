@@ -8,8 +8,6 @@ Every decision is the same on every rank: DeepSpeed decides to skip by a reduced
 reduction. The loss itself is checked by `report/log.py`.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

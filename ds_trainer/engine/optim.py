@@ -1,7 +1,5 @@
 """Parameter groups from rules. The optimizer is torch's AdamW, or that of the engine file's `optimizer` block."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field

@@ -4,8 +4,6 @@ Every error names the file and, for mistakes of syntax, the line and the column.
 DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -5,8 +5,6 @@ A recipe or an engine file may be somebody else's. A path in it that leads out o
 whose purpose is to name another disk. This module loads neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping, Sequence

@@ -268,11 +268,6 @@ def gather(value: T) -> list[T]:
     return boxes or []
 
 
-def largest(value: int) -> int:
-    """Return the largest of all ranks' values on every rank. Waits for no accelerator."""
-    return max(row[0] for row in numbers_of_all([value]))
-
-
 def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
     """Return the integers of each rank, equally many, by rank, on every rank. Waits for no accelerator."""
     if world_size() == 1:

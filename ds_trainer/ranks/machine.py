@@ -1,7 +1,5 @@
 """The hardware and software of a run: versions, hosts, devices, and the most memory that a rank has held."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import resource

@@ -282,12 +282,11 @@ def results_table(results: Mapping[str, Any]) -> str:
     """Show the phases side by side: scores except those of single exit heads, encoder weights kept, and speed."""
     rows: list[dict[str, str]] = []
     for name, result in results.items():
-        kept, whole = encoder_weights(result) or (0, 0)
-        metrics = {metric: value for metric, value in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
-        row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in metrics.items()}
-        row |= {"encoder weights": f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"}
-        row |= {"seconds": f"{result['train']['train_seconds']:.0f}"}
-        rows.append(row | {"examples/s": f"{result['train']['examples_per_s']:.0f}"})
+        (kept, whole), train = encoder_weights(result) or (0, 0), result["train"]
+        scores = {metric: f"{s:.4f}" for metric, s in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
+        weights = f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"
+        times = {"seconds": f"{train['train_seconds']:.0f}", "examples/s": f"{train['examples_per_s']:.0f}"}
+        rows.append({"phase": name, **scores, "encoder weights": weights, **times})
     return aligned(rows)
 
 

@@ -1,7 +1,5 @@
 """The matrices of an encoder by layer and role, and how much of each a pruned model has kept."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -52,8 +50,8 @@ def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = 
             if len(kept) % size == 0:
                 share = kept.reshape(len(kept) // size, -1).mean(1)
         shares.setdefault(role, {})[int(layer_of(name) or 0)] = share
-    order = dict.fromkeys(_ROLES.values())  # as they come in a layer
-    return {role: shares[role] for role in dict.fromkeys([*order, *shares]) if role in shares}
+    roles = dict.fromkeys([*_ROLES.values(), *shares])  # as they come in a layer
+    return {role: shares[role] for role in roles if role in shares}
 
 
 def layer_of(name: str) -> str:

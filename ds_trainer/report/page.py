@@ -111,8 +111,7 @@ def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, 
 
 
 def _saved(plot: _Plot, folder: RunFolder) -> Figure | None:
-    figure = plot.draw()
-    if figure is not None:
+    if (figure := plot.draw()) is not None:
         save(figure, folder.claim(f"plots/{plot.name}.png"))
     return figure
 
@@ -243,7 +242,7 @@ def _notes(run: RunFiles) -> list[str]:
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     for phase, result in run.results.items():
-        for session in result.get("trained_on") or []:
+        for session in result.get("trained_on", []):
             trained.setdefault(_session(session), []).append(phase)
         if on := result.get("measured_on"):
             line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
@@ -288,8 +287,9 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
 def _techniques(result: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
     if not spec:
         return {}
-    used = [name for name, value in (spec.get("techniques") or {}).items() if value is not None]
-    used = (["smaller model"] if spec.get("student") else []) + used + (["shrink"] if spec.get("shrink") else [])
+    used = ["smaller model"] if spec.get("student") else []
+    used += [name for name, value in spec.get("techniques", {}).items() if value is not None]
+    used += ["shrink"] if spec.get("shrink") else []
     kept, whole = encoder_weights(result) or (0, 0)
     return {"techniques": ", ".join(used) or ("none (dense)" if 0 < kept == whole else "none")}
 

@@ -298,11 +298,9 @@ def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
 
 def _policy_name(policy: Mapping[str, Any]) -> str:
     """The chosen exit policy in words."""
-    if policy["criterion"] == "patience":
-        return f"chosen: patience {policy['patience']}"
     thresholds = policy.get("thresholds") or []
     limit = f"{thresholds[0]:.3g}" if len(set(thresholds)) == 1 else "by layer"
-    return f"chosen: {policy['criterion']} {limit}"
+    return f"chosen: {policy['criterion']} {policy['patience'] if policy['criterion'] == 'patience' else limit}"
 
 
 def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """The small files of a run's output folder, as its report reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ An exit code of 0 from DeepSpeed's launcher does not prove that a run is done: a
 `"state": "finished"` does. After a run was killed, the state remains "running", with the id of a process that is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -37,8 +35,7 @@ class RunStatus:
     def phase(self, name: str, folder: Path) -> None:
         """A phase begins, with its checkpoints in `folder`."""
         self._phase, self._checkpoints = name, folder
-        if distributed.is_main():
-            self._write("running")
+        self.begin()
 
     def finished(self, model: Path) -> None:
         """The run is done, and its model is in `model`."""
