@@ -36,16 +36,13 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     elif OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {OF_THE_TASK}: {NO_TASK}")
+    values = {
+        "folders": dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
+        "backends": BACKENDS if "all" in flags.backends else flags.backends,
+        "lengths": flags.lengths or [OF_THE_TASK if task else 128],
+    }
     return mistakes.job(
-        BenchmarkJob,
-        flags,
-        folders=dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
-        backends=BACKENDS if "all" in flags.backends else flags.backends,
-        lengths=flags.lengths or [OF_THE_TASK if task else 128],
-        task=task,
-        cache_dir=cache_dir,
-        output=flags.output_dir,
-        trust=trust,
+        BenchmarkJob, flags, task=task, cache_dir=cache_dir, output=flags.output_dir, trust=trust, **values
     )
 
 

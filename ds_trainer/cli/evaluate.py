@@ -75,6 +75,6 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     checkpoints = [checkpoint for path in paths if (checkpoint := unreadable.of(read_checkpoint, path))]
     if not checkpoints:
         mistakes += unreadable
-    for mistake in unreadable if checkpoints else ():
-        distributed.warn(f"left out: {mistake}")
+    elif unreadable:
+        distributed.warn("left out:\n" + "\n".join(unreadable))
     return checkpoints

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from ds_trainer.cli.command import flag_mistake
 from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, SavedExits, aim_mistakes
 from ds_trainer.config.recipe import TaskSpec, TextSpec, parse_exits
 from ds_trainer.files.json_file import read_json
@@ -62,16 +63,12 @@ def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
     spec = _checked(**aim | {"criterion": criterion})
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
     share = getattr(task, "held_out", 0.0)
+    heads = f"the exit heads of {flags.model} were trained"
     if not saved.held_out:
-        mistakes.append(
-            f"the exit heads of {flags.model} were trained on all training examples, so that none is left to "
-            f"calibrate on: train them with task.held_out (0.02, say)"
-        )
+        mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
     elif share != saved.held_out:
-        mistakes.append(
-            f"task.held_out is {share:g}, and the exit heads of {flags.model} were trained without "
-            f"{saved.held_out:g} of the training set: give --set held_out={saved.held_out!r}"
-        )
+        way_out = f"give --set held_out={saved.held_out!r}"
+        mistakes.append(f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data: {way_out}")
     if mistakes:
         raise UserError("\n".join(mistakes))
     return spec
@@ -82,10 +79,7 @@ def _checked(**values: Any) -> ExitsSpec:
     try:
         return ExitsSpec(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        flag = f"--{first['loc'][0]} is {first['input']}: " if first["loc"] else ""
-        raise UserError(f"{flag}{message}") from None
+        raise UserError(flag_mistake(error.errors()[0])) from None
 
 
 def _numbers(text: str) -> float | list[float]:

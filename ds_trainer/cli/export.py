@@ -56,15 +56,10 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         task, cache_dir = read_task(flags, mistakes, checkpoint)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _output_mistakes(flags)
-    return mistakes.job(
-        ExportJob,
-        flags,
-        output=flags.output_dir or Path(flags.model),
-        task=task if names_task(flags) else None,
-        cache_dir=cache_dir,
-        trust=trust_of(flags),
-        checkpoint=replace(checkpoint, task=task) if checkpoint and task else None,
-    )
+    values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir, "trust": trust_of(flags)}
+    checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
+    task = task if names_task(flags) else None
+    return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, **values)
 
 
 def export_parser() -> argparse.ArgumentParser:

@@ -81,22 +81,11 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    job = mistakes.job(
-        TrainJob,
-        flags,
-        command=_as_given(arguments),
-        recipe=recipe,
-        engine_config=engine_config,
-        output=output,
-        overwrite=flags.overwrite_output_dir,
-        resume=resume,
-        checkpoint=checkpoint,
-        trust=trust,
-    )
-    for line in idle_warnings(engine_config, phases, world, name=flags.deepspeed_config):
+    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
+    values |= {"overwrite": flags.overwrite_output_dir, "resume": resume, "checkpoint": checkpoint}
+    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), **values)
+    for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
         distributed.warn(line)
-    for line in notes:
-        distributed.info(line)
     return job
 
 

@@ -314,15 +314,10 @@ def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: b
     Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
     nothing beside them, unless the recipe gives it a weight.
     """
-    known = [f"exits.{term}" for term in get_args(ExitTerm)]
-    weighed = [f"exits.{term}" for term in _terms("exits", table)]
-    unknown = ", ".join(name for name in weighed if name not in known)
-    if unknown:
-        raise UserError(f"loss: {unknown} is no term of exits; on offer: {', '.join(known)}")
-    if weighed:
+    if _terms("exits", table):
         return table
     requested = exits.get("terms")
-    terms = [name for name in known if isinstance(requested, list) and name.removeprefix("exits.") in requested]
+    terms = [f"exits.{term}" for term in get_args(ExitTerm) if isinstance(requested, list) and term in requested]
     table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
     learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
     return table if task_is_weighed or learns_by_task else table | {"task": 0.0}

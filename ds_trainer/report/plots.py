@@ -191,11 +191,9 @@ def exit_histogram(phase: str, split: str, exits: Mapping[str, Any]) -> Figure |
 
 def _series(records: Records, name: str) -> Series:
     """The values logged under a name; a value that was not finite is NaN, which is drawn as a gap."""
-    rows = [
-        (record["step"], math.nan if record[name] is None else record[name]) for record in records if name in record
-    ]
-    steps, values = zip(*rows, strict=True) if rows else ((), ())
-    return np.array(steps, float), np.array(values, float)
+    rows = [(record["step"], record[name]) for record in records if name in record]
+    steps, values = np.array(rows, float).reshape(-1, 2).T  # which makes NaN of None
+    return steps, values
 
 
 def _names(records: Records, prefix: str) -> list[str]:
