@@ -47,7 +47,7 @@ def requested_exits(flags: argparse.Namespace) -> ExitsSpec | None:
     return _checked(**values) if values else None
 
 
-def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
+def requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
     """Return the aim of a calibration; criterion and patience are the folder's where no flag gives them.
 
     ValueError where the folder has no exits, or cannot be calibrated as requested.

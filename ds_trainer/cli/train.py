@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
@@ -81,7 +82,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
+    values: dict[str, Any] = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
     values |= {"overwrite": flags.overwrite_output_dir, "resume": resume, "checkpoint": checkpoint}
     job = mistakes.job(TrainJob, flags, command=_as_given(arguments), **values)
     for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:

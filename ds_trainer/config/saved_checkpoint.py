@@ -60,8 +60,7 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     run = next((place for place in path.parents[:2] if (place / _RECIPE).is_file()), None)
     if run is None:
         raise UserError(
-            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a "
-            f"{_RECIPE}, which names the model and the task of the checkpoint; move it back there"
+            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a {_RECIPE}"
         )
     try:
         sums, position = read_marker(path)

@@ -27,8 +27,7 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    mistake = value_mistake({path: value})
-    if mistake:
+    if mistake := value_mistake({path: value}):
         raise UserError(f'--set "{cut(setting, 200)}" {mistake}')
     return parts, value
 
@@ -51,8 +50,7 @@ def assign(target: Any, path: list[str], value: Any, source: str) -> None:
     elif not rest:
         target[part] = value
     else:
-        if target.get(part) is None:
-            target[part] = {}
+        target[part] = {} if target.get(part) is None else target[part]
         assign(target[part], rest, value, source)
 
 

@@ -27,8 +27,6 @@ _REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 """The errors by which `deepspeed.initialize` refuses a config: it has no type of its own for them."""
 
 _SCALERS = ("loss_scaler", "loss_scale_config")
-_WRAPPER_SETTINGS = (*_SCALERS, "dynamic_loss_scale", "clip_grad")
-"""The settings beside the groups that DeepSpeed's wrappers of optimizers load from a checkpoint."""
 
 
 def start_engine(
@@ -89,7 +87,9 @@ class OptimizerSettings:
         optimizer, scheduler = engine.optimizer, engine.lr_scheduler
         schedule = (engine.scheduler_params() if engine.scheduler_name() else None) or {}
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
-        self._wrapper = {name: copy.copy(value) for name, value in vars(optimizer).items() if name in _WRAPPER_SETTINGS}
+        # what DeepSpeed's wrappers of optimizers load from a checkpoint beside the groups
+        names = {*_SCALERS, "dynamic_loss_scale", "clip_grad"} & vars(optimizer).keys()
+        self._wrapper = {name: copy.copy(vars(optimizer)[name]) for name in names}
         self._schedule = {name: value for name, value in vars(scheduler).items() if name in schedule}
 
     def restore(self, engine: Engine) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 from ds_trainer.files.messages import shown
 
-AUTO = "auto"
 _WORDS = {"int": "a whole number", "number": "a number", "bool": "true or false", "str": "text"}
 _WORDS |= {"list": "a list", "dict": "an object", "null": "null"}
 _LIMITS = {
@@ -112,7 +111,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 def is_auto(value: Any) -> bool:
     """Whether a value is the word "auto"."""
-    return isinstance(value, str) and value == AUTO
+    return isinstance(value, str) and value == "auto"
 
 
 def is_number(value: Any) -> bool:

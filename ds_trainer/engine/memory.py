@@ -30,12 +30,9 @@ def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
 
 def training_cure(config: Mapping[str, Any]) -> str:
     """Say what to change where a training step does not fit: the settings that this phase has not yet exhausted."""
-    micro, cures = config[MICRO], []
-    if micro > 1:
-        cures.append(
-            f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {config[STEPS]}) as much"
-        )
-    return _cure([*cures, *_sharing_cures(config), "lower the task's max_seq_length"])
+    micro, steps = config[MICRO], config[STEPS]
+    smaller = f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {steps}) as much"
+    return _cure([*([smaller] if micro > 1 else []), *_sharing_cures(config), "lower the task's max_seq_length"])
 
 
 def evaluation_cure(field: str, batch_size: int, config: Mapping[str, Any] | None = None) -> str:

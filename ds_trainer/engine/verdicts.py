@@ -24,7 +24,6 @@ def _is(path: str, *values: str) -> Callable[[dict[str, Any]], bool]:
 
 
 _ACCUMULATES_IN_FP32 = _is("data_types.grad_accum_dtype", "fp32", "float32", "float", "torch.float32")
-_IS_ADAM = _is("optimizer.type", "adam", "adamw")
 CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "stages_1_to_3": lambda config: zero_stage(config) > 0,
     "stage_1_or_2": lambda config: zero_stage(config) in (1, 2),
@@ -46,7 +45,7 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "param_on_nvme": _is(f"{_PARAM}.device", "nvme"),
     "nvme": lambda config: any(_is(f"{part}.device", "nvme")(config) for part in (_OPTIMIZER, _PARAM)),
     "fused_fp16_adam": lambda config: (
-        bool(flag_at(config, "fp16.enabled")) and zero_stage(config) == 0 and _IS_ADAM(config)
+        precision_of(config) == "fp16" and zero_stage(config) == 0 and _is("optimizer.type", "adam", "adamw")(config)
     ),
     "info_log": _is("log_level", "info", "debug"),
     "zero_true": lambda config: config.get("zero_optimization") is True,

@@ -69,10 +69,8 @@ def placed_engine_file(
 
 def environment_of(config: Mapping[str, Any], output: Path) -> dict[str, str]:
     """The variables that name a folder to the monitors without a key for it; a variable that is set already stays."""
-    wanted = {
-        name: str(output / DEEPSPEED_FOLDER) for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section)
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    names = [name for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section) and name not in os.environ]
+    return dict.fromkeys(names, str(output / DEEPSPEED_FOLDER))
 
 
 def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]) -> str | None:

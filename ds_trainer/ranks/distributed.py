@@ -197,9 +197,7 @@ def device() -> torch.device:
     """Return the device of this rank: the GPU with its local rank's number, or the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def barrier() -> None:

@@ -233,9 +233,9 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._bar.n)
-            return
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
-        distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
+        else:
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
 
 
 @dataclass(frozen=True)
