@@ -78,7 +78,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    """The flags that do not fit each other, this machine or this installation."""
+    """Report the flags that do not fit each other, this machine or this installation."""
     cores = len(os.sched_getaffinity(0))
     if flags.names and not len(flags.folders) == len(flags.names) == len(set(flags.names)):
         yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"

@@ -89,7 +89,7 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    """The flags that do not go together."""
+    """Report the flags that do not go together."""
     of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.onnx or flags.compact
     if not (others or flags.unpack or flags.import_from or of_checkpoint):
         yield "nothing to do: give --shrink, --onnx, --compact, --unpack or --import_from"

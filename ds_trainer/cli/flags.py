@@ -78,7 +78,7 @@ def read_task(
 
 
 def output_path(text: str) -> Path:
-    """A folder that a flag names; an empty text would be the current folder."""
+    """Return the folder that a flag names; an empty text would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give a folder, . for the current one")
     return Path(text)

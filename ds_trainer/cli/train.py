@@ -111,7 +111,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
-    """The mistakes in what a run reads: the data of its tasks, and its models and teachers."""
+    """Return the mistakes in what a run reads: the data of its tasks, and its models and teachers."""
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
@@ -121,7 +121,7 @@ def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
 
 
 def _as_given(arguments: Sequence[str]) -> str:
-    """The training command without what the launcher adds to it; where it ran is in the report of the ranks."""
+    """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks."""
     local, world = distributed.local_world_size(), distributed.world_size()
     launcher = ["python"] if world == 1 else ["deepspeed", *(["--num_gpus", str(world)] if local == world else [])]
     return shlex.join([*launcher, "launch/train.py", *(word for word in arguments if "--local_rank" not in word)])

@@ -85,7 +85,7 @@ class EvaluateJob(TaskJob):
     """What the flags request in place of the exit policy of the model folder, or None."""
 
     def exit_policy(self, saved: SavedExits | None) -> ExitPolicy | None:
-        """The policy that the flags request for the exit heads of a folder; None if they request none.
+        """Return the policy that the flags request for the exit heads of a folder; None if they request none.
 
         Raise UserError where it does not fit the heads, or where there are none.
         """

@@ -246,7 +246,10 @@ def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
-    """The task of a phase. For MLM it has logits at every position if they are distilled beyond the masked ones."""
+    """Return the task of a phase.
+
+    For MLM it has logits at every position if they are distilled beyond the masked ones.
+    """
     task, distill = phase.task or recipe.task, phase.techniques.distill
     if task.name != "mlm" or distill is None:
         return task
@@ -263,12 +266,12 @@ def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
 
 
 def recipe_schema() -> str:
-    """The JSON schema of the recipe, for editors."""
+    """Return the JSON schema of the recipe, for editors."""
     return json.dumps(Recipe.model_json_schema(), indent=2)
 
 
 def _message(model: type[BaseModel], error: Any) -> str:
-    """The message of one of pydantic's errors, with the path of the field as the user wrote it."""
+    """Return the message of one of pydantic's errors, with the path of the field as the user wrote it."""
     owner, path = _walk(model, error["loc"])
     if error["type"] != "extra_forbidden":
         message, value = error["msg"].removeprefix("Value error, "), error["input"]
@@ -281,7 +284,7 @@ def _message(model: type[BaseModel], error: Any) -> str:
 
 
 def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:
-    """The model that holds the last part of an error's place, and the place as the user wrote it."""
+    """Return the model that holds the last part of an error's place, and the place as the user wrote it."""
     path: list[str] = []
     annotation: Any = model
     for part in loc:
@@ -297,19 +300,19 @@ def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel]
 
 
 def _models_in(annotation: Any) -> set[type[BaseModel]]:
-    """The pydantic models inside `X`, `X | None` or `list[X]`."""
+    """Return the pydantic models inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
     return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
 
 
 def _terms(technique: str, table: dict[str, Any]) -> list[str]:
-    """The terms of a technique that have an entry in the loss table."""
+    """Return the terms of a technique that have an entry in the loss table."""
     return [name.removeprefix(f"{technique}.") for name in table if name.startswith(f"{technique}.")]
 
 
 def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
-    """The loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
+    """Return the loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
 
     Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
     nothing beside them, unless the recipe gives it a weight.

@@ -49,7 +49,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a phase's folder, whole or not, in the order of their steps."""
+    """Return the checkpoints in a phase's folder, whole or not, in the order of their steps."""
     by_step = {int(name[1]): path for path in folder.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return [by_step[step] for step in sorted(by_step)]
 

@@ -68,13 +68,16 @@ def placed_engine_file(
 
 
 def environment_of(config: Mapping[str, Any], output: Path) -> dict[str, str]:
-    """The variables that name a folder to the monitors without a key for it; a variable that is set already stays."""
+    """Return the variables that name a folder to the monitors without a key for it.
+
+    A variable that is set already stays.
+    """
     names = [name for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section) and name not in os.environ]
     return dict.fromkeys(names, str(output / DEEPSPEED_FOLDER))
 
 
 def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]) -> str | None:
-    """The cache folder of a recipe; by default $DS_TRAINER_CACHE.
+    """Return the cache folder of a recipe; by default $DS_TRAINER_CACHE.
 
     One that stands in the recipe's file (`as_read`) must lie in one of the `roots` or in the user's own cache; a
     relative one is taken inside the first root. Raise UserError where it does not.

@@ -94,7 +94,7 @@ class Report:
             self._bar.update(step)
 
     def state(self) -> dict[str, Any]:
-        """The JSON values that `open` needs to continue as if there had been no stop; the same on all ranks."""
+        """Return the JSON values that `open` needs to continue as if there had been no stop; the same on all ranks."""
         self._sum_up()
         return {
             "names": list(self._names),
@@ -168,7 +168,7 @@ class Report:
         return all(map(math.isfinite, self._sums.terms))
 
     def _first_non_finite(self, pending: Sequence[_MicroBatch]) -> tuple[int, int, str, float, list[int]] | None:
-        """Step (counted from 1), rank, term, value and example ids of this rank's first term that is not finite."""
+        """Return step (from 1), rank, term, value and example ids of this rank's first term that is not finite."""
         for micro in pending:
             for name, value in zip(self._names, micro.terms.tolist(), strict=True):
                 if not math.isfinite(value):
@@ -212,7 +212,7 @@ class Report:
             distributed.info(line)
 
     def totals(self) -> dict[str, float]:
-        """Epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
+        """Return epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
         return {
             "epochs": self._epoch(),
             "train_loss": self._loss_sum / max(self._total_examples, 1),
@@ -221,7 +221,7 @@ class Report:
         }
 
     def _epoch(self) -> float:
-        """How often each training example was seen: a whole number at the end of an epoch."""
+        """Return how often each training example was seen: a whole number at the end of an epoch."""
         return (self._total_examples + self._counts["examples"]) / self._training_examples
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
@@ -307,7 +307,7 @@ def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float,
 
 
 def _memory(prefix: str) -> dict[str, int]:
-    """The most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
+    """Return the most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
     peaks = machine.peak_memory()
     ranks = distributed.numbers_of_all(list(peaks.values()))
     return {

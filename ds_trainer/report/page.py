@@ -117,7 +117,7 @@ def _saved(plot: _Plot, folder: RunFolder) -> Figure | None:
 
 
 def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
-    """The figure that compares the phases, then those of each phase."""
+    """Yield the figure that compares the phases, then those of each phase."""
     if run.results:
         caption = "Score against size, the phases side by side."
         yield _Plot("score_by_density", list(run.results)[-1], caption, partial(_score_by_density, run))
@@ -127,7 +127,7 @@ def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
 
 
 def _plots(run: RunFiles, phase: str) -> list[_Plot]:
-    """The figures that every phase may have, if its log or its model has the data."""
+    """Return the figures that every phase may have, if its log or its model has the data."""
     records, result = run.records.get(phase, []), run.results.get(phase, {})
     weights = result.get("weights", {})
     counts, before = weights.get("layers", {}), weights.get("before", {}).get("layers")
@@ -166,7 +166,7 @@ def _for_file(name: str) -> str:
 
 
 def _calibration(exits: Mapping[str, Any]) -> str:
-    """A sentence on how the thresholds were chosen, if they were calibrated."""
+    """Return a sentence on how the thresholds were chosen, if they were calibrated."""
     calibration = exits.get("calibration")
     if not calibration:
         return ""
@@ -190,7 +190,7 @@ def _score_by_density(run: RunFiles) -> Figure | None:
 
 
 def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
-    """The page in Markdown. Text from the run's files is escaped or fenced."""
+    """Return the page in Markdown. Text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
     if task:
@@ -214,7 +214,7 @@ def _title(run: RunFiles) -> str:
 
 
 def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """The command and the resolved files, by title. The run has written them without their secrets."""
+    """Yield the command and the resolved files, by title. The run has written them without their secrets."""
     command = run.folder / "command.json"
     if command.is_file():
         yield "Command", str(_tried("command.json", lambda: read_object(command)["command"]))
@@ -225,7 +225,7 @@ def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _table(run: RunFiles) -> str:
-    """The phases side by side, in Markdown."""
+    """Show the phases side by side, in Markdown."""
     if not run.results:
         return "No phase has finished."
     columns = {phase: _cells(run, phase) for phase in run.results}
@@ -238,7 +238,7 @@ def _table(run: RunFiles) -> str:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """Where the phases were trained, where latencies were measured, and which exits have changed since."""
+    """Say where the phases were trained, where latencies were measured, and which exits have changed since."""
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     for phase, result in run.results.items():
@@ -255,7 +255,7 @@ def _notes(run: RunFiles) -> list[str]:
 
 
 def _session(session: Mapping[str, Any]) -> str:
-    """Hosts, devices and versions, in a line."""
+    """Name hosts, devices and versions, in a line."""
     hosts = (
         f"{host} ({', '.join(f'{ranks} x {device}' for device, ranks in devices.items())})"
         for host, devices in session["hosts"].items()
@@ -264,7 +264,7 @@ def _session(session: Mapping[str, Any]) -> str:
 
 
 def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
-    """A phase's column of the table, in groups: techniques, scores, sizes, times, training."""
+    """Return a phase's column of the table, in groups: techniques, scores, sizes, times, training."""
     result = run.results[phase]
     timed = "early_exit/speedup" if result.get("exits") else None  # stands by batch size among the times
     scores = {}
@@ -325,12 +325,12 @@ def _number(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: entities, which a table does not escape again."""
+    """Return text that Markdown shows as it is, on one line: entities, which a table does not escape again."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", " ".join(text.split()))
 
 
 def _html(run: RunFiles, page: str) -> str:
-    """The page as one HTML file that loads nothing from the network; HTML in the Markdown is shown as text."""
+    """Return the page as one HTML file that loads nothing from the network; HTML in the Markdown is shown as text."""
     from markdown_it import MarkdownIt
 
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -344,7 +344,7 @@ def _html(run: RunFiles, page: str) -> str:
 
 
 def _folded(_renderer: Any, tokens: Sequence[Any], index: int, _options: Any, _env: Any) -> str:
-    """A fence in HTML, folded where it is long."""
+    """Render a fence in HTML, folded where it is long."""
     text = tokens[index].content
     block = f"<pre><code>{html.escape(text)}</code></pre>\n"
     return block if text.count("\n") < 5 else f"<details><summary>show</summary>\n{block}</details>\n"

@@ -23,7 +23,7 @@ _MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
 
 
 def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many encoder weights a phase has kept, and of how many before any was zeroed or cut out, if it counted."""
+    """Return how many encoder weights a phase has kept, and how many there were before; None where none were counted."""
     weights = result.get("weights", {})
     if "encoder" not in weights:
         return None
@@ -32,7 +32,7 @@ def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def peak_memory(records: Records) -> dict[str, tuple[float, str]]:
-    """The most bytes that any rank has held in training and evaluation, and the rank's number, by kind of memory."""
+    """Return the most bytes that any rank has held, and the number of that rank, by kind of memory."""
     peaks: dict[str, tuple[float, str]] = {}
     for record in records:
         for name, held in record.items():
@@ -56,16 +56,19 @@ class RunFiles:
         return list(dict.fromkeys([*self.results, *self.records]))
 
     def folder_of(self, phase: str) -> Path:
-        """Where a phase writes its model and its evaluation: the last one into the output folder itself."""
+        """Return where a phase writes its model and its evaluation: the last one into the output folder itself."""
         planned = [spec["name"] for spec in self.recipe.get("phases", [])] or self.phases
         return self.folder if phase == planned[-1] else self.folder / phase
 
     def spec(self, phase: str) -> Mapping[str, Any]:
-        """The phase as it stands in the recipe; empty where the recipe does not have it."""
+        """Return the phase as it stands in the recipe; empty where the recipe does not have it."""
         return next((spec for spec in self.recipe.get("phases", []) if spec["name"] == phase), {})
 
     def exits(self, phase: str) -> dict[str, Any]:
-        """The results of a phase's exits, with the curves where its evaluation wrote them; empty without exits."""
+        """Return the results of a phase's exits, with the curves where its evaluation wrote them.
+
+        Empty without exits.
+        """
         file = self.folder_of(phase) / "eval" / EXITS_FILE
         return read_object(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
 
@@ -113,7 +116,7 @@ def _read_log(file: Path) -> dict[str, Records]:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """A line of the log as a record; empty where it is none, as the last line of a run that was killed."""
+    """Return a line of the log as a record; empty where it is none, as the last line of a run that was killed."""
     try:
         record = json.loads(line)
     except ValueError:
