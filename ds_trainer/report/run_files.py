@@ -23,7 +23,7 @@ _MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
 
 
 def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many encoder weights a phase has kept, and how many there were before; None where none were counted."""
+    """Return how many encoder weights a phase has kept, and how many there were before; None if none were counted."""
     weights = result.get("weights", {})
     if "encoder" not in weights:
         return None
