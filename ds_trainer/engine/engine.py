@@ -23,9 +23,6 @@ from ds_trainer.ranks.failures import UserError
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
 
-_REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
-"""The errors by which `deepspeed.initialize` refuses a config: it has no type of its own for them."""
-
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
@@ -55,7 +52,8 @@ def start_engine(
                 model_parameters=as_torch(groups, base) if in_file else None,
                 lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
             )
-    except _REFUSALS as error:
+    # DeepSpeed has no type of its own for the errors by which it refuses a config
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {error or repr(error)}") from error
     if not engine.zero_optimization():
         _mend_without_zero(engine)

@@ -152,12 +152,10 @@ def _is_allowed(value: Any, entry: dict[str, Any]) -> bool:
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
-    if kind == "int":
-        return is_number(value) and value == int(value)
+    if kind in ("int", "number"):
+        return is_number(value) and (kind == "number" or value == int(value))
     if kind == "bool":
         return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-    if kind == "number":
-        return is_number(value)
     if kind == "null":
         return value is None
     return isinstance(value, {"str": str, "list": list, "dict": dict}[kind])

@@ -12,7 +12,6 @@ from ds_trainer.ranks.failures import UserError
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files of cgroup v2 and v1 that hold the memory limit of a container, as the container sees them."""
-_SHARE_OF_A_FILE = 8
 
 
 def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
@@ -65,7 +64,7 @@ def memory() -> int:
 
 def most_held() -> int:
     """Return the most bytes that one file may have: Python's objects take several times as many bytes as its text."""
-    return memory() // _SHARE_OF_A_FILE
+    return memory() // 8
 
 
 def content_hash(path: Path) -> bytes:

@@ -26,8 +26,6 @@ _WRITTEN = {
     "autotuning": ("exps_dir", "results_dir", "metric_path", "model_info_path"),
 }
 """The keys of the engine file by which DeepSpeed finds what it writes. It appends a job_name to the output_path."""
-_IN_CURRENT_FOLDER = ("tensorboard", "csv_monitor")
-"""DeepSpeed writes these to the current folder where the engine file has no output_path."""
 _BY_ENVIRONMENT = {"wandb": "WANDB_DIR", "comet": "COMET_OFFLINE_DIRECTORY"}
 
 
@@ -45,7 +43,8 @@ def placed_engine_file(
         if not _is_on(placed, section):
             continue
         block, block_read = placed[section], as_read.get(section)
-        if section in _IN_CURRENT_FOLDER and block.get("output_path") in (None, "", "auto"):
+        # without an output_path DeepSpeed writes these two to the current folder
+        if section in ("tensorboard", "csv_monitor") and block.get("output_path") in (None, "", "auto"):
             block["output_path"] = str(folder)
             notes.append(f"the engine file's {section}.output_path is {folder}")
         for key in keys:
