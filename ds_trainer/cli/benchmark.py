@@ -1,7 +1,5 @@
 """`launch/benchmark.py`: what model folders cost, side by side, and their scores on a task."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Sequence
@@ -38,16 +36,13 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     elif OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {OF_THE_TASK}: {NO_TASK}")
+    values = {
+        "folders": dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
+        "backends": BACKENDS if "all" in flags.backends else flags.backends,
+        "lengths": flags.lengths or [OF_THE_TASK if task else 128],
+    }
     return mistakes.job(
-        BenchmarkJob,
-        flags,
-        folders=dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
-        backends=BACKENDS if "all" in flags.backends else flags.backends,
-        lengths=flags.lengths or [OF_THE_TASK if task else 128],
-        task=task,
-        cache_dir=cache_dir,
-        output=flags.output_dir,
-        trust=trust,
+        BenchmarkJob, flags, task=task, cache_dir=cache_dir, output=flags.output_dir, trust=trust, **values
     )
 
 
@@ -83,7 +78,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    """The flags that do not fit each other, this machine or this installation."""
+    """Report the flags that do not fit each other, this machine or this installation."""
     cores = len(os.sched_getaffinity(0))
     if flags.names and not len(flags.folders) == len(flags.names) == len(set(flags.names)):
         yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"

@@ -1,12 +1,10 @@
 """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.exit_flags import add_aim_flags, asked_calibration
+from ds_trainer.cli.exit_flags import add_aim_flags, requested_calibration
 from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import CalibrateJob
 from ds_trainer.config.trust import trusting
@@ -30,7 +28,7 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     mistakes += model_mistakes(flags.model, trust)
     task, cache_dir = read_task(flags, mistakes)
     mistakes += check_data_files(task, splits=("train",)) if task else []
-    exits = mistakes.of(asked_calibration, flags, task) if task and not mistakes else None
+    exits = mistakes.of(requested_calibration, flags, task) if task and not mistakes else None
     return mistakes.job(CalibrateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust)
 
 

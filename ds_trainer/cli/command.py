@@ -4,8 +4,6 @@ A command is a function of its arguments. It reads a job from them, which needs 
 all mistakes as one UserError, and then makes one call into the library, which is imported at that moment.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -83,7 +81,7 @@ class Mistakes(list[str]):
             job = kind.model_validate({**vars(flags), **values})
         except ValidationError as error:
             unread = {name for name, value in values.items() if value is None}
-            self += [_flag_mistake(item) for item in error.errors() if item["loc"][0] not in unread]
+            self += [flag_mistake(item) for item in error.errors() if item["loc"][0] not in unread]
             if not self:
                 raise
         self.raise_all()
@@ -95,9 +93,10 @@ class Mistakes(list[str]):
             raise UserError("\n".join(dict.fromkeys(self)))
 
 
-def _flag_mistake(error: Any) -> str:
+def flag_mistake(error: Any) -> str:
+    """Say what is wrong with a flag, from one of pydantic's errors about the field of that name."""
     allowed = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
-    return f"--{error['loc'][0]} is {shown(error['input'])}: {allowed}"
+    return f"--{error['loc'][0]} is {shown(error['input'])}: {allowed}" if error["loc"] else allowed
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -1,7 +1,5 @@
 """`launch/doctor.py`: check the hosts of a hostfile before a run, and print one table."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

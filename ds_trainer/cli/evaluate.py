@@ -1,7 +1,5 @@
 """`launch/evaluate.py`: score a model folder, a checkpoint, or all checkpoints of a phase on a task."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -49,9 +47,8 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
     saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(requested_exits, flags)
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
-    job = mistakes.job(
-        EvaluateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust, checkpoints=of_task
-    )
+    values = {"task": task, "cache_dir": cache_dir, "exits": exits, "trust": trust, "checkpoints": of_task}
+    job = mistakes.job(EvaluateJob, flags, **values)
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
         job.exit_policy(saved)  # whether it fits the heads of a checkpoint shows later
     return job
@@ -82,6 +79,6 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     checkpoints = [checkpoint for path in paths if (checkpoint := unreadable.of(read_checkpoint, path))]
     if not checkpoints:
         mistakes += unreadable
-    for mistake in unreadable if checkpoints else ():
-        distributed.warn(f"left out: {mistake}")
+    elif unreadable:
+        distributed.warn("left out:\n" + "\n".join(unreadable))
     return checkpoints

@@ -1,7 +1,5 @@
 """The command-line flags of early exits, and every check of them that needs neither torch nor DeepSpeed."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
@@ -9,13 +7,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ds_trainer.config.exit_specs import (
-    EXITS_FILE,
-    Criterion,
-    ExitsSpec,
-    SavedExits,
-    aim_mistakes,
-)
+from ds_trainer.cli.command import flag_mistake
+from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, SavedExits, aim_mistakes
 from ds_trainer.config.recipe import TaskSpec, TextSpec, parse_exits
 from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError
@@ -24,15 +17,11 @@ from ds_trainer.tasks.text.glue import is_regression
 
 def add_policy_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that replace the policy of a model folder."""
-    policy = parser.add_mutually_exclusive_group()
+    add = parser.add_mutually_exclusive_group().add_argument
     values = "a number, or one per head with commas; replaces the folder's thresholds"
-    policy.add_argument("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
-    policy.add_argument(
-        "--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}"
-    )
-    policy.add_argument(
-        "--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before"
-    )
+    add("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
+    add("--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}")
+    add("--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before")
 
 
 def add_aim_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +47,7 @@ def requested_exits(flags: argparse.Namespace) -> ExitsSpec | None:
     return _checked(**values) if values else None
 
 
-def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
+def requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
     """Return the aim of a calibration; criterion and patience are the folder's where no flag gives them.
 
     ValueError where the folder has no exits, or cannot be calibrated as requested.
@@ -67,22 +56,19 @@ def asked_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
     if saved is None:
         raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
     aim = {name: getattr(flags, name) for name in ("criterion", "patience", "target_speedup", "max_drop", "per_head")}
-    regression, criterion = _is_regression(task), flags.criterion or saved.policy.criterion
+    regression = isinstance(task, TextSpec) and is_regression(task)
+    criterion = flags.criterion or saved.policy.criterion
     if regression and criterion == "patience" and flags.patience is None:
         aim["patience"] = saved.policy.patience
     spec = _checked(**aim | {"criterion": criterion})
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
     share = getattr(task, "held_out", 0.0)
+    heads = f"the exit heads of {flags.model} were trained"
     if not saved.held_out:
-        mistakes.append(
-            f"the exit heads of {flags.model} were trained on all training examples, so that none is left to "
-            f"calibrate on: train them with task.held_out (0.02, say)"
-        )
+        mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
     elif share != saved.held_out:
-        mistakes.append(
-            f"task.held_out is {share:g}, and the exit heads of {flags.model} were trained without "
-            f"{saved.held_out:g} of the training set: give --set held_out={saved.held_out!r}"
-        )
+        way_out = f"give --set held_out={saved.held_out!r}"
+        mistakes.append(f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data: {way_out}")
     if mistakes:
         raise UserError("\n".join(mistakes))
     return spec
@@ -93,15 +79,7 @@ def _checked(**values: Any) -> ExitsSpec:
     try:
         return ExitsSpec(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise UserError(
-            f"--{first['loc'][0]}: {message} (found {first['input']})" if first["loc"] else message
-        ) from None
-
-
-def _is_regression(task: TaskSpec) -> bool:
-    return isinstance(task, TextSpec) and is_regression(task)
+        raise UserError(flag_mistake(error.errors()[0])) from None
 
 
 def _numbers(text: str) -> float | list[float]:

@@ -1,7 +1,5 @@
 """`launch/export.py`: shrink a model folder or a checkpoint, write it as ONNX, or as a compact file."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -58,15 +56,10 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
         task, cache_dir = read_task(flags, mistakes, checkpoint)
         mistakes += check_data_files(task, splits=("validation",)) if task else []
     mistakes += _output_mistakes(flags)
-    return mistakes.job(
-        ExportJob,
-        flags,
-        output=flags.output_dir or Path(flags.model),
-        task=task if names_task(flags) else None,
-        cache_dir=cache_dir,
-        trust=trust_of(flags),
-        checkpoint=replace(checkpoint, task=task) if checkpoint and task else None,
-    )
+    values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir, "trust": trust_of(flags)}
+    checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
+    task = task if names_task(flags) else None
+    return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, **values)
 
 
 def export_parser() -> argparse.ArgumentParser:
@@ -96,7 +89,7 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    """The flags that do not go together."""
+    """Report the flags that do not go together."""
     of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.onnx or flags.compact
     if not (others or flags.unpack or flags.import_from or of_checkpoint):
         yield "nothing to do: give --shrink, --onnx, --compact, --unpack or --import_from"
@@ -139,14 +132,10 @@ def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iter
         yield f"--import_from masked_bert: the config of {flags.model} says model_type {shown(kind)}"
     elif method not in MASKING_METHODS:
         yield f"the config of {flags.model} says pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
-    elif method == "l0":
-        if threshold is not None:
-            yield "--threshold: pruning_method l0 has none: drop it"
-    elif threshold is None:
+    elif threshold is None and method != "l0":
         yield "--threshold is missing, and the folder does not hold it: give the final one of its run"
-    elif method != "threshold" and not 0 < threshold <= 1:
-        takes = "a probability" if method == "sigmoied_threshold" else "the share to keep"
-        yield f"--threshold is {threshold:g}: {method} takes {takes}, above 0 and up to 1"
+    elif method not in ("l0", "threshold") and not 0 < threshold <= 1:
+        yield f"--threshold is {threshold:g}: {method} takes a share or a probability, above 0 and up to 1"
 
 
 def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
@@ -157,10 +146,10 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     if itself and (of_checkpoint or not only_onnx):
         yield f"{flags.model} is what is exported, and stays as it is: give --output_dir with another folder"
         return
-    unfit = check_output_folder(output, overwrite=True)
-    yield from (f"--output_dir: {mistake}" for mistake in unfit)
-    paths = output.iterdir() if output.is_dir() and not unfit else ()
-    names = sorted(path.name for path in paths if not is_aside(path))
+    if unfit := check_output_folder(output, overwrite=True):
+        yield from (f"--output_dir: {mistake}" for mistake in unfit)
+        return
+    names = sorted(path.name for path in output.iterdir() if not is_aside(path)) if output.is_dir() else []
     if only_onnx:
         yield from _onnx_folder_mistakes(output, names, itself, flags.overwrite)
     elif names and "config.json" not in names:

@@ -1,14 +1,12 @@
 """The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
 from ds_trainer.cli.command import Mistakes
 from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
-from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.settings import apply_setting
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.write_places import cache_place
@@ -39,16 +37,11 @@ def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
     add("--allow_write", action="append", default=[], metavar="DIR", help=write)
     add("--plugin", action="append", default=[], metavar="MODULE", help="tasks and techniques of your own (plugins.py)")
-    add_trust_flags(parser)
+    pickle = "load pytorch_model.bin, as weights only, where no safetensors are"
+    add("--allow_pickle", action="store_true", help=pickle)
+    add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it
-
-
-def add_trust_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what the user permits model folders: by default nothing."""
-    pickle = "load pytorch_model.bin, as weights only, where no safetensors are"
-    parser.add_argument("--allow_pickle", action="store_true", help=pickle)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
 
 
 def trust_of(flags: argparse.Namespace) -> Trust:
@@ -73,25 +66,20 @@ def read_task(
     if saved and not flags.recipe:
         recipe, spec, file = saved.recipe, saved.task, str(saved.recipe_file)
     task_data = spec.model_dump() if spec else {}
-    task_data |= {"name": flags.task_name} if flags.task_name is not None else {}
-    task_data |= {"data_dir": flags.data_dir} if flags.data_dir is not None else {}
+    given = {"name": flags.task_name, "data_dir": flags.data_dir}
+    task_data |= {field: value for field, value in given.items() if value is not None}
     for setting in flags.set:
-        mistakes.of(_apply, task_data, setting)
+        mistakes.of(apply_setting, task_data, setting)
     task = mistakes.of(parse_task, task_data)
     if "name" not in task_data:
         mistakes.append(NO_TASK)
-    said = recipe.cache_dir if recipe else None
+    in_file = recipe.cache_dir if recipe else None
     roots = [Path(file).parent, *flags.allow_write]
-    return task, flags.cache_dir or mistakes.of(cache_place, said, said, roots)
-
-
-def _apply(task: dict[str, object], setting: str) -> None:
-    path, value = parse_setting(setting)
-    assign(task, path, value, f'--set "{setting}"')
+    return task, flags.cache_dir or mistakes.of(cache_place, in_file, in_file, roots)
 
 
 def output_path(text: str) -> Path:
-    """A folder that a flag names; an empty text would be the current folder."""
+    """Return the folder that a flag names; an empty text would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give a folder, . for the current one")
     return Path(text)

@@ -3,8 +3,6 @@
 Imports nothing but the standard library at the top, so that a Python without the project's packages can say so.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

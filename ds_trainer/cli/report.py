@@ -1,7 +1,5 @@
 """`launch/report.py`: make the report of a run again, from its output folder alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

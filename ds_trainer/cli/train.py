@@ -1,7 +1,5 @@
 """`launch/train.py`: train a recipe on DeepSpeed."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os
@@ -14,7 +12,7 @@ from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Recipe, parse_recipe, recipe_schema
-from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.settings import apply_setting, assign
 from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.files.json_file import read_json
@@ -60,7 +58,8 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     for setting in flags.set:
-        mistakes.of(_apply_setting, recipe_data, engine_config, setting)
+        of_recipe = setting.split("=")[0].split(".")[0] in Recipe.model_fields
+        mistakes.of(apply_setting, recipe_data if of_recipe else engine_config, setting)
     for flag, field in _FIELDS.items():
         if (value := getattr(flags, flag)) is not None:
             mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
@@ -83,22 +82,11 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    job = mistakes.job(
-        TrainJob,
-        flags,
-        command=_as_given(arguments),
-        recipe=recipe,
-        engine_config=engine_config,
-        output=output,
-        overwrite=flags.overwrite_output_dir,
-        resume=resume,
-        checkpoint=checkpoint,
-        trust=trust,
-    )
-    for line in idle_warnings(engine_config, phases, world, name=flags.deepspeed_config):
+    values: dict[str, Any] = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
+    values |= {"overwrite": flags.overwrite_output_dir, "resume": resume, "checkpoint": checkpoint}
+    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), **values)
+    for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
         distributed.warn(line)
-    for line in notes:
-        distributed.info(line)
     return job
 
 
@@ -129,14 +117,8 @@ def _print_schema(arguments: Sequence[str]) -> None:
     print(recipe_schema())
 
 
-def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
-    path, value = parse_setting(setting)
-    target = recipe if path[0] in Recipe.model_fields else engine_config
-    assign(target, path, value, f'--set "{setting}"')
-
-
 def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
-    """The mistakes in what a run reads: the data of its tasks, and its models and teachers."""
+    """Return the mistakes in what a run reads: the data of its tasks, and its models and teachers."""
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
@@ -146,7 +128,7 @@ def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
 
 
 def _as_given(arguments: Sequence[str]) -> str:
-    """The training command without what the launcher adds to it; where it ran is in the report of the ranks."""
+    """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks."""
     local, world = distributed.local_world_size(), distributed.world_size()
     launcher = ["python"] if world == 1 else ["deepspeed", *(["--num_gpus", str(world)] if local == world else [])]
     return shlex.join([*launcher, "launch/train.py", *(word for word in arguments if "--local_rank" not in word)])

@@ -3,8 +3,6 @@
 A field that is named like a flag takes the flag's value, which is checked here; the command reads the others.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,13 +26,10 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names of the flag and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(values))
-
-
+_DISTINCT = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 Count = Annotated[int, Field(ge=1, le=2**20)]
-Counts = Annotated[tuple[Count, ...], AfterValidator(_distinct)]
-Names = Annotated[tuple[str, ...], AfterValidator(_distinct)]
+Counts = Annotated[tuple[Count, ...], _DISTINCT]
+Names = Annotated[tuple[str, ...], _DISTINCT]
 
 
 class Job(BaseModel):
@@ -91,7 +86,7 @@ class EvaluateJob(TaskJob):
     """What the flags request in place of the exit policy of the model folder, or None."""
 
     def exit_policy(self, saved: SavedExits | None) -> ExitPolicy | None:
-        """The policy that the flags request for the exit heads of a folder; None if they request none.
+        """Return the policy that the flags request for the exit heads of a folder; None if they request none.
 
         Raise UserError where it does not fit the heads, or where there are none.
         """
@@ -149,7 +144,7 @@ class BenchmarkJob(Job):
     """None: all devices of this machine."""
     dtypes: Names
     threads: Counts
-    lengths: Annotated[tuple[Count | Literal["task"], ...], AfterValidator(_distinct)]
+    lengths: Annotated[tuple[Count | Literal["task"], ...], _DISTINCT]
     """In tokens; or `OF_THE_TASK`."""
     batch_sizes: Counts
     seconds: Annotated[float, Field(gt=0)]

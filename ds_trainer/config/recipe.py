@@ -130,7 +130,7 @@ class Phase(Strict):
             techniques["distill"] = distill | {"terms": _terms("distill", table)}
             if not techniques["distill"]["terms"]:
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
-        return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
+        return data | {"loss": table, "techniques": techniques}
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -143,7 +143,15 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
-        self._check_best()
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
+        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
+            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
+        if self.load_best_model_at_end and prune:
+            raise UserError(
+                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
+                "drop it; metric_for_best_model alone keeps that checkpoint"
+            )
         frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
         others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
         if frozen and others:
@@ -152,17 +160,6 @@ class Phase(Strict):
                 f'the model: set exits.training to "joint", or give the exits a phase of their own'
             )
         return self
-
-    def _check_best(self) -> None:
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
-        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
-            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
-        if self.load_best_model_at_end and self.techniques.prune:
-            raise UserError(
-                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
-                "drop it; metric_for_best_model alone keeps that checkpoint"
-            )
 
 
 class Recipe(Strict):
@@ -197,7 +194,13 @@ class Recipe(Strict):
                 self._check_exits(phase)
             if distill and before:
                 teachers = {"@previous": before[-1]} | {f"@{other.name}": other for other in before}
-                self._check_teacher(phase, teachers.get(distill.teacher))
+                teacher = teachers.get(distill.teacher, phase)
+                taught, learned = family(phase.task or self.task), family(teacher.task or self.task)
+                if taught != learned:
+                    raise UserError(
+                        f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: '
+                        f"take a teacher of the same task"
+                    )
             before.append(phase)
         return self
 
@@ -214,26 +217,24 @@ class Recipe(Strict):
             )
         data = ("name", "data_dir", "dataset", "train_file")
         for other in (other.task or self.task for other in self.phases):
-            same = isinstance(other, TextSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
-            if same and isinstance(other, TextSpec) and other.held_out != task.held_out:
+            if not isinstance(other, TextSpec) or any(getattr(other, f) != getattr(task, f) for f in data):
+                continue
+            if other.held_out != task.held_out:
                 raise UserError(
                     f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
                     f"would train on what the other holds out; write the same in both"
                 )
 
-    def _check_teacher(self, phase: Phase, teacher: Phase | None) -> None:
-        """Refuse a teacher that an earlier phase trained on a task of another family."""
-        taught, learned = (family(other.task or self.task) for other in (phase, teacher or phase))
-        if taught != learned:
-            raise UserError(
-                f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: take a '
-                f"teacher of the same task"
-            )
-
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Check a recipe; a UserError has every mistake, one a line."""
     return _parse(Recipe, data, "recipe")
+
+
+class TaskParser(Strict):
+    """A task by itself."""
+
+    task: AnyTask
 
 
 def parse_task(data: dict[str, Any]) -> TaskSpec:
@@ -247,18 +248,15 @@ def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
-    """The task of a phase. For MLM it has logits at every position if they are distilled beyond the masked ones."""
+    """Return the task of a phase.
+
+    For MLM it has logits at every position if they are distilled beyond the masked ones.
+    """
     task, distill = phase.task or recipe.task, phase.techniques.distill
     if task.name != "mlm" or distill is None:
         return task
     everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
-
-
-class TaskParser(Strict):
-    """A task by itself."""
-
-    task: AnyTask
 
 
 def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
@@ -270,12 +268,12 @@ def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
 
 
 def recipe_schema() -> str:
-    """The JSON schema of the recipe, for editors."""
+    """Return the JSON schema of the recipe, for editors."""
     return json.dumps(Recipe.model_json_schema(), indent=2)
 
 
 def _message(model: type[BaseModel], error: Any) -> str:
-    """The message of one of pydantic's errors, with the path of the field as the user wrote it."""
+    """Return the message of one of pydantic's errors, with the path of the field as the user wrote it."""
     owner, path = _walk(model, error["loc"])
     if error["type"] != "extra_forbidden":
         message, value = error["msg"].removeprefix("Value error, "), error["input"]
@@ -288,7 +286,7 @@ def _message(model: type[BaseModel], error: Any) -> str:
 
 
 def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:
-    """The model that holds the last part of an error's place, and the place as the user wrote it."""
+    """Return the model that holds the last part of an error's place, and the place as the user wrote it."""
     path: list[str] = []
     annotation: Any = model
     for part in loc:
@@ -304,32 +302,27 @@ def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel]
 
 
 def _models_in(annotation: Any) -> set[type[BaseModel]]:
-    """The pydantic models inside `X`, `X | None` or `list[X]`."""
+    """Return the pydantic models inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
     return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
 
 
 def _terms(technique: str, table: dict[str, Any]) -> list[str]:
-    """The terms of a technique that have an entry in the loss table."""
+    """Return the terms of a technique that have an entry in the loss table."""
     return [name.removeprefix(f"{technique}.") for name in table if name.startswith(f"{technique}.")]
 
 
 def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
-    """The loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
+    """Return the loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
 
     Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
     nothing beside them, unless the recipe gives it a weight.
     """
-    known = [f"exits.{term}" for term in get_args(ExitTerm)]
-    weighed = [f"exits.{term}" for term in _terms("exits", table)]
-    unknown = ", ".join(name for name in weighed if name not in known)
-    if unknown:
-        raise UserError(f"loss: {unknown} is no term of exits; on offer: {', '.join(known)}")
-    if weighed:
+    if _terms("exits", table):
         return table
     requested = exits.get("terms")
-    terms = [name for name in known if isinstance(requested, list) and name.removeprefix("exits.") in requested]
+    terms = [f"exits.{term}" for term in get_args(ExitTerm) if isinstance(requested, list) and term in requested]
     table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
     learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
     return table if task_is_weighed or learns_by_task else table | {"task": 0.0}

@@ -4,8 +4,6 @@ The phase is read from the checkpoint, since the recipe in the run's folder may 
 task and the order of the phases are read from that recipe. This module needs neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -51,7 +49,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a phase's folder, whole or not, in the order of their steps."""
+    """Return the checkpoints in a phase's folder, whole or not, in the order of their steps."""
     by_step = {int(name[1]): path for path in folder.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -62,8 +60,7 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     run = next((place for place in path.parents[:2] if (place / _RECIPE).is_file()), None)
     if run is None:
         raise UserError(
-            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a "
-            f"{_RECIPE}, which names the model and the task of the checkpoint; move it back there"
+            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a {_RECIPE}"
         )
     try:
         sums, position = read_marker(path)

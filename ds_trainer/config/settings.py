@@ -1,13 +1,17 @@
 """`--set path.to.field=JSON`: change one field of a recipe or an engine file before it is checked."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 from ds_trainer.files.json_file import value_mistake
 from ds_trainer.files.messages import cut, listed, shown
 from ds_trainer.ranks.failures import UserError
+
+
+def apply_setting(target: dict[str, Any], setting: str) -> None:
+    """Change the field of an object that the PATH=JSON of a `--set` names."""
+    path, value = parse_setting(setting)
+    assign(target, path, value, f'--set "{setting}"')
 
 
 def parse_setting(setting: str) -> tuple[list[str], Any]:
@@ -23,8 +27,7 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    mistake = value_mistake({path: value})
-    if mistake:
+    if mistake := value_mistake({path: value}):
         raise UserError(f'--set "{cut(setting, 200)}" {mistake}')
     return parts, value
 
@@ -47,8 +50,7 @@ def assign(target: Any, path: list[str], value: Any, source: str) -> None:
     elif not rest:
         target[part] = value
     else:
-        if target.get(part) is None:
-            target[part] = {}
+        target[part] = {} if target.get(part) is None else target[part]
         assign(target[part], rest, value, source)
 
 

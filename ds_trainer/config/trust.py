@@ -6,8 +6,6 @@ context variable instead of through every signature in between. Where it is not 
 nothing is permitted.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

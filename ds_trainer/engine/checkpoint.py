@@ -5,8 +5,6 @@ with the state of the phase, and only then renamed to its name. The thresholds a
 the step. Where the ranks or the ZeRO stage have changed, `reshard.py` loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil
@@ -18,15 +16,8 @@ from typing import Any
 
 from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
-from ds_trainer.files.checkpoint_files import (
-    MARKER,
-    checked_sums,
-    damage_of,
-    read_marker,
-    sync_folder,
-    watched,
-    write_marker,
-)
+from ds_trainer.files import checkpoint_files
+from ds_trainer.files.checkpoint_files import MARKER, read_marker, write_marker
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
@@ -114,14 +105,19 @@ class Checkpoints:
         All ranks write into the folder, so that no rank may rename it before all have written and all sums agree:
         rank 0 does so, behind the collective of `checked_sums`.
         """
-        distributed.on_main(partial(_make_anew, aside))
-        with watched(engine) as writes:
+
+        def begin() -> None:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+
+        distributed.on_main(begin)
+        with checkpoint_files.watched(engine) as writes:
             names = reshard.parameter_names(engine)
             engine.save_checkpoint(str(self.folder), tag=aside.name, client_state=names, save_latest=False)
         errors = [error for errors in distributed.broadcast(distributed.gather(writes.errors)) for error in errors]
         if errors:
             raise OSError(errors[0])
-        sums = checked_sums(aside, writes)
+        sums = checkpoint_files.checked_sums(aside, writes)
         state = replace(state, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
 
         def rename() -> None:
@@ -129,7 +125,7 @@ class Checkpoints:
             if target.exists():
                 shutil.rmtree(target)  # of a future that a resumed run has left
             aside.rename(target)
-            sync_folder(target.parent)
+            checkpoint_files.sync_folder(target.parent)
 
         distributed.on_main(rename)
 
@@ -259,7 +255,7 @@ def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int
 def _verified(checkpoint: Path) -> tuple[CheckpointState | None, str | None]:
     """Return the state of a checkpoint whose files are all as they were written, or else the damage; collective."""
     state, sums, damage = distributed.on_main(partial(_read, checkpoint))
-    damage = damage or damage_of(checkpoint, sums)
+    damage = damage or checkpoint_files.damage_of(checkpoint, sums)
     return (None if damage else state), damage
 
 
@@ -270,11 +266,6 @@ def _disk_error_of(call: Callable[[], object]) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _make_anew(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _put_aside(checkpoint: Path, reason: str) -> None:

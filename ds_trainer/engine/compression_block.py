@@ -10,19 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _GENERAL = "the recipe's techniques prune and distil, and launch/export.py --onnx --quantize int8 quantizes"
-_EXPORT = "python launch/export.py OUTPUT_DIR/model --onnx --quantize int8"
-_STUDENT = "layer_reduction without teacher_layer: student.layers in the recipe names the layers to copy"
-_CHANNELS = "channel_pruning, which is for convolutions: heads and neurons are what transformers have"
-_ONE_WAY = (
-    "a phase has one pruning_method, one final_threshold and one start, and prunes whole heads and neurons, or rows, "
-    "or single weights"
+_ONE_WAY = "a phase has one method, one density and one start, and prunes heads and neurons, or rows, or single weights"
+_SNIP_MOMENTUM = (
+    "the criterion snip_momentum, schedule_offset_end and excluded_modules: topK learns movement scores, which are "
+    "first-order too, final_warmup is the fraction of the phase after the end, and only the encoder is pruned"
 )
-_SNIP_MOMENTUM = {
-    "method": "the criterion snip_momentum: topK learns movement scores, which are first-order too",
-    "schedule_offset_end": "schedule_offset_end {}: final_warmup is the fraction of the phase after it",
-    "excluded_modules": "excluded_modules: only linear layers of the encoder are pruned, or those that modules names",
-}
-"""What a recipe does instead of these keys of a block-wise sparse_pruning."""
+_QUANTIZED = "{} in training, or to other than 8 bits: ds_trainer quantizes to int8 after it, activations as they come"
 
 
 def recipe_for(block: Any) -> str:
@@ -30,12 +23,13 @@ def recipe_for(block: Any) -> str:
     missing: list[str] = []
     try:
         phase = _phase(block, missing)
-        quantizes = _quantizes(block, missing)
+        quantized = [kind for kind in ("weight_quantization", "activation_quantization") if _is_on(block.get(kind))]
     except (AttributeError, KeyError, TypeError, ValueError):  # the block is not as DeepSpeed's documentation has it
         return _GENERAL
     parts = [f"a phase of the recipe does the same with\n{json.dumps(phase)}"] if phase else []
-    if quantizes:
-        parts.append(f"the exported model is quantized by\n{_EXPORT}")
+    missing += map(_QUANTIZED.format, quantized)
+    if quantized:
+        parts.append("quantize the exported model by\npython launch/export.py OUTPUT_DIR/model --onnx --quantize int8")
     if missing:
         parts.append("ds_trainer has no counterpart of " + "; ".join(missing))
     return "\nand ".join(parts) or _GENERAL
@@ -49,7 +43,7 @@ def _phase(block: dict[str, Any], missing: list[str]) -> dict[str, Any]:
         phase |= {"start_from": "@model", "student": {"layers": layers}}
         techniques["distill"] = {"teacher": "@model", "alpha_ce": 0.5, "alpha_distil": 0.5}
     elif _is_on(block.get("layer_reduction")):
-        missing.append(_STUDENT)
+        missing.append("layer_reduction without teacher_layer: student.layers in the recipe names the layers to copy")
     prune, start = _prune(block, missing)
     if prune:
         techniques["prune"] = prune | {"initial_warmup": 1 if start else 0, "final_warmup": 0.3}
@@ -57,10 +51,8 @@ def _phase(block: dict[str, Any], missing: list[str]) -> dict[str, Any]:
             phase["shrink"] = True
     if start:
         phase["warmup_steps"] = start
-        missing.append(
-            f"schedule_offset {start} in steps without warmup_steps, which also warms the learning rate up: where the "
-            f"phase's steps are known, leave warmup_steps out and write {start} / steps as initial_warmup"
-        )
+        better = f"if you know the phase's steps, write {start} / steps as initial_warmup and no warmup_steps"
+        missing.append(f"schedule_offset {start} in steps without warmup_steps, which warms the rate up too: {better}")
     return phase | ({"techniques": techniques} if techniques else {})
 
 
@@ -75,11 +67,12 @@ def _prune(block: dict[str, Any], missing: list[str]) -> tuple[dict[str, Any], i
     first group decides, and a group that differs from it is named as missing.
     """
     kinds = [kind for kind in ("head_pruning", "row_pruning", "sparse_pruning") if _is_on(block.get(kind))]
-    missing += [_CHANNELS] if _is_on(block.get("channel_pruning")) else []
+    if _is_on(block.get("channel_pruning")):
+        missing.append("channel_pruning, which is for convolutions: heads and neurons are what transformers have")
     sparse = block["sparse_pruning"]["shared_parameters"] if "sparse_pruning" in kinds else {}
     if sparse.get("method") == "snip_momentum":
         missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
-        missing += [words.format(sparse[key]) for key, words in _SNIP_MOMENTUM.items() if sparse.get(key)]
+        missing.append(_SNIP_MOMENTUM)
         return _blocks(sparse), sparse.get("schedule_offset", 0)
     groups: dict[tuple[str, float, int, str], dict[str, dict[str, str]]] = {}
     for kind in kinds:
@@ -126,14 +119,3 @@ def _patterns(path: str, modules: list[str], missing: list[str]) -> Iterator[str
             missing.append(f"{path} on {json.dumps(module)}: write name patterns with * for this regular expression")
         else:
             yield re.sub(r"\*+", "*", f"*{body}*")
-
-
-def _quantizes(block: dict[str, Any], missing: list[str]) -> bool:
-    """Whether the block quantizes; adds to `missing` what int8 after the training does not do."""
-    kinds = [kind for kind in ("weight_quantization", "activation_quantization") if _is_on(block.get(kind))]
-    for kind in kinds:
-        for name, group in block[kind].get("different_groups", {}).items():
-            bits = group["params"].get("target_bits", group["params"].get("bits", 8))
-            missing += [f"{kind}.{name} with {bits} bits: only int8 is supported"] if bits != 8 else []
-        missing.append(f"{kind} in training: ds_trainer quantizes after it, weights once and activations as they come")
-    return bool(kinds)

@@ -23,12 +23,7 @@ from ds_trainer.ranks.failures import UserError
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
 
-_REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
-"""The errors by which `deepspeed.initialize` refuses a config: it has no type of its own for them."""
-
 _SCALERS = ("loss_scaler", "loss_scale_config")
-_WRAPPER_SETTINGS = (*_SCALERS, "dynamic_loss_scale", "clip_grad")
-"""The settings beside the groups that DeepSpeed's wrappers of optimizers load from a checkpoint."""
 
 
 def start_engine(
@@ -57,7 +52,8 @@ def start_engine(
                 model_parameters=as_torch(groups, base) if in_file else None,
                 lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
             )
-    except _REFUSALS as error:
+    # DeepSpeed has no type of its own for the errors by which it refuses a config
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {error or repr(error)}") from error
     if not engine.zero_optimization():
         _mend_without_zero(engine)
@@ -69,8 +65,7 @@ def _hide_secrets() -> None:
     from deepspeed.utils import logger
 
     for handler in logger.handlers:
-        if _redact not in handler.filters:
-            handler.addFilter(_redact)
+        handler.addFilter(_redact)  # which does nothing the second time
 
 
 def _redact(record: logging.LogRecord) -> bool:
@@ -90,7 +85,9 @@ class OptimizerSettings:
         optimizer, scheduler = engine.optimizer, engine.lr_scheduler
         schedule = (engine.scheduler_params() if engine.scheduler_name() else None) or {}
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
-        self._wrapper = {name: copy.copy(value) for name, value in vars(optimizer).items() if name in _WRAPPER_SETTINGS}
+        # what DeepSpeed's wrappers of optimizers load from a checkpoint beside the groups
+        names = {*_SCALERS, "dynamic_loss_scale", "clip_grad"} & vars(optimizer).keys()
+        self._wrapper = {name: copy.copy(vars(optimizer)[name]) for name in names}
         self._schedule = {name: value for name, value in vars(scheduler).items() if name in schedule}
 
     def restore(self, engine: Engine) -> None:
@@ -115,12 +112,10 @@ class OptimizerSettings:
                 if key in before and before[key] != value and (key == rate or key not in ("lr", "initial_lr")):
                     change = f"{'learning rate' if key == rate else key} {before[key]} -> {value}"
                     changes.setdefault(change, []).append(str(group.get("name", index)))
-        words = [
-            change if len(names) == len(self._groups) else f"{change} ({', '.join(dict.fromkeys(names))})"
-            for change, names in changes.items()
-        ]
         clip, clip_before = self._wrapper.get("clip_grad"), older._wrapper.get("clip_grad")
-        return "; ".join([*words, *([f"gradient_clipping {clip_before} -> {clip}"] if clip != clip_before else [])])
+        if clip != clip_before:
+            changes[f"gradient_clipping {clip_before} -> {clip}"] = ["all"]
+        return "; ".join(f"{change} ({', '.join(dict.fromkeys(names))})" for change, names in changes.items())
 
     def _restore_rates(self, engine: Engine, loaded: Sequence[Mapping[str, Any]]) -> None:
         """Set every group's rate to the value of the schedule at the engine's step."""
@@ -244,10 +239,9 @@ def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: 
     stage = zero_stage(config)
     mixed = precision_of(config) != "fp32"
     width = 2 if mixed else 4
-    shares = [world if stage >= from_stage else 1 for from_stage in (3, 2, 1)]
     sizes = {
-        "parameters": (trained + frozen) * width // shares[0],
-        "gradients": trained * width // shares[1],
-        "optimizer": trained * (12 if mixed else 8) // shares[2],
+        "parameters": (trained + frozen) * width // (world if stage >= 3 else 1),
+        "gradients": trained * width // (world if stage >= 2 else 1),
+        "optimizer": trained * (12 if mixed else 8) // (world if stage >= 1 else 1),
     }
     return sizes | {"total": sum(sizes.values())}

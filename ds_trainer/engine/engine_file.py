@@ -7,24 +7,13 @@ or trains wrongly. What DeepSpeed refuses itself with a clear message is left to
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.recipe import Phase
-from ds_trainer.engine.keys import (
-    flag_at,
-    is_auto,
-    is_number,
-    key_mistakes,
-    key_table,
-    nearest_of,
-    offloads,
-    unknown_key,
-    value_at,
-    zero_stage,
-)
+from ds_trainer.engine import keys
 from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
@@ -105,7 +94,7 @@ def check_engine_file(
 
     `name` is the file's, for the messages.
     """
-    mistakes = [*refusals(config), *key_mistakes(config, key_table()["keys"])]
+    mistakes = [*refusals(config), *keys.key_mistakes(config, keys.key_table()["keys"])]
     mistakes += [*_typed_block_mistakes(config, "optimizer"), *_typed_block_mistakes(config, "scheduler")]
     mistakes += _combination_mistakes(config, phase)
     disagreements = [*_disagreements(config, phase, name)]
@@ -118,7 +107,7 @@ def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> 
 
     DeepSpeed's schedulers set a single number on every group, and would silently undo the groups' own rates.
     """
-    kind, params = value_at(config, "scheduler.type"), value_at(config, "scheduler.params") or {}
+    kind, params = keys.value_at(config, "scheduler.type"), keys.value_at(config, "scheduler.params") or {}
     rates, mistakes = ", ".join(map(str, group_rates)), []
     for key, absent in SHARED_RATES.get(kind, {}).items():
         value, path = params.get(key, absent), f"scheduler.params.{key}"
@@ -135,16 +124,15 @@ def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> 
 
 def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_size: int, *, name: str) -> list[str]:
     """Return one line that names the keys without effect in every phase, or nothing. The file has no mistakes."""
-    unknown: dict[str, None] = dict.fromkeys(("hidden_size", "total_steps", "warmup_steps"))
-    idle = [idle_keys(resolve_engine_file(config, phase, world_size, **unknown)) for phase in phases]
-    everywhere = [key for key in idle[0] if all(key in keys for keys in idle)]
+    idle = [idle_keys(resolve_engine_file(config, phase, world_size)) for phase in phases]
+    everywhere = [key for key in idle[0] if all(key in others for others in idle)]
     return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
 
 def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int) -> EngineNumbers:
     """Settle every number between a file without mistakes and the recipe."""
     train, micro, steps = _batch_triangle(config, phase, world_size)
-    betas = value_at(config, "optimizer.params.betas")
+    betas = keys.value_at(config, "optimizer.params.betas")
     beta1, beta2 = betas or (_in_recipe(phase, "adam_beta1"), _in_recipe(phase, "adam_beta2"))
     numbers = {NAMES_IN_RECIPE[path]: _settled(config, phase, path, value) for path, value in DEFAULTS.items()}
     return EngineNumbers(train, micro, steps, adam_beta1=_first(beta1, 0.9), adam_beta2=_first(beta2, 0.999), **numbers)
@@ -155,9 +143,9 @@ def resolve_engine_file(
     phase: Phase | None,
     world_size: int,
     *,
-    hidden_size: int | None,
-    total_steps: int | None,
-    warmup_steps: int | None,
+    hidden_size: int | None = None,
+    total_steps: int | None = None,
+    warmup_steps: int | None = None,
 ) -> dict[str, Any]:
     """Return a new config with every "auto" filled; where it needs an argument that is None, "auto" stays.
 
@@ -174,12 +162,15 @@ def resolve_engine_file(
         if is_on or section in resolved:
             resolved.setdefault(section, {})["enabled"] = is_on
     _fill_optimizer(resolved, phase, numbers)
-    _fill_scheduler(resolved, numbers, total_steps, warmup_steps)
-    zero = resolved.get("zero_optimization")
-    for key, fill in BY_HIDDEN_SIZE.items():
-        if hidden_size is not None and isinstance(zero, dict) and is_auto(zero.get(key)):
-            zero[key] = fill(hidden_size)
-    _fill_with_defaults(resolved, key_table()["keys"], False)
+    if "scheduler" in resolved:
+        warmup = {"warmup_min_lr": 0, "warmup_max_lr": numbers.learning_rate, "total_num_steps": total_steps}
+        if warmup_steps is not None:
+            warmup["warmup_num_steps"] = max(1, warmup_steps)  # DeepSpeed refuses 0, "no warm-up" to everyone else
+        _fill_auto(resolved["scheduler"].setdefault("params", {}), warmup)
+    if hidden_size is not None and isinstance(resolved.get("zero_optimization"), dict):
+        sizes = {key: size_of(hidden_size) for key, size_of in BY_HIDDEN_SIZE.items()}
+        _fill_auto(resolved["zero_optimization"], sizes)
+    _fill_with_defaults(resolved, keys.key_table()["keys"], False)
     return resolved
 
 
@@ -199,52 +190,52 @@ def _typed_block_mistakes(config: dict[str, Any], block: str) -> Iterator[str]:
     known = _known_types(block)
     if _type_name(block, kind) not in known:
         yield (
-            f'{block}.type is "{kind}", which DeepSpeed {key_table()["deepspeed"]} does not have: '
-            f"did you mean {nearest_of(kind, known)}? Known: {', '.join(known)}"
+            f'{block}.type is "{kind}", which DeepSpeed {keys.key_table()["deepspeed"]} does not have: '
+            f"did you mean {keys.nearest_of(kind, known)}? Known: {', '.join(known)}"
         )
         return
-    allowed, in_table = known[_type_name(block, kind)], key_table()["keys"][block]["keys"]["params"]["keys"]
+    allowed, in_table = known[_type_name(block, kind)], keys.key_table()["keys"][block]["keys"]["params"]["keys"]
     for key, value in params.items():
         path = f"{block}.params.{key}"
         if allowed is not None and key not in allowed and key != "max_grad_norm":  # DeepSpeed names its other home
-            yield unknown_key(path, key, allowed)
-        elif is_auto(value) and key not in in_table:
+            yield keys.unknown_key(path, key, allowed)
+        elif keys.is_auto(value) and key not in in_table:
             yield f'{path} is "auto", which nothing can fill: write its value'
 
 
 def _known_types(block: str) -> dict[str, Collection[str] | None]:
     """Return the types that "optimizer" or "scheduler" may have, with their parameters; None where they are open."""
-    return {**key_table()[f"{block}s"], **key_table()[f"torch_{block}s"]}
+    return {**keys.key_table()[f"{block}s"], **keys.key_table()[f"torch_{block}s"]}
 
 
 def _type_name(block: str, kind: str) -> str:
     """Return the type as the table has it: DeepSpeed compares the names of its own optimizers in lower case."""
-    return kind.lower() if block == "optimizer" and kind.lower() in key_table()["optimizers"] else kind
+    return kind.lower() if block == "optimizer" and kind.lower() in keys.key_table()["optimizers"] else kind
 
 
 def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterator[str]:
     """Report combinations that DeepSpeed accepts and then trains wrongly, or refuses with an unclear error."""
-    stage, modes = zero_stage(config), _precision_modes(config, phase)
+    stage, modes = keys.zero_stage(config), _precision_modes(config, phase)
     precisions = [kind for kind in LOW_PRECISION if modes[_section(config, kind)]]
     if len(precisions) == 2:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
-    scheduler = value_at(config, "scheduler.type")
-    if scheduler in [*key_table()["torch_schedulers"]] and (stage or precisions):
+    scheduler = keys.value_at(config, "scheduler.type")
+    if scheduler in [*keys.key_table()["torch_schedulers"]] and (stage or precisions):
         yield (
             f'scheduler.type is "{scheduler}", one of torch, which does not take DeepSpeed\'s optimizer for ZeRO, bf16 '
-            f"and fp16: use one of {', '.join(key_table()['schedulers'])}, or remove the block"
+            f"and fp16: use one of {', '.join(keys.key_table()['schedulers'])}, or remove the block"
         )
     for part, stages in (("optimizer", "1, 2 or 3"), ("param", "3")):
         section = f"zero_optimization.offload_{part}"
-        if offloads(config, part) and str(stage) not in stages:
+        if keys.offloads(config, part) and str(stage) not in stages:
             yield f"{section} is on, but zero_optimization.stage is {stage}: it works with stage {stages}"
-        if value_at(config, f"{section}.device") == "nvme" and not value_at(config, f"{section}.nvme_path"):
+        if keys.value_at(config, f"{section}.device") == "nvme" and not keys.value_at(config, f"{section}.nvme_path"):
             yield f'{section}.device is "nvme", but its nvme_path is missing: name a folder on that disk'
     # Stages 1 and 2 leave the scaling out where they scatter. Stage 3 never multiplies the gradients by the factor
     # again after the reduction, so that they are too small by it.
-    scatters = flag_at(config, "zero_optimization.reduce_scatter") is not False
+    scatters = keys.flag_at(config, "zero_optimization.reduce_scatter") is not False
     for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        if (value_at(config, path) or default) == default:
+        if (keys.value_at(config, path) or default) == default:
             continue
         if stage == 3:
             yield f"{path} does not work with zero_optimization.stage 3: remove it"
@@ -254,11 +245,10 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
 
 def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
     """Report every value that the engine file and the recipe both have, where the two differ."""
-    pairs = [(path, value_at(config, path), field) for path, field in NAMES_IN_RECIPE.items()]
-    betas = value_at(config, "optimizer.params.betas")
-    if isinstance(betas, list):
-        fields_of_betas = zip(betas, ("adam_beta1", "adam_beta2"), strict=False)
-        pairs += [(f"optimizer.params.betas[{i}]", *pair) for i, pair in enumerate(fields_of_betas)]
+    pairs = [(path, keys.value_at(config, path), field) for path, field in NAMES_IN_RECIPE.items()]
+    betas = keys.value_at(config, "optimizer.params.betas")
+    for i, beta in enumerate(betas[:2] if isinstance(betas, list) else []):
+        pairs.append((f"optimizer.params.betas[{i}]", beta, f"adam_beta{i + 1}"))
     for path, value, field in pairs:
         other = _in_recipe(phase, field)
         if isinstance(value, bool | int | float) and other is not None and value != other:
@@ -271,7 +261,7 @@ def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> It
 def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int) -> Iterator[str]:
     """Check that train_batch_size = micro-batch x accumulation steps x ranks, where all three are good numbers."""
     numbers = _batch_numbers(config, phase)
-    if not all(n is None or (is_number(n) and n == int(n) and n > 0) for n in numbers.values()):
+    if not all(n is None or (keys.is_number(n) and n == int(n) and n > 0) for n in numbers.values()):
         return
     train, micro, steps = _batch_triangle(config, phase, world_size)
     product = micro * steps * world_size
@@ -296,7 +286,7 @@ def _in_recipe(phase: Phase | None, field: str) -> Any:
 
 
 def _settled(config: dict[str, Any], phase: Phase | None, path: str, default: float | None = None) -> Any:
-    return _first(value_at(config, path), _in_recipe(phase, NAMES_IN_RECIPE[path]), default)
+    return _first(keys.value_at(config, path), _in_recipe(phase, NAMES_IN_RECIPE[path]), default)
 
 
 def _batch_numbers(config: dict[str, Any], phase: Phase | None) -> dict[str, Any]:
@@ -319,17 +309,18 @@ def _batch_triangle(config: dict[str, Any], phase: Phase | None, ranks: int) -> 
 
 def _precision_modes(config: dict[str, Any], phase: Phase | None) -> dict[str, bool]:
     """Return which of the sections for bf16, fp16 and torch_autocast are on: by the file, else by the recipe."""
-    dtype = value_at(config, "torch_autocast.dtype") or "bf16"
+    dtype = keys.value_at(config, "torch_autocast.dtype") or "bf16"
     autocast_kind = next((kind for kind, names in LOW_PRECISION.items() if dtype in names), "")
     section = config.get("torch_autocast")
-    autocast = bool(flag_at(config, "torch_autocast.enabled"))
-    if isinstance(section, dict) and is_auto(section.get("enabled")):
+    autocast = bool(keys.flag_at(config, "torch_autocast.enabled"))
+    if isinstance(section, dict) and keys.is_auto(section.get("enabled")):
         autocast = bool(_in_recipe(phase, autocast_kind))
     modes = {"torch_autocast": autocast}
     for kind in LOW_PRECISION:
         # a torch_autocast of this type is what the recipe asks for already
         by_recipe = bool(_in_recipe(phase, kind)) and not (autocast and autocast_kind == kind)
-        modes[_section(config, kind)] = bool(_first(flag_at(config, f"{_section(config, kind)}.enabled"), by_recipe))
+        name = _section(config, kind)
+        modes[name] = bool(_first(keys.flag_at(config, f"{name}.enabled"), by_recipe))
     return modes
 
 
@@ -353,7 +344,7 @@ def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: Engi
         "weight_decay": numbers.weight_decay,
     }
     if "optimizer" not in resolved:
-        if offloads(resolved, "optimizer") and flag_at(resolved, "zero_force_ds_cpu_optimizer") is not False:
+        if keys.offloads(resolved, "optimizer") and keys.flag_at(resolved, "zero_force_ds_cpu_optimizer") is not False:
             resolved["optimizer"] = {"type": "AdamW", "params": ours}
         return
     block = resolved["optimizer"]
@@ -362,26 +353,13 @@ def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: Engi
     allowed = _known_types("optimizer")[_type_name("optimizer", block["type"])] or ("lr",)
     for key, value in ours.items():
         in_recipe = key == "lr" or any(_in_recipe(phase, field) is not None for field in fields[key])
-        if is_auto(params.get(key)) or (key not in params and in_recipe and key in allowed):
+        if keys.is_auto(params.get(key)) or (key not in params and in_recipe and key in allowed):
             params[key] = value
 
 
-def _fill_scheduler(
-    resolved: dict[str, Any], numbers: EngineNumbers, total_steps: int | None, warmup_steps: int | None
-) -> None:
-    if "scheduler" not in resolved:
-        return
-    params = resolved["scheduler"].setdefault("params", {})
-    ours = {
-        "warmup_min_lr": 0,
-        "warmup_max_lr": numbers.learning_rate,
-        # DeepSpeed refuses 0, which is "no warm-up" to everyone else
-        "warmup_num_steps": None if warmup_steps is None else max(1, warmup_steps),
-        "total_num_steps": total_steps,
-    }
-    for key, value in ours.items():
-        if is_auto(params.get(key)) and value is not None:
-            params[key] = value
+def _fill_auto(section: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Write the values that are known in the place of "auto"."""
+    section |= {key: value for key, value in values.items() if value is not None and keys.is_auto(section.get(key))}
 
 
 def _fill_with_defaults(section: dict[str, Any], known: dict[str, Any], auto_is_default: bool) -> None:
@@ -389,7 +367,7 @@ def _fill_with_defaults(section: dict[str, Any], known: dict[str, Any], auto_is_
     for key in list(section):
         entry = known.get(key, {})
         waits = entry.get("own_auto") or key in BY_HIDDEN_SIZE
-        if is_auto(section[key]) and auto_is_default and not waits:
+        if keys.is_auto(section[key]) and auto_is_default and not waits:
             if "default" in entry:
                 section[key] = entry["default"]
             else:

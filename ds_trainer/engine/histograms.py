@@ -5,8 +5,6 @@ about to step, in a hook of the optimizer, and only bounds and counts go over th
 gradients are those that the optimizer is given: averaged over the ranks, without the loss scale, clipped.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

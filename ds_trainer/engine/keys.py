@@ -19,7 +19,6 @@ from typing import Any
 
 from ds_trainer.files.messages import shown
 
-AUTO = "auto"
 _WORDS = {"int": "a whole number", "number": "a number", "bool": "true or false", "str": "text"}
 _WORDS |= {"list": "a list", "dict": "an object", "null": "null"}
 _LIMITS = {
@@ -112,7 +111,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 
 def is_auto(value: Any) -> bool:
     """Whether a value is the word "auto"."""
-    return isinstance(value, str) and value == AUTO
+    return isinstance(value, str) and value == "auto"
 
 
 def is_number(value: Any) -> bool:
@@ -153,12 +152,10 @@ def _is_allowed(value: Any, entry: dict[str, Any]) -> bool:
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
-    if kind == "int":
-        return is_number(value) and value == int(value)
+    if kind in ("int", "number"):
+        return is_number(value) and (kind == "number" or value == int(value))
     if kind == "bool":
         return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-    if kind == "number":
-        return is_number(value)
     if kind == "null":
         return value is None
     return isinstance(value, {"str": str, "list": list, "dict": dict}[kind])

@@ -1,7 +1,5 @@
 """The message of a rank that runs out of memory: what it held, and what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +16,8 @@ def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
     On a GPU the parts that are offloaded are left out: they are in the host's memory.
     """
     on_gpu = torch.cuda.is_available()
-    offloaded = {"total"}
-    for name, part in (("optimizer", "optimizer"), ("parameters", "param")):
-        if on_gpu and offloads(config, part):
-            offloaded.add(name)
-    parts = {name: size for name, size in sizes.items() if name not in offloaded}
+    on_host = {"optimizer": offloads(config, "optimizer"), "parameters": offloads(config, "param")}
+    parts = {name: size for name, size in sizes.items() if name != "total" and not (on_gpu and on_host.get(name))}
     by_arithmetic = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     peaks = machine.peak_memory()
     peak, of = (peaks["device"], "the GPU's allocator") if on_gpu else (peaks["resident"], "the process")
@@ -35,12 +30,9 @@ def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
 
 def training_cure(config: Mapping[str, Any]) -> str:
     """Say what to change where a training step does not fit: the settings that this phase has not yet exhausted."""
-    micro, cures = config[MICRO], []
-    if micro > 1:
-        cures.append(
-            f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {config[STEPS]}) as much"
-        )
-    return _cure([*cures, *_sharing_cures(config), "lower the task's max_seq_length"])
+    micro, steps = config[MICRO], config[STEPS]
+    smaller = f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {steps}) as much"
+    return _cure([*([smaller] if micro > 1 else []), *_sharing_cures(config), "lower the task's max_seq_length"])
 
 
 def evaluation_cure(field: str, batch_size: int, config: Mapping[str, Any] | None = None) -> str:

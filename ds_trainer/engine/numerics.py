@@ -8,8 +8,6 @@ Every decision is the same on every rank: DeepSpeed decides to skip by a reduced
 reduction. The loss itself is checked by `report/log.py`.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 
@@ -80,11 +78,11 @@ class StepWatch:
         return self._spoilt
 
     def _report_skipped(self) -> None:
-        scales = _scales(self._engine)
-        scale = f"; the loss scale is now {loss_scale(self._engine):g}" if scales else ""
-        report = distributed.info if scales else distributed.warn  # a loss scale finds its place by skipping
-        report(f"{self._phase}: {self._skipped(self._unreported)}{scale}")
-        self._unreported = []
+        skipped, self._unreported = f"{self._phase}: {self._skipped(self._unreported)}", []
+        if _scales(self._engine):  # a loss scale finds its place by skipping
+            distributed.info(f"{skipped}; the loss scale is now {loss_scale(self._engine):g}")
+        else:
+            distributed.warn(skipped)
 
     def _skipped(self, steps: list[int]) -> str:
         runs = [list(run) for _, run in groupby(steps, key=lambda step: step - steps.index(step))]
@@ -108,12 +106,10 @@ class StepWatch:
 
     def _spoilt_weights(self) -> str:
         """Describe the step that spoilt the weights, and what to change."""
-        engine, precision = self._engine, _precision(self._engine)
-        event = f"the gradients of step {self._spoilt} are not finite in {precision}, and DeepSpeed took the step"
+        engine, step, precision = self._engine, self._spoilt, _precision(self._engine)
+        event = f"the gradients of step {step} are not finite in {precision}, and DeepSpeed took the step"
         if engine.get_global_grad_norm() is None:
-            event = (
-                f"at step {self._spoilt} the weights are not finite in {precision}; no gradient norm shows since when"
-            )
+            event = f"at step {step} the weights are not finite in {precision}; no gradient norm shows since when"
         skips = ""
         if engine.bfloat16_enabled():
             skips = "With bf16.check_grad_overflow true such steps are skipped. "

@@ -1,10 +1,8 @@
 """Parameter groups from rules. The optimizer is torch's AdamW, or that of the engine file's `optimizer` block."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,12 +15,12 @@ from ds_trainer.ranks.failures import UserError
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The hyperparameters of AdamW, as resolved from the engine file and the recipe; rates per optimizer step."""
+    """The hyperparameters of AdamW under torch's names, as resolved from the engine file and the recipe."""
 
-    learning_rate: float
+    lr: float
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
+    eps: float = 1e-8
 
 
 @dataclass
@@ -68,7 +66,7 @@ def parameter_groups(
         parameter.requires_grad_(not rule.frozen)
         if rule.frozen:
             continue
-        rate = base.learning_rate if rule.learning_rate is None else rule.learning_rate
+        rate = base.lr if rule.learning_rate is None else rule.learning_rate
         exempt = rule.weight_decay is None and parameter.ndim <= 1
         decay = 0.0 if exempt else base.weight_decay if rule.weight_decay is None else rule.weight_decay
         label = rule.params if rule.params != "*" else "weights" if parameter.ndim > 1 else "vectors"
@@ -109,18 +107,11 @@ def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, A
     """
     return [
         {"name": group.name, "params": list(group.parameters.values()), "weight_decay": group.weight_decay}
-        | ({} if group.learning_rate == base.learning_rate else {"lr": group.learning_rate})
+        | ({} if group.learning_rate == base.lr else {"lr": group.learning_rate})
         for group in groups
     ]
 
 
 def build_optimizer(groups: Sequence[Group], base: Hyperparameters) -> torch.optim.Optimizer:
     """Build torch AdamW, fused: one pass over memory, on the CPU too."""
-    return torch.optim.AdamW(
-        as_torch(groups, base),
-        lr=base.learning_rate,
-        betas=base.betas,
-        eps=base.epsilon,
-        weight_decay=base.weight_decay,
-        fused=True,
-    )
+    return torch.optim.AdamW(as_torch(groups, base), **asdict(base), fused=True)

@@ -6,8 +6,6 @@ and 2 to 3, back, or to none, gives every group the first one's rate under ZeRO 
 buffers as the model was built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate

@@ -55,7 +55,6 @@ def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 class SavedParameter:
     """A trained parameter in a checkpoint; its tensors are only read where they are asked for."""
 
-    group: int
     name: str
     shape: torch.Size
     parts: Sequence[tuple[State, int, int]]
@@ -129,9 +128,8 @@ class SavedEngine:
         """ZeRO 3: every parameter is cut into as many equal parts as there are ranks, the last one padded.
 
         DeepSpeed splits the optimizer's groups into sub-groups (`sub_group_size`): `param_shapes` and the flat tensors
-        have one entry per sub-group, and a group's "params" are the numbers of its sub-groups.
+        have one entry per sub-group.
         """
-        group_of = {index: g for g, group in enumerate(self.optimizer()["param_groups"]) for index in group["params"]}
         for index, shapes in enumerate(self.model["param_shapes"]):
             flats = [
                 {"fp32": shard["fp32_flat_groups"][index], **shard["optimizer_state_dict"]["state"].get(index, {})}
@@ -140,7 +138,7 @@ class SavedEngine:
             start = 0
             for name, shape in shapes.items():
                 part = -(-shape.numel() // len(flats))
-                yield SavedParameter(group_of[index], name, shape, [(flat, start, part) for flat in flats])
+                yield SavedParameter(name, shape, [(flat, start, part) for flat in flats])
                 start += part
 
     def _of_fragments(self) -> Iterator[SavedParameter]:
@@ -161,7 +159,7 @@ class SavedEngine:
             start = 0
             for i, (name, shape) in enumerate(shapes.items()):
                 end = start + shape.numel()
-                yield SavedParameter(group, name, shape, _parts(flats, start, end))
+                yield SavedParameter(name, shape, _parts(flats, start, end))
                 start = end + (paddings[group][i] if paddings else 0)
 
     def _of_whole(self) -> Iterator[SavedParameter]:
@@ -180,7 +178,7 @@ class SavedEngine:
                     master = saved["fp32_groups"][g][i] if "fp32_groups" in saved else module[name]
                     index, offset = group["params"][i], 0
                 state = {"fp32": master, **self.optimizer()["state"].get(index, {})}
-                yield SavedParameter(g, name, shape, [(state, offset, shape.numel())])
+                yield SavedParameter(name, shape, [(state, offset, shape.numel())])
 
     def untrained(self, trained: set[str]) -> dict[str, torch.Tensor]:
         """Return frozen parameters and buffers, without the second names of tied parameters."""

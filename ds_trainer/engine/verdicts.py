@@ -24,7 +24,6 @@ def _is(path: str, *values: str) -> Callable[[dict[str, Any]], bool]:
 
 
 _ACCUMULATES_IN_FP32 = _is("data_types.grad_accum_dtype", "fp32", "float32", "float", "torch.float32")
-_IS_ADAM = _is("optimizer.type", "adam", "adamw")
 CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "stages_1_to_3": lambda config: zero_stage(config) > 0,
     "stage_1_or_2": lambda config: zero_stage(config) in (1, 2),
@@ -46,7 +45,7 @@ CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "param_on_nvme": _is(f"{_PARAM}.device", "nvme"),
     "nvme": lambda config: any(_is(f"{part}.device", "nvme")(config) for part in (_OPTIMIZER, _PARAM)),
     "fused_fp16_adam": lambda config: (
-        bool(flag_at(config, "fp16.enabled")) and zero_stage(config) == 0 and _IS_ADAM(config)
+        precision_of(config) == "fp16" and zero_stage(config) == 0 and _is("optimizer.type", "adam", "adamw")(config)
     ),
     "info_log": _is("log_level", "info", "debug"),
     "zero_true": lambda config: config.get("zero_optimization") is True,
@@ -78,8 +77,10 @@ def idle_keys(config: dict[str, Any]) -> list[str]:
         unmet = [need["words"] for need in needs if not CONDITIONS[need["condition"]](config)]
         if unmet:
             idle[path] = unmet[0]
-        elif isinstance(value, dict) and "enabled" not in value and _is_off_by_default(known.get(name, {})):
-            idle[path] = f"{path}.enabled true"
+        elif isinstance(value, dict) and "enabled" not in value:
+            switch = known.get(name, {}).get("keys", {}).get("enabled", {})
+            if switch.get("default") is False:
+                idle[path] = f"{path}.enabled true"
     sections = tuple(f"{path}." for path in idle)
     return [f"{path} (needs {words})" for path, words in idle.items() if not path.startswith(sections)]
 
@@ -91,10 +92,6 @@ def without_refused(section: dict[str, Any], path: str = "") -> dict[str, Any]:
         for key, value in section.items()
         if f"{path}{key}" not in verdict_table()["refused"]
     }
-
-
-def _is_off_by_default(entry: dict[str, Any]) -> bool:
-    return entry.get("keys", {}).get("enabled", {}).get("default") is False
 
 
 def _requests(

@@ -3,8 +3,6 @@
 `checked_sums` and `damage_of` are collective: the ranks share the reading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -4,8 +4,6 @@ Every error names the file and, for mistakes of syntax, the line and the column.
 DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -26,8 +24,7 @@ def read_json(path: str | Path, role: str) -> dict[str, Any]:
     data = _parsed(read_file(Path(path), name, _MOST_BYTES), name)
     if not isinstance(data, dict):
         raise UserError(f"{name} holds {kind_of(data)}: it must be an object, {{...}}")
-    mistake = value_mistake(data)
-    if mistake:
+    if mistake := value_mistake(data):
         raise UserError(f"{name} {mistake}")
     return data
 
@@ -69,7 +66,6 @@ def _parsed(raw: bytes, name: str) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    twice = sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-    if twice:
+    if twice := sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1):
         raise UserError(f"it has {listed(twice)} twice in one section: keep one")
     return dict(pairs)

@@ -1,7 +1,5 @@
 """Show a user's value in a message: as it was written, and short."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from itertools import accumulate

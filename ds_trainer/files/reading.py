@@ -1,7 +1,5 @@
 """Read a file as a whole: only regular files, and none that is larger than memory allows."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -12,11 +10,8 @@ from typing import Any
 
 from ds_trainer.ranks.failures import UserError
 
-TOO_LONG = "a number has thousands of digits"
-"""Why Python refuses some valid JSON, apart from nesting."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files of cgroup v2 and v1 that hold the memory limit of a container, as the container sees them."""
-_SHARE_OF_A_FILE = 8
 
 
 def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
@@ -54,15 +49,8 @@ def read_value(path: Path) -> Any:
     raw = read_file(path)
     try:
         return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        cause = "it is not UTF-8"
-    except RecursionError:
-        cause = "it is nested too deeply"
-    except json.JSONDecodeError as error:
-        cause = f"it is not JSON: {error}"
-    except ValueError:
-        cause = TOO_LONG
-    raise UserError(f"{path} cannot be read: {cause}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: it is not JSON: {error}") from None
 
 
 def memory() -> int:
@@ -76,7 +64,7 @@ def memory() -> int:
 
 def most_held() -> int:
     """Return the most bytes that one file may have: Python's objects take several times as many bytes as its text."""
-    return memory() // _SHARE_OF_A_FILE
+    return memory() // 8
 
 
 def content_hash(path: Path) -> bytes:

@@ -6,8 +6,6 @@ form of the keys of some services, and as the value of an environment variable w
 Every pattern begins at the start of a name or at a fixed character, so that the time is linear in the text's length.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

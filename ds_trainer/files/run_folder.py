@@ -1,7 +1,5 @@
 """The folder of a run: whether a run may write there, and a list of what it wrote, so that nothing else is deleted."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -47,14 +45,11 @@ def check_output_folder(
     An empty or missing folder may be resumed, because a run that was killed in its first second has written nothing.
     """
     try:
-        folder.exists()
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:  # the name is too long, or links form a circle
         return [f"the output folder {cut(str(folder), 300)} cannot be made: {error.strerror}"]
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not parent.is_dir():
-        return [f"the output folder {folder} cannot be made: {parent} is a file"]
-    if not os.access(parent, os.W_OK):
-        return [f"the output folder {folder} cannot be written: {parent} is read-only"]
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        return [f"the output folder {folder} cannot be made: {parent} is a file, or read-only"]
     if checkpoint and not (checkpoint / MARKER).is_file():
         return [f"--resume {checkpoint}: this is no complete checkpoint of this program; name a folder checkpoint-N"]
     if checkpoint and not checkpoint.resolve().is_relative_to(folder.resolve()):
@@ -116,14 +111,13 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._locked = (self.path / _LOCK).open("w")
-        end, waited = time.monotonic() + seconds, False
-        while not _taken(self._locked):
-            if not waited:
-                distributed.warn(f"another run is writing to {self.path}: waiting until it ends")
-            waited = True
-            if time.monotonic() > end:
-                raise UserError(f"another run is writing to {self.path}: wait until it ends, or stop it")
-            time.sleep(0.1)
+        end = time.monotonic() + seconds
+        if not _taken(self._locked):
+            distributed.warn(f"another run is writing to {self.path}: waiting until it ends")
+            while not _taken(self._locked):
+                if time.monotonic() > end:
+                    raise UserError(f"another run is writing to {self.path}: wait until it ends, or stop it")
+                time.sleep(0.1)
 
     def claim(self, name: str) -> Path:
         """Return the path `name` to write to, which may be a pattern of paths, after adding it to the list.
@@ -174,8 +168,6 @@ def _taken(file: IO[str]) -> bool:
     """Try to lock the file; a file system without locks counts as unlocked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True

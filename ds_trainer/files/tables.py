@@ -1,7 +1,5 @@
 """Write tables of text, aligned for a console or in Markdown for a page. A row maps names of columns to cells."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

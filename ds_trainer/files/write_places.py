@@ -5,8 +5,6 @@ A recipe or an engine file may be somebody else's. A path in it that leads out o
 whose purpose is to name another disk. This module loads neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,6 @@ _WRITTEN = {
     "autotuning": ("exps_dir", "results_dir", "metric_path", "model_info_path"),
 }
 """The keys of the engine file by which DeepSpeed finds what it writes. It appends a job_name to the output_path."""
-_IN_CURRENT_FOLDER = ("tensorboard", "csv_monitor")
-"""DeepSpeed writes these to the current folder where the engine file has no output_path."""
 _BY_ENVIRONMENT = {"wandb": "WANDB_DIR", "comet": "COMET_OFFLINE_DIRECTORY"}
 
 
@@ -47,7 +43,8 @@ def placed_engine_file(
         if not _is_on(placed, section):
             continue
         block, block_read = placed[section], as_read.get(section)
-        if section in _IN_CURRENT_FOLDER and block.get("output_path") in (None, "", "auto"):
+        # without an output_path DeepSpeed writes these two to the current folder
+        if section in ("tensorboard", "csv_monitor") and block.get("output_path") in (None, "", "auto"):
             block["output_path"] = str(folder)
             notes.append(f"the engine file's {section}.output_path is {folder}")
         for key in keys:
@@ -70,15 +67,16 @@ def placed_engine_file(
 
 
 def environment_of(config: Mapping[str, Any], output: Path) -> dict[str, str]:
-    """The variables that name a folder to the monitors without a key for it; a variable that is set already stays."""
-    wanted = {
-        name: str(output / DEEPSPEED_FOLDER) for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section)
-    }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    """Return the variables that name a folder to the monitors without a key for it.
+
+    A variable that is set already stays.
+    """
+    names = [name for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section) and name not in os.environ]
+    return dict.fromkeys(names, str(output / DEEPSPEED_FOLDER))
 
 
 def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]) -> str | None:
-    """The cache folder of a recipe; by default $DS_TRAINER_CACHE.
+    """Return the cache folder of a recipe; by default $DS_TRAINER_CACHE.
 
     One that stands in the recipe's file (`as_read`) must lie in one of the `roots` or in the user's own cache; a
     relative one is taken inside the first root. Raise UserError where it does not.

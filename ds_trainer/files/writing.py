@@ -1,7 +1,5 @@
 """Write a file or a folder as a whole or not at all: first beside its place, then renamed into it in one step."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ torchrun keeps one store over all its restarts when it is given `--master_port` 
 that comes first would read the addresses of dead processes there, and the notices that they left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -4,8 +4,6 @@ Whoever attaches can run code as this user, so debugpy listens at 127.0.0.1 and 
 forward the port by ssh. The other ranks wait for rank 0 as they always do, for at most `--timeout` seconds.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

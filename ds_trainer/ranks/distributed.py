@@ -198,9 +198,7 @@ def device() -> torch.device:
     """Return the device of this rank: the GPU with its local rank's number, or the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank())
-    return torch.device("cpu")
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def barrier() -> None:
@@ -267,11 +265,6 @@ def gather(value: T) -> list[T]:
     boxes: list[Any] | None = [None] * world_size() if is_main() else None
     dist.gather_object(value, boxes, dst=0)
     return boxes or []
-
-
-def largest(value: int) -> int:
-    """Return the largest of all ranks' values on every rank. Waits for no accelerator."""
-    return max(row[0] for row in numbers_of_all([value]))
 
 
 def numbers_of_all(values: Sequence[int]) -> list[list[int]]:

@@ -12,8 +12,6 @@
 | 128 + n | ended at once by signal n, the second one |
 """
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """A mistake in what the user wrote; the message says what was read, what is allowed and what to change."""

@@ -1,7 +1,5 @@
 """Surround the work of several ranks: they meet, and an error names the rank that is lost or ran out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ ranks. A process that is killed leaves those below it running, so a rank watches
 would call the launcher.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

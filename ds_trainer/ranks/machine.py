@@ -1,7 +1,6 @@
 """The hardware and software of a run: versions, hosts, devices, and the most memory that a rank has held."""
 
-from __future__ import annotations
-
+import contextlib
 import importlib.metadata
 import platform
 import resource
@@ -40,8 +39,7 @@ def device_name() -> str:
 
 def cpu_name() -> str:
     """Return the product name of the CPU, or its architecture where the system does not name it."""
-    names = _fields(Path("/proc/cpuinfo"))
-    return names.get("model name", platform.machine())
+    return _fields(Path("/proc/cpuinfo")).get("model name", platform.machine())
 
 
 def peak_memory() -> dict[str, int]:
@@ -58,11 +56,10 @@ def peak_memory() -> dict[str, int]:
 
 
 def _resident_peak() -> int:
-    try:
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError, KeyError):
         peak = 1024 * int(_fields(Path("/proc/self/status"))["VmHWM"].split()[0])
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it to the memory held now
-    except (OSError, KeyError):
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak
 
 

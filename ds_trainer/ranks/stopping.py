@@ -61,7 +61,7 @@ class StopRequests:
     def check(self) -> None:
         """Raise StoppedError on every rank if any rank was asked to stop. Collective."""
         # the largest number of all ranks' reasons: every rank must stop, and for the same reason
-        reason = distributed.largest(self._reason)
+        reason = max(max(distributed.numbers_of_all([self._reason])))
         if reason:
             raise StoppedError(_REASONS[reason])
 

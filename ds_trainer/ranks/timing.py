@@ -1,7 +1,5 @@
 """Measure the wall-clock seconds of a call, also where a GPU does the work."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -14,8 +14,6 @@ of the key-value store by which the ranks met, with at most one notice for each 
 Rank 0 holds the store: when its process ends, no rank can read the board. So all ranks read it before they post.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -91,7 +91,6 @@ def scores_over_steps(phase: str, rows: Sequence[CheckpointScores]) -> Figure:
 def _draw(phase: str, rows: Sequence[CheckpointScores], target: Path) -> None:
     try:
         drawing.save(scores_over_steps(phase, rows), target)
+        distributed.info(f"written: {target.with_name(_SCORES)}, {target}")
     except ValueError as error:
         distributed.warn(f"{target.name} is not drawn: {error}")
-    else:
-        distributed.info(f"written: {target.with_name(_SCORES)}, {target}")

@@ -113,10 +113,10 @@ def label(text: str, most: int = 28) -> str:
 
 
 def colours(things: Sized) -> list[str]:
-    """A colour for each thing; colours repeat after the eighth."""
+    """Return a colour for each thing; colours repeat after the eighth."""
     return [COLOURS[index % len(COLOURS)] for index in range(len(things))]
 
 
 def markers(things: Sized) -> list[str]:
-    """A marker for each thing; markers repeat after the eighth."""
+    """Return a marker for each thing; markers repeat after the eighth."""
     return [MARKERS[index % len(MARKERS)] for index in range(len(things))]

@@ -94,7 +94,7 @@ class Report:
             self._bar.update(step)
 
     def state(self) -> dict[str, Any]:
-        """The JSON values that `open` needs to continue as if there had been no stop; the same on all ranks."""
+        """Return the JSON values that `open` needs to continue as if there had been no stop; the same on all ranks."""
         self._sum_up()
         return {
             "names": list(self._names),
@@ -168,7 +168,7 @@ class Report:
         return all(map(math.isfinite, self._sums.terms))
 
     def _first_non_finite(self, pending: Sequence[_MicroBatch]) -> tuple[int, int, str, float, list[int]] | None:
-        """Step (counted from 1), rank, term, value and example ids of this rank's first term that is not finite."""
+        """Return step (from 1), rank, term, value and example ids of this rank's first term that is not finite."""
         for micro in pending:
             for name, value in zip(self._names, micro.terms.tolist(), strict=True):
                 if not math.isfinite(value):
@@ -212,7 +212,7 @@ class Report:
             distributed.info(line)
 
     def totals(self) -> dict[str, float]:
-        """Epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
+        """Return epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
         return {
             "epochs": self._epoch(),
             "train_loss": self._loss_sum / max(self._total_examples, 1),
@@ -221,7 +221,7 @@ class Report:
         }
 
     def _epoch(self) -> float:
-        """How often each training example was seen: a whole number at the end of an epoch."""
+        """Return how often each training example was seen: a whole number at the end of an epoch."""
         return (self._total_examples + self._counts["examples"]) / self._training_examples
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
@@ -233,9 +233,9 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._bar.n)
-            return
-        text = "  ".join(f"{name} {value}" for name, value in shown.items())
-        distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
+        else:
+            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
 
 
 @dataclass(frozen=True)
@@ -282,12 +282,11 @@ def results_table(results: Mapping[str, Any]) -> str:
     """Show the phases side by side: scores except those of single exit heads, encoder weights kept, and speed."""
     rows: list[dict[str, str]] = []
     for name, result in results.items():
-        kept, whole = encoder_weights(result) or (0, 0)
-        metrics = {metric: value for metric, value in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
-        row = {"phase": name} | {metric: f"{value:.4f}" for metric, value in metrics.items()}
-        row |= {"encoder weights": f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"}
-        row |= {"seconds": f"{result['train']['train_seconds']:.0f}"}
-        rows.append(row | {"examples/s": f"{result['train']['examples_per_s']:.0f}"})
+        (kept, whole), train = encoder_weights(result) or (0, 0), result["train"]
+        scores = {metric: f"{s:.4f}" for metric, s in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
+        weights = f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"
+        times = {"seconds": f"{train['train_seconds']:.0f}", "examples/s": f"{train['examples_per_s']:.0f}"}
+        rows.append({"phase": name, **scores, "encoder weights": weights, **times})
     return aligned(rows)
 
 
@@ -308,7 +307,7 @@ def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float,
 
 
 def _memory(prefix: str) -> dict[str, int]:
-    """The most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
+    """Return the most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
     peaks = machine.peak_memory()
     ranks = distributed.numbers_of_all(list(peaks.values()))
     return {

@@ -1,7 +1,5 @@
 """The matrices of an encoder by layer and role, and how much of each a pruned model has kept."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -36,7 +34,7 @@ _HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
 
 
 def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> dict[str, dict[int, Array]]:
-    """The kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
+    """Return the kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
 
     `before` has the number of weights of each matrix before heads and neurons were cut out, where they were: then the
     shares are of these numbers, and of whole matrices, since the remaining weights do not show which heads they were.
@@ -52,23 +50,26 @@ def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = 
             if len(kept) % size == 0:
                 share = kept.reshape(len(kept) // size, -1).mean(1)
         shares.setdefault(role, {})[int(layer_of(name) or 0)] = share
-    order = dict.fromkeys(_ROLES.values())  # as they come in a layer
-    return {role: shares[role] for role in dict.fromkeys([*order, *shares]) if role in shares}
+    roles = dict.fromkeys([*_ROLES.values(), *shares])  # as they come in a layer
+    return {role: shares[role] for role in roles if role in shares}
 
 
 def layer_of(name: str) -> str:
-    """The layer's number in a linear layer's name, from 0: the first part that is a number."""
+    """Return the layer's number in a linear layer's name, from 0: the first part that is a number."""
     return next((part for part in name.split(".") if part.isdigit()), "")
 
 
 def role_of(name: str) -> str:
-    """The role of a linear layer inside its layer: in the words of attention, where its family is known."""
+    """Return the role of a linear layer inside its layer: in the words of attention, where its family is known."""
     inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
     return _ROLES.get(inside, inside)
 
 
 def _heads_of(model: Path) -> tuple[int, int]:
-    """How many heads a layer has and the size of one, by the model's config; zeros where the config has neither."""
+    """Return how many heads a layer has and the size of one, by the model's config.
+
+    Zeros where the config has neither.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_attention_heads") or config.get("n_heads") or 0
     hidden = config.get("hidden_size") or config.get("dim") or 0
@@ -76,7 +77,10 @@ def _heads_of(model: Path) -> tuple[int, int]:
 
 
 def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where a weight of a model folder is not zero: (out, in). UserError where the folder does not have the weight."""
+    """Return where a weight of a model folder is not zero: (out, in).
+
+    Raise UserError where the folder does not have the weight.
+    """
     from safetensors import safe_open
 
     for file in sorted(model.glob("*.safetensors")):

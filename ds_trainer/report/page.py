@@ -105,21 +105,19 @@ def _write(run: RunFiles) -> dict[_Plot, Figure]:
 def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, Figure]:
     """Draw and save every figure that has its data."""
     check_installed()
-    figures = {
-        plot: _tried(f"plot {plot.name}", partial(_saved, plot, folder), failures) for plot in _all_plots(run, failures)
-    }
+    wanted = _all_plots(run, failures)
+    figures = {plot: _tried(f"plot {plot.name}", partial(_saved, plot, folder), failures) for plot in wanted}
     return {plot: figure for plot, figure in figures.items() if figure is not None}
 
 
 def _saved(plot: _Plot, folder: RunFolder) -> Figure | None:
-    figure = plot.draw()
-    if figure is not None:
+    if (figure := plot.draw()) is not None:
         save(figure, folder.claim(f"plots/{plot.name}.png"))
     return figure
 
 
 def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
-    """The figure that compares the phases, then those of each phase."""
+    """Yield the figure that compares the phases, then those of each phase."""
     if run.results:
         caption = "Score against size, the phases side by side."
         yield _Plot("score_by_density", list(run.results)[-1], caption, partial(_score_by_density, run))
@@ -129,7 +127,7 @@ def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
 
 
 def _plots(run: RunFiles, phase: str) -> list[_Plot]:
-    """The figures that every phase may have, if its log or its model has the data."""
+    """Return the figures that every phase may have, if its log or its model has the data."""
     records, result = run.records.get(phase, []), run.results.get(phase, {})
     weights = result.get("weights", {})
     counts, before = weights.get("layers", {}), weights.get("before", {}).get("layers")
@@ -168,7 +166,7 @@ def _for_file(name: str) -> str:
 
 
 def _calibration(exits: Mapping[str, Any]) -> str:
-    """A sentence on how the thresholds were chosen, if they were calibrated."""
+    """Return a sentence on how the thresholds were chosen, if they were calibrated."""
     calibration = exits.get("calibration")
     if not calibration:
         return ""
@@ -192,10 +190,10 @@ def _score_by_density(run: RunFiles) -> Figure | None:
 
 
 def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
-    """The page in Markdown. Text from the run's files is escaped or fenced."""
+    """Return the page in Markdown. Text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
-    if isinstance(model, dict) and isinstance(task, dict) and run.recipe:
+    if task:
         parts.append(_escaped(f"Model {model.get('name_or_path') or 'new'}, task {task.get('name')}."))
     table = _tried("the table of results", partial(_table, run), failures)
     notes = _tried("the notes on the table", partial(_notes, run), failures) or []
@@ -216,7 +214,7 @@ def _title(run: RunFiles) -> str:
 
 
 def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """The command and the resolved files, by title. The run has written them without their secrets."""
+    """Yield the command and the resolved files, by title. The run has written them without their secrets."""
     command = run.folder / "command.json"
     if command.is_file():
         yield "Command", str(_tried("command.json", lambda: read_object(command)["command"]))
@@ -227,7 +225,7 @@ def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _table(run: RunFiles) -> str:
-    """The phases side by side, in Markdown."""
+    """Show the phases side by side, in Markdown."""
     if not run.results:
         return "No phase has finished."
     columns = {phase: _cells(run, phase) for phase in run.results}
@@ -240,26 +238,24 @@ def _table(run: RunFiles) -> str:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """Where the phases were trained, where latencies were measured, and which exits have changed since."""
+    """Say where the phases were trained, where latencies were measured, and which exits have changed since."""
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     for phase, result in run.results.items():
-        for session in result.get("trained_on") or []:
+        for session in result.get("trained_on", []):
             trained.setdefault(_session(session), []).append(phase)
-        on = result.get("measured_on")
-        if on:
+        if on := result.get("measured_on"):
             line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
             measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
     notes = [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]
     notes += [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
-    again = [phase for phase in run.phases if run.calibrated_again(phase)]
-    if again:
+    if again := [phase for phase in run.phases if run.calibrated_again(phase)]:
         notes.append(f"The exits of {', '.join(again)} were calibrated again: the figures show those before.")
     return notes
 
 
 def _session(session: Mapping[str, Any]) -> str:
-    """Hosts, devices and versions, in a line."""
+    """Name hosts, devices and versions, in a line."""
     hosts = (
         f"{host} ({', '.join(f'{ranks} x {device}' for device, ranks in devices.items())})"
         for host, devices in session["hosts"].items()
@@ -268,19 +264,21 @@ def _session(session: Mapping[str, Any]) -> str:
 
 
 def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
-    """A phase's column of the table, in groups: techniques, scores, sizes, times, training."""
+    """Return a phase's column of the table, in groups: techniques, scores, sizes, times, training."""
     result = run.results[phase]
     timed = "early_exit/speedup" if result.get("exits") else None  # stands by batch size among the times
-    scores = {
-        _metric(name): _number(value)
-        for name, value in result.get("eval", {}).items()
-        if not (timed and name.endswith(timed))
-        and (name.endswith("early_exit/expected_saving") or not OF_ONE_EXIT.search(name))
-    }
-    trained = result.get("train", {})
-    training = {"training": f"{trained['train_seconds']:,.0f} s"} if "train_seconds" in trained else {}
-    if "epochs" in trained:
-        training["epochs"] = f"{trained['epochs']:,.2f}"
+    scores = {}
+    for name, value in result.get("eval", {}).items():
+        repeats = OF_ONE_EXIT.search(name) and not name.endswith("early_exit/expected_saving")
+        if not (repeats or (timed and name.endswith(timed))):
+            for part, words in _WORDS.items():
+                name = name.replace(part, words)
+            scores[name] = _number(value)
+    training = {}
+    if trained := result.get("train"):
+        training["training"] = f"{trained['train_seconds']:,.0f} s"
+        if "epochs" in trained:  # older versions did not write it
+            training["epochs"] = f"{trained['epochs']:,.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
     return _techniques(result, run.spec(phase)), scores, _sizes(result), _times(result), training
@@ -289,19 +287,19 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
 def _techniques(result: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
     if not spec:
         return {}
-    used = [name for name, value in (spec.get("techniques") or {}).items() if value is not None]
-    used = (["smaller model"] if spec.get("student") else []) + used + (["shrink"] if spec.get("shrink") else [])
+    used = ["smaller model"] if spec.get("student") else []
+    used += [name for name, value in spec.get("techniques", {}).items() if value is not None]
+    used += ["shrink"] if spec.get("shrink") else []
     kept, whole = encoder_weights(result) or (0, 0)
     return {"techniques": ", ".join(used) or ("none (dense)" if 0 < kept == whole else "none")}
 
 
 def _sizes(result: Mapping[str, Any]) -> Cells:
     cells = {}
-    counted, weights = encoder_weights(result), result.get("weights", {})
-    if counted:
+    if counted := encoder_weights(result):
         cells["encoder weights kept"] = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f} %)"
-    if "model" in weights:
-        cells |= {"parameters": f"{weights['model']['total']:,}", "parameters not 0": f"{weights['model']['kept']:,}"}
+    if model := result.get("weights", {}).get("model"):
+        cells |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
     if "size" in result:
         cells["size on disk"] = f"{result['size']['bytes'] / 2**20:,.1f} MiB"
     return cells
@@ -320,13 +318,6 @@ def _times(result: Mapping[str, Any]) -> Cells:
     return cells
 
 
-def _metric(name: str) -> str:
-    """A score's name in words."""
-    for part, words in _WORDS.items():
-        name = name.replace(part, words)
-    return name
-
-
 def _number(value: Any) -> str:
     if not isinstance(value, int | float):
         return "–"
@@ -334,12 +325,12 @@ def _number(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: entities, which a table does not escape again."""
+    """Return text that Markdown shows as it is, on one line: entities, which a table does not escape again."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", " ".join(text.split()))
 
 
 def _html(run: RunFiles, page: str) -> str:
-    """The page as one HTML file that loads nothing from the network; HTML in the Markdown is shown as text."""
+    """Return the page as one HTML file that loads nothing from the network; HTML in the Markdown is shown as text."""
     from markdown_it import MarkdownIt
 
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -353,7 +344,7 @@ def _html(run: RunFiles, page: str) -> str:
 
 
 def _folded(_renderer: Any, tokens: Sequence[Any], index: int, _options: Any, _env: Any) -> str:
-    """A fence in HTML, folded where it is long."""
+    """Render a fence in HTML, folded where it is long."""
     text = tokens[index].content
     block = f"<pre><code>{html.escape(text)}</code></pre>\n"
     return block if text.count("\n") < 5 else f"<details><summary>show</summary>\n{block}</details>\n"

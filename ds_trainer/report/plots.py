@@ -190,21 +190,19 @@ def exit_histogram(phase: str, split: str, exits: Mapping[str, Any]) -> Figure |
 
 
 def _series(records: Records, name: str) -> Series:
-    """The values logged under a name; a value that was not finite is NaN, which is drawn as a gap."""
-    rows = [
-        (record["step"], math.nan if record[name] is None else record[name]) for record in records if name in record
-    ]
-    steps, values = zip(*rows, strict=True) if rows else ((), ())
-    return np.array(steps, float), np.array(values, float)
+    """Return the values logged under a name; a value that was not finite is NaN, which is drawn as a gap."""
+    rows = [(record["step"], record[name]) for record in records if name in record]
+    steps, values = np.array(rows, float).reshape(-1, 2).T  # which makes NaN of None
+    return steps, values
 
 
 def _names(records: Records, prefix: str) -> list[str]:
-    """The names logged under a prefix, without it, in the order of their first appearance."""
+    """Return the names logged under a prefix, without it, in the order of their first appearance."""
     return list(dict.fromkeys(name[len(prefix) :] for record in records for name in record if name.startswith(prefix)))
 
 
 def _points(layers: int, points: Iterable[tuple[float, float | None]]) -> Array:
-    """Speed-ups and scores, (points, 2), from mean layers and scores; without scores that are not finite."""
+    """Return speed-ups and scores, (points, 2), from mean layers and scores; without scores that are not finite."""
     finite = [(layers / mean, score) for mean, score in points if score is not None and math.isfinite(score)]
     return np.array(sorted(finite), float).reshape(-1, 2)
 
@@ -251,7 +249,7 @@ def _terms(axes: Axes, records: Records) -> None:
 
 
 def _means(matrices: Mapping[str, Series], counts: Counts, group_of: Callable[[str], str]) -> dict[str, Series]:
-    """Mean density of each group of matrices, weighted by their numbers of weights."""
+    """Return the mean density of each group of matrices, weighted by their numbers of weights."""
     groups: dict[str, list[str]] = {}
     for name in matrices:
         groups.setdefault(group_of(name), []).append(name)
@@ -297,12 +295,10 @@ def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
 
 
 def _policy_name(policy: Mapping[str, Any]) -> str:
-    """The chosen exit policy in words."""
-    if policy["criterion"] == "patience":
-        return f"chosen: patience {policy['patience']}"
+    """Name the chosen exit policy in words."""
     thresholds = policy.get("thresholds") or []
     limit = f"{thresholds[0]:.3g}" if len(set(thresholds)) == 1 else "by layer"
-    return f"chosen: {policy['criterion']} {limit}"
+    return f"chosen: {policy['criterion']} {policy['patience'] if policy['criterion'] == 'patience' else limit}"
 
 
 def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:
@@ -311,12 +307,12 @@ def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:
 
 
 def _times(factor: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """The functions from an axis to its secondary axis, and back."""
+    """Return the functions from an axis to its secondary axis, and back."""
     return lambda x: x * factor, lambda x: x / factor
 
 
 def _colour_map() -> Any:
-    """A colour map from few to many; missing cells are grey."""
+    """Return a colour map from few to many; missing cells are grey."""
     from matplotlib import colormaps
 
     return colormaps["viridis"].with_extremes(bad="0.8")

@@ -1,7 +1,5 @@
 """The small files of a run's output folder, as its report reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,7 @@ _MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
 
 
 def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many encoder weights a phase has kept, and of how many before any was zeroed or cut out, if it counted."""
+    """Return how many encoder weights a phase has kept, and how many there were before; None if none were counted."""
     weights = result.get("weights", {})
     if "encoder" not in weights:
         return None
@@ -34,12 +32,11 @@ def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def peak_memory(records: Records) -> dict[str, tuple[float, str]]:
-    """The most bytes that any rank has held in training and evaluation, and the rank's number, by kind of memory."""
+    """Return the most bytes that any rank has held, and the number of that rank, by kind of memory."""
     peaks: dict[str, tuple[float, str]] = {}
     for record in records:
         for name, held in record.items():
-            match = _MEMORY.fullmatch(name)
-            if match and isinstance(held, int | float):
+            if match := _MEMORY.fullmatch(name):
                 peaks[match[1]] = max(peaks.get(match[1], (0.0, "")), (held, match[2]))
     return peaks
 
@@ -59,16 +56,19 @@ class RunFiles:
         return list(dict.fromkeys([*self.results, *self.records]))
 
     def folder_of(self, phase: str) -> Path:
-        """Where a phase writes its model and its evaluation: the last one into the output folder itself."""
+        """Return where a phase writes its model and its evaluation: the last one into the output folder itself."""
         planned = [spec["name"] for spec in self.recipe.get("phases", [])] or self.phases
         return self.folder if phase == planned[-1] else self.folder / phase
 
     def spec(self, phase: str) -> Mapping[str, Any]:
-        """The phase as it stands in the recipe; empty where the recipe does not have it."""
+        """Return the phase as it stands in the recipe; empty where the recipe does not have it."""
         return next((spec for spec in self.recipe.get("phases", []) if spec["name"] == phase), {})
 
     def exits(self, phase: str) -> dict[str, Any]:
-        """The results of a phase's exits, with the curves where its evaluation wrote them; empty without exits."""
+        """Return the results of a phase's exits, with the curves where its evaluation wrote them.
+
+        Empty without exits.
+        """
         file = self.folder_of(phase) / "eval" / EXITS_FILE
         return read_object(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
 
@@ -87,19 +87,12 @@ def read_run(folder: Path) -> RunFiles:
     if not (results.is_file() or log.is_file()):
         why = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {why}: name the output folder of a run")
-    run = RunFiles(
+    return RunFiles(
         folder,
         read_object(recipe) if recipe.is_file() else {},
         read_object(results) if results.is_file() else {},
         _read_log(log) if log.is_file() else {},
     )
-    phases = run.recipe.get("phases", [])
-    if not isinstance(phases, list) or not all(isinstance(p, dict) and isinstance(p.get("name"), str) for p in phases):
-        raise UserError(f'{recipe} is no recipe: "phases" must be a list of objects with a "name"')
-    broken = [phase for phase, result in run.results.items() if not isinstance(result, dict)]
-    if broken:
-        raise UserError(f"{results} holds no results of {listed(broken)}: they must be objects, {{...}}")
-    return run
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -114,8 +107,7 @@ def _read_log(file: Path) -> dict[str, Records]:
     """Read each phase's records, one a step: where a resumed run has logged a step again, the last record counts."""
     lines = read_file(file).decode("utf-8", errors="replace").splitlines()
     records = {number: _record(line) for number, line in enumerate(lines, start=1)}
-    broken = [number for number, record in records.items() if not record]
-    if broken:
+    if broken := [number for number, record in records.items() if not record]:
         distributed.warn(f"{file}: left out line {listed(broken)}, which is no record of a step")
     phases: dict[str, dict[int, dict[str, Any]]] = {}
     for record in filter(None, records.values()):
@@ -124,10 +116,9 @@ def _read_log(file: Path) -> dict[str, Records]:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """A line of the log as a record; empty where it is none, as the last line of a run that was killed."""
+    """Return a line of the log as a record; empty where it is none, as the last line of a run that was killed."""
     try:
         record = json.loads(line)
-    except (RecursionError, ValueError):
+    except ValueError:
         return {}
-    whole = isinstance(record, dict) and isinstance(record.get("phase"), str) and isinstance(record.get("step"), int)
-    return record if whole else {}
+    return record if isinstance(record, dict) and {"phase", "step"} <= record.keys() else {}

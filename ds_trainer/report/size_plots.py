@@ -74,13 +74,13 @@ def _speed_by_size(models: Sequence[MeasuredModel]) -> Figure | None:
 
 
 def _case_markers(models: Sequence[MeasuredModel]) -> dict[str, str]:
-    """A marker for each case that something was measured in."""
+    """Return a marker for each case that something was measured in."""
     cases = dict.fromkeys(case for model in models for case in model.speed_ups)
     return dict(zip(cases, drawing.markers(cases), strict=True))
 
 
 def _height(models: Sequence[MeasuredModel]) -> int:
-    """The height in pixels that leaves room for the legend."""
+    """Return the height in pixels that leaves room for the legend."""
     return max(420, 80 + 21 * (len(models) + len(_case_markers(models))))
 
 

@@ -4,8 +4,6 @@ An exit code of 0 from DeepSpeed's launcher does not prove that a run is done: a
 `"state": "finished"` does. After a run was killed, the state remains "running", with the id of a process that is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -29,19 +27,18 @@ class RunStatus:
         self._begun = False
 
     def begin(self) -> None:
-        """From here on the folder belongs to this run."""
+        """Note that from here on the folder belongs to this run."""
         self._begun = True
         if distributed.is_main():
             self._write("running")
 
     def phase(self, name: str, folder: Path) -> None:
-        """A phase begins, with its checkpoints in `folder`."""
+        """Note that a phase begins, with its checkpoints in `folder`."""
         self._phase, self._checkpoints = name, folder
-        if distributed.is_main():
-            self._write("running")
+        self.begin()
 
     def finished(self, model: Path) -> None:
-        """The run is done, and its model is in `model`."""
+        """Note that the run is done, and its model is in `model`."""
         if distributed.is_main():
             self._write("finished", exit_code=0, model=str(model))
         distributed.info(f"finished: {model}")
@@ -62,7 +59,7 @@ class RunStatus:
             raise
 
     def _next_start(self) -> str:
-        """A sentence on where the next `--resume` starts."""
+        """Say where the next `--resume` starts."""
         if not self._phase:
             return "no phase was begun; --resume starts the first that is not finished"
         saved = Checkpoints(self._checkpoints).all()

@@ -110,12 +110,12 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
     [
         ([], "one of the arguments --target_speedup --max_drop is required"),
         (["--target_speedup", "2", "--max_drop", "1"], "not allowed with argument"),
-        (["--target_speedup", "0.5"], "--target_speedup: Input should be greater than or equal to 1 (found 0.5)"),
-        (["--target_speedup", "nan"], "--target_speedup: Input should be a finite number"),
-        (["--max_drop", "-1"], "--max_drop: Input should be greater than or equal to 0"),
+        (["--target_speedup", "0.5"], "--target_speedup is 0.5: it must be greater than or equal to 1"),
+        (["--target_speedup", "nan"], "--target_speedup is NaN: it must be a finite number"),
+        (["--max_drop", "-1"], "--max_drop is -1.0: it must be greater than or equal to 0"),
         (["--max_drop", "much"], "argument --max_drop: invalid float value: 'much'"),
         (["--max_drop", "1", "--criterion", "luck"], "invalid choice: 'luck'"),
-        (["--max_drop", "1", "--patience", "1001"], "--patience: Input should be less than or equal to 1000"),
+        (["--max_drop", "1", "--patience", "1001"], "--patience is 1001: it must be less than or equal to 1000"),
         (["--max_drop", "1", "--patience", "2"], 'patience goes with criterion "patience"'),
         (["--max_drop", "1", "--criterion", "patience", "--patience", "2"], "--patience 2: it goes with a regression"),
         (["--max_drop", "1", "--criterion", "patience", "--per_head"], "--per_head: patience is the same"),
@@ -154,9 +154,9 @@ def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: lis
     ("more", "message"),
     [
         (["--early_exit_entropy", "0.1,0.2"], "early_exit_entropy has 2 values, and there are 3 heads"),
-        (["--early_exit_entropy", "-1"], "--early_exit_entropy: write a number of 0 or more"),
+        (["--early_exit_entropy", "-1"], "--early_exit_entropy is -1.0: write a number of 0 or more"),
         (["--early_exit_confidence", "0.9,"], "argument --early_exit_confidence: invalid"),
-        (["--early_exit_confidence", "95"], "--early_exit_confidence: write a number from 0 to 1"),
+        (["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from 0 to 1"),
         (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
         (["--patience", "1.5"], "argument --patience: invalid int value: '1.5'"),
     ],
@@ -202,7 +202,7 @@ def test_a_refused_calibration_ends_with_2_and_changes_nothing(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for more, message in (
         (["--target_speedup", "4.5"], "target_speedup 4.5: "),
-        (["--max_drop", "nan"], "--max_drop: Input should be a finite number"),
+        (["--max_drop", "nan"], "--max_drop is NaN: it must be a finite number"),
     ):
         done = run_python("launch/calibrate.py", str(folder), *flags, *more)
         assert done.returncode == 2, done.stderr

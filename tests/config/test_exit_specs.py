@@ -140,7 +140,7 @@ def calibrated(**held_out: Any) -> dict[str, Any]:
         (with_exits(early_exit_entropie=0.1), ["unknown key", 'did you mean "early_exit_entropy"?']),
         (with_exits(target_speedup=0.5), ["target_speedup", "0.5"]),
         (with_exits(terms=[]), ["exits.terms", "at least 1"]),
-        (with_exits({"exits.hedas": 1.0}), ["loss: exits.hedas is no term", "on offer: exits.heads, exits.distill"]),
+        (with_exits({"exits.hedas": 1.0}), ["techniques.exits.terms", "hedas"]),
         (
             with_exits({"task": 1.0, "exits.heads": 1.0}, terms=["distill"]),
             ["the term distill", 'loss["exits.distill"]'],

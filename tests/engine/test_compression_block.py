@@ -188,7 +188,7 @@ def test_snip_momentum_becomes_blocks_chosen_over_all_layers(pattern, granularit
     if pattern == "4x1":
         assert (prune.block_shape, prune.final_threshold, prune.global_topk) == ([4, 1], 0.4, True)
     assert "head_pruning beside snip_momentum" in refusal(sparse_pruning=snip, head_pruning=HEAD)
-    assert all(word in text for word in ("criterion snip_momentum", "schedule_offset_end 90", "excluded_modules"))
+    assert all(word in text for word in ("criterion snip_momentum", "schedule_offset_end", "excluded_modules"))
 
 
 def test_layer_reduction_becomes_a_student_and_its_teacher():
@@ -205,7 +205,7 @@ def test_quantization_becomes_an_export():
         text = refusal(**{name: block})
         assert "python launch/export.py OUTPUT_DIR/model --onnx --quantize int8" in text
         assert f"{name} in training" in text
-        assert ("wq2 with 4 bits" in text) == (name == "weight_quantization")
+        assert "other than 8 bits" in text
 
 
 def test_a_whole_block_of_the_documentation(bert):

@@ -83,6 +83,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path):
         ('{"a": 1, "b": {"c": 1, "c": 2}}', ["'c' twice"]),
         ("[1, 2]", ["must be an object"]),
         ("{\n\n\xff".encode("latin-1"), ["not UTF-8", "line 3"]),
+        (b'{\n"a\0": 1}', ["control character", "line 2"]),
         ('{"a": 1e999}', ["too large"]),
         ('{"a": 1} /* never ends', ["ends inside a comment"]),
         (" \n", ["is empty"]),

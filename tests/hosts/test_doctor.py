@@ -250,7 +250,7 @@ def test_an_output_folder_that_cannot_be_made_is_a_fault(ask, tmp_path):
     )
     assert code == 1
     assert [row["found"] for row in rows if row["result"] == "FAILED"] == [
-        f"the output folder {tmp_path / 'file/out'} cannot be made: {tmp_path / 'file'} is a file"
+        f"the output folder {tmp_path / 'file/out'} cannot be made: {tmp_path / 'file'} is a file, or read-only"
     ]
 
 
