@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_trainer.config.exit_specs import ExitPolicy, policy_mistake
+from ds_trainer.config.exit_specs import ExitPolicy, check_policy
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import load_trained
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.exits.heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, model_head
 from ds_trainer.techniques.exits.policy import RunningPolicy
 
@@ -132,9 +131,7 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     """
     heads, saved = load_heads(model, folder)
     early = EarlyExitModel(model, heads, policy or saved.policy)
-    mistake = policy_mistake(early.policy, len(heads), early.regression)
-    if mistake:
-        raise UserError(f"the exits of {folder}: {mistake}")
+    check_policy(early.policy, len(heads), early.regression)
     return early
 
 
