@@ -147,7 +147,7 @@ def test_scores_follow_the_method():
 def test_a_penalty_that_would_begin_as_a_reward_is_refused():
     """Its weight follows the threshold, which must not change its sign on the way."""
     spec = {"pruning_method": "threshold", "regularization": "l1", "final_lambda": 1, "initial_threshold": -1.0}
-    with pytest.raises(ValueError, match=r"initial_threshold is -1\.0 and final_threshold 0\.1, .* as a reward: raise"):
+    with pytest.raises(ValueError, match=r"initial_threshold is -1\.0 and final_threshold 0\.1: .* as a reward: raise"):
         parse_recipe(with_prune(**spec))
     parse_recipe(with_prune(**spec | {"final_threshold": -0.1}))
 

@@ -40,25 +40,22 @@ class CachedTeacher:
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples
-        self._logits_of, self._device = teacher.task.logits_of, teacher.device
+        self._task, self._device = teacher.task, teacher.device
         self._layers = teacher.layers.hidden
         self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         tokens = _token_indices(self._examples, batch)
-        logits = tuple(self._tensor(self._logits(array, tokens, batch)) for array in self._logit_arrays)
-        hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"][tokens.clip(0)]) for layer in self._layers}
+        places = _logit_indices(self._task, tokens, batch)
+        logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
+        hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in self._layers}
         return Outputs(logits, hidden)
 
-    def _logits(self, array: Array, tokens: Array, batch: Batch) -> Array:
-        if self._logits_of == "example":
-            return array[batch.ids.numpy()]
-        if self._logits_of == "position":
-            return array[tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()]]
-        return np.where(tokens >= 0, array[tokens.clip(0)], PAD_LOGIT)
-
-    def _tensor(self, values: Array) -> Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(self._device, non_blocking=True)
+    def _tensor(self, array: Array, places: Array, padding: float) -> Tensor:
+        """Read the values at these indices of the first dimension; `padding` where an index is -1."""
+        values = array[places.clip(0)].astype(np.float32)
+        values[places < 0] = padding
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def cached_teacher(teacher: Teacher) -> CachedTeacher:
@@ -125,16 +122,10 @@ def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _V
 def _without_padding(answers: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[str, _Values]:
     """Return the answers to a batch in half precision, by the name of their array, and where in it they go."""
     tokens = _token_indices(examples, batch)
-    real = tokens >= 0
-    values: dict[str, _Values] = {}
-    for number, logits in enumerate(map(_half, answers.logits)):
-        if task.logits_of == "example":
-            values[f"logits.{number}"] = (batch.ids.numpy(), logits)
-        elif task.logits_of == "position":
-            values[f"logits.{number}"] = (tokens.ravel()[batch.inputs["head_positions"].numpy()], logits)
-        else:
-            values[f"logits.{number}"] = (tokens[real], logits[real])
-    return values | {f"hidden.{layer}": (tokens[real], _half(states)[real]) for layer, states in answers.hidden.items()}
+    places = _logit_indices(task, tokens, batch)
+    indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(answers.logits)}
+    indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in answers.hidden.items()}
+    return {name: (where[where >= 0], _half(values)[where >= 0]) for name, (where, values) in indexed.items()}
 
 
 def _token_indices(examples: Examples, batch: Batch) -> Array:
@@ -145,6 +136,13 @@ def _token_indices(examples: Examples, batch: Batch) -> Array:
     ids = batch.ids.numpy()
     column = np.arange(batch.inputs["input_ids"].shape[1])
     return np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
+
+
+def _logit_indices(task: Task, tokens: Array, batch: Batch) -> Array:
+    """Return the index of every row of logits of a batch in the cache, -1 for padding."""
+    if task.logits_of == "example":
+        return batch.ids.numpy()
+    return tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()] if task.logits_of == "position" else tokens
 
 
 def _allocated(path: Path, shape: tuple[int, ...]) -> Any:

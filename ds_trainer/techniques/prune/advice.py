@@ -32,27 +32,20 @@ def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
         density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5
     if density >= expected - 0.1:
         return None
-    return (
-        f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: "
-        f"{_START_DENSE[spec.pruning_method]}"
-    )
+    advice = _START_DENSE[spec.pruning_method]
+    return f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: {advice}"
 
 
-def of_none(spec: PruneSpec, kind: str) -> str:
+def of_none(kind: str) -> str:
     """Warn that no layer has a decision of this kind left: such a model no longer reads its text."""
-    threshold = "" if spec.pruning_method == "l0" else "final_threshold, or "
-    heads = ", or set min_heads" if kind == "head" else ""
-    return (
-        f"prune: no {kind} is left in any layer: lower {threshold}the weight of the penalty (final_lambda), or raise "
-        f"mask_scale{heads}"
-    )
+    return f"prune: no {kind} is left in any layer: lower final_threshold or final_lambda, or raise mask_scale"
 
 
 def of_end(spec: PruneSpec, density: float) -> str | None:
-    """Warn where the end is far from the share that the recipe asks for or, without one, far from any pruning."""
+    """Warn where the density at the end is far from the share to keep or, without one, where next to nothing happened."""
     if spec.target is not None:
         return None
-    ends, is_l0 = f"prune: the run ends at a density of {density:.1%}", spec.pruning_method == "l0"
+    ends = f"prune: the run ends at a density of {density:.1%}"
     if spec.pruning_method in BY_SHARE:
         if math.isclose(density, spec.final_threshold, rel_tol=0.2):
             return None
@@ -61,9 +54,8 @@ def of_end(spec: PruneSpec, density: float) -> str | None:
             "decision allow nothing nearer; lower them, or choose a finer granularity"
         )
     if density > 0.99:
-        penalty = f'set regularization to "{"l0" if is_l0 else "l1"}", and final_lambda'
-        return f"{ends}, next to no pruning: {'raise final_lambda' if spec.regularization else penalty}"
+        penalty = "raise final_lambda" if spec.regularization else "set regularization and final_lambda"
+        return f"{ends}, next to no pruning: {penalty}"
     if density < 0.01:
-        scores = f"raise mask_scale or lower {'mask_scores_learning_rate' if is_l0 else 'final_threshold'}"
-        return f"{ends}, next to nothing: {'lower final_lambda' if spec.regularization else scores}"
+        return f"{ends}, next to nothing: lower final_lambda or final_threshold, or raise mask_scale"
     return None

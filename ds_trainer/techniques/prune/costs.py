@@ -73,22 +73,26 @@ def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
         assert site.block is not None
         prefix, block = site.block
         of_one[name] = decision_flops(block, layers[prefix], model.config, tokens)
-    removable = equal_costs(sites, of_one, 0.0)
-    return Costs(removable.each, encoder_flops(model, tokens) - removable.total)
+    return _costs_within(encoder_flops(model, tokens), sites, of_one)
 
 
 def seconds_costs(measured: LayerSeconds, counted: Counter[str], sites: Mapping[str, Site]) -> Costs:
     """Cost each decision at its seconds, of an encoder as `count_decisions` counts it; all layers take the same."""
     rest = measured.layer - sum(measured.count[kind] * cost for kind, cost in measured.decision.items())
     total = counted["layers"] * max(0.0, rest) + sum(counted[kind] * cost for kind, cost in measured.decision.items())
-    removable = equal_costs(sites, {name: measured.decision[site.role] for name, site in sites.items()}, 0.0)
-    return Costs(removable.each, max(0.0, total - removable.total))
+    return _costs_within(total, sites, {name: measured.decision[site.role] for name, site in sites.items()})
 
 
 def equal_costs(sites: Mapping[str, Site], of_one: Mapping[str, float], fixed: float) -> Costs:
     """Cost all decisions of a site the same."""
     each = {name: torch.full(site.shape, of_one[name], dtype=torch.float64) for name, site in sites.items()}
     return Costs(each, fixed)
+
+
+def _costs_within(total: float, sites: Mapping[str, Site], of_one: Mapping[str, float]) -> Costs:
+    """Cost all decisions of a site the same, and all that no decision removes at the remainder of the total."""
+    removable = equal_costs(sites, of_one, 0.0)
+    return Costs(removable.each, max(0.0, total - removable.total))
 
 
 def count_decisions(model: Any) -> Counter[str]:

@@ -49,7 +49,7 @@ def largest_decisions(scores: Tensor, count: int | Tensor, allowed: AllowedCount
 
 
 def decisions_above(scores: Tensor, threshold: float, at_least: float, allowed: AllowedCounts) -> Mask:
-    """Keep as many decisions as `count_above`, rounded to what is allowed."""
+    """Keep the scores above a threshold, and at least a share of them, rounded to the nearest count that is allowed."""
     return largest_decisions(scores, count_above(scores, threshold, at_least), allowed)
 
 
@@ -172,15 +172,14 @@ def _comparable(scores: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict
     A score sums the movement of its decision's weights, and a head has a hundred times as many as a neuron: without
     this, one kind would be kept whole before any decision of the other is.
     """
-    kinds: dict[str, list[str]] = {}
-    for name in scores:
-        kinds.setdefault(sites[name].granularity, []).append(name)
+    kinds = {sites[name].granularity for name in scores}
     if len(kinds) == 1:
         return dict(scores)
-    pairs = [
-        zip(names, selection.standardised([scores[name] for name in names]), strict=True) for names in kinds.values()
-    ]
-    return {name: values for kind in pairs for name, values in kind}
+    comparable: dict[str, Tensor] = {}
+    for kind in kinds:
+        names = [name for name in scores if sites[name].granularity == kind]
+        comparable |= zip(names, selection.standardised([scores[name] for name in names]), strict=True)
+    return comparable
 
 
 def _scores_now(layer: MaskedLinear) -> Tensor:
