@@ -225,7 +225,11 @@ def test_modules_name_whole_blocks():
 @pytest.mark.parametrize(
     ("family", "spec", "told"),
     [
-        ("deberta-v2", {"granularity": "hybrid"}, "head cannot be cut out of Deberta.*block, row, column or weight"),
+        (
+            "deberta-v2",
+            {"granularity": "hybrid"},
+            '"attention" of Deberta.* cannot be pruned by head.*block, row, column or weight',
+        ),
         ("bert", {"granularity": {"*.quary": "row"}}, r'"\*\.quary" decides nothing'),
         (
             "bert",
@@ -266,8 +270,8 @@ def test_an_unknown_family_is_told_what_it_can_use():
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(), Layer()])
     for granularity, told in (
-        ("head", "blocks are of an unknown form.*block, row, column or weight"),
-        ({"attention": "row"}, "row cannot be cut out of Module, whose blocks are of an unknown form"),
+        ("head", "cannot be pruned by head, since its blocks are of an unknown form .*block, row"),
+        ({"attention": "row"}, '"attention" of Module cannot be pruned by row.* name patterns'),
         ("2:4", "layers.0.mix has 6 inputs, which are no multiple of 4"),
     ):
         with pytest.raises(ValueError, match=told):

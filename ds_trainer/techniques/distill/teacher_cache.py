@@ -69,11 +69,10 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
         _fill(teacher, examples, folder)
     opened = open_arrays(folder)
-    on_all_ranks = all(distributed.broadcast(distributed.gather(opened is not None)))
-    if opened is None or not on_all_ranks:
+    everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
+    if opened is None or not everywhere:
         raise UserError(
-            f"the teacher's outputs are in {folder}, and not every rank sees them: set cache_dir to a folder "
-            f"that all hosts share"
+            f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
         )
     return CachedTeacher(opened[0], examples, teacher)
 
@@ -88,7 +87,10 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
                 if name not in arrays:
                     per_example = name.startswith("logits") and teacher.task.logits_of == "example"
                     size = len(examples) if per_example else int(examples.offsets[-1])
-                    arrays[name] = _allocated(aside / f"{name}.npy", (size, *values.shape[1:]))
+                    shape, path = (size, *values.shape[1:]), aside / f"{name}.npy"
+                    arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
+                    with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
+                        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
                 arrays[name][indices] = values
         for array in arrays.values():
             array.flush()
@@ -125,7 +127,9 @@ def _without_padding(answers: Outputs, batch: Batch, examples: Examples, task: T
     places = _logit_indices(task, tokens, batch)
     indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(answers.logits)}
     indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in answers.hidden.items()}
-    return {name: (where[where >= 0], _half(values)[where >= 0]) for name, (where, values) in indexed.items()}
+    # values beyond the range of fp16 become its largest
+    halves = {name: values.float().clamp(-65504, 65504).half().cpu().numpy() for name, (_, values) in indexed.items()}
+    return {name: (where[where >= 0], halves[name][where >= 0]) for name, (where, _) in indexed.items()}
 
 
 def _token_indices(examples: Examples, batch: Batch) -> Array:
@@ -145,25 +149,12 @@ def _logit_indices(task: Task, tokens: Array, batch: Batch) -> Array:
     return tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()] if task.logits_of == "position" else tokens
 
 
-def _allocated(path: Path, shape: tuple[int, ...]) -> Any:
-    """Return an empty array on disk whose room is reserved: a mapped file on a full disk would kill the process."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
-    with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
-
-
 def _identity(teacher: Teacher) -> str:
     """Return a hash of the teacher's config and weights, or the commit of a model of the hub."""
     source = Path(teacher.spec.teacher)
     if source.is_dir():
         return folder_hash(source)
-    commit = getattr(load_config(teacher.spec.teacher, teacher.task.head), "_commit_hash", None)
+    commit: str | None = getattr(load_config(teacher.spec.teacher, teacher.task.head), "_commit_hash", None)
     if commit is None:
         raise UserError(f"cache_teacher: the hub does not report the version of {source}: give a folder")
-    return str(commit)
-
-
-def _half(values: Tensor) -> Array:
-    """Round to fp16; values beyond its range become its largest."""
-    return values.float().clamp(-65504, 65504).cpu().numpy().astype(np.float16)
+    return commit

@@ -172,15 +172,11 @@ class _Forward:
             self._leave(layer, logits, self._samples)
             raise _AllLeft
         head, self._next_head = self._next_head, self._next_head + 1
-        if len(logits) == 1:
-            sure = None
-            leaving = int(self.policy.one_is_sure(head, logits))
-        else:
-            sure = self.policy.sure(head, logits)
-            leaving = int(sure.count_nonzero())
+        sure = self.policy.sure(head, logits)
+        leaving = int(sure.count_nonzero())
         if leaving == 0:
             return hidden
-        if sure is None or leaving == len(logits):
+        if leaving == len(logits):
             self._leave(layer, logits, self._samples)
             raise _AllLeft
         staying = (~sure).nonzero().squeeze(1)
@@ -201,11 +197,10 @@ class _Forward:
 
         All else is returned as it is.
         """
-        if len(self._samples) == self.size:
-            return value
         if isinstance(value, tuple):
             return tuple(map(self._cut, value))
-        if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != self.size:
+        of_samples = isinstance(value, Tensor) and value.dim() >= 2 and len(value) == self.size
+        if not of_samples or len(self._samples) == self.size:
             return value
         # all layers are given the same tensors, which are cut once; keeping the tensor keeps its id from being reused
         if id(value) not in self._cuts:

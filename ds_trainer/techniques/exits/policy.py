@@ -7,8 +7,6 @@ the score of the running model.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -55,19 +53,6 @@ class RunningPolicy:
         self._last = answer
         assert self.policy.patience is not None, "a policy of patience has one"
         return self._streak >= self.policy.patience
-
-    def one_is_sure(self, head: int, logits: Tensor) -> bool:
-        """Return `sure` of a single sample (1, classes); for so few values plain arithmetic is several times faster."""
-        if self.policy.criterion == "patience":
-            return bool(self.sure(head, logits))
-        (row,) = logits.tolist()
-        top = max(row)
-        weights = [math.exp(value - top) for value in row]
-        total, threshold = sum(weights), self.policy.thresholds[head]
-        if self.policy.criterion == "confidence":
-            return 1 / total > threshold
-        mean = sum(weight * (value - top) for weight, value in zip(weights, row, strict=True) if weight) / total
-        return math.log(total) - mean < threshold
 
     def keep(self, staying: Tensor) -> None:
         """Forget all samples of the last call but those with these indices."""

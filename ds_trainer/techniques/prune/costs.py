@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
@@ -61,11 +61,6 @@ class LayerSeconds:
     """How many decisions the whole layer had."""
 
 
-def weight_costs(sites: Mapping[str, Site]) -> Costs:
-    """Cost each decision at the number of its weights."""
-    return Costs({name: site.sizes().double() for name, site in sites.items()}, 0.0)
-
-
 def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
     """Cost each decision at the floating-point operations of one example; sites must be of whole blocks."""
     layers, of_one = layers_of(model), {}
@@ -83,16 +78,10 @@ def seconds_costs(measured: LayerSeconds, counted: Counter[str], sites: Mapping[
     return _costs_within(total, sites, {name: measured.decision[site.role] for name, site in sites.items()})
 
 
-def equal_costs(sites: Mapping[str, Site], of_one: Mapping[str, float], fixed: float) -> Costs:
-    """Cost all decisions of a site the same."""
-    each = {name: torch.full(site.shape, of_one[name], dtype=torch.float64) for name, site in sites.items()}
-    return Costs(each, fixed)
-
-
 def _costs_within(total: float, sites: Mapping[str, Site], of_one: Mapping[str, float]) -> Costs:
     """Cost all decisions of a site the same, and all that no decision removes at the remainder of the total."""
-    removable = equal_costs(sites, of_one, 0.0)
-    return Costs(removable.each, max(0.0, total - removable.total))
+    each = {name: torch.full(site.shape, of_one[name], dtype=torch.float64) for name, site in sites.items()}
+    return Costs(each, max(0.0, total - Costs(each, 0.0).total))
 
 
 def count_decisions(model: Any) -> Counter[str]:
@@ -129,7 +118,7 @@ def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.devic
     return LayerSeconds(median[""], decision, count)
 
 
-def _one_layer(base: type[Any], config: Any, count: Mapping[str, int]) -> nn.Module:
+def _one_layer(base: Any, config: Any, count: Mapping[str, int]) -> Any:
     """Build the model with its first layer only, with `count` decisions of each kind if given, and few embeddings."""
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.use_cache = 1, False
@@ -138,9 +127,7 @@ def _one_layer(base: type[Any], config: Any, count: Mapping[str, int]) -> nn.Mod
     special = [value for name, value in small.to_dict().items() if name.endswith("token_id") and isinstance(value, int)]
     small.vocab_size = 1 + max([0, *special])
     setattr(small, FIELD, {name: [count.get(kind, 0)] for kind, name in SIZES_OF.items()} if count else None)
-    resizing: Any = shrunk_class
-    model: nn.Module = (resizing(base) if count else base)(small)
-    return model
+    return (shrunk_class(base) if count else base)(small)
 
 
 def _layer_call(model: Any, tokens: int) -> Callable[[], object]:

@@ -67,14 +67,14 @@ class Prune(Technique):
         if all(site.block for site in self.sites.values()):
             self.flops = costs.flops_costs(model, self.sites, self.spec.cost_tokens)
         if self.spec.target_flops is not None and self.flops is not None:
-            self.flops.check(self.spec.target_flops, "target_flops", self._lowest_counts())
             self.costs = self.flops
+            self._check_target("target_flops", self.costs)
         elif self.spec.target_latency is not None:
             base: Any = getattr(model, "base_model", model)
             self.measure = partial(costs.layer_seconds, whole_class(base), base.config, self.spec.cost_tokens)
             self.counted = costs.count_decisions(model)
         elif self.together and all(site.grain for site in self.sites.values()):
-            self.costs = costs.weight_costs(self.sites)
+            self.costs = costs.Costs({name: site.sizes().double() for name, site in self.sites.items()}, 0.0)
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
             sizes = None if site.grain is None else site.sizes()
@@ -91,11 +91,11 @@ class Prune(Technique):
 
     def start(self, device: torch.device) -> None:
         """Measure seconds on one rank for all, unless the run that this one continues has measured them."""
-        if self.measure is None or self.spec.target_latency is None or self.costs is not None:
+        if self.measure is None or self.costs is not None:
             return
         measured = distributed.on_main(partial(self.measure, device))
         self.costs = costs.seconds_costs(measured, self.counted, self.sites)
-        self.costs.check(self.spec.target_latency, "target_latency", self._lowest_counts())
+        self._check_target("target_latency", self.costs)
 
     def on_step(self, step: int) -> None:
         density = self.readings().get("prune/density") if step in (1, 2) and step > self.step else None
@@ -144,7 +144,9 @@ class Prune(Technique):
             layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
         seconds = state.get("seconds")
         if seconds:
-            self.costs = costs.equal_costs(self.sites, seconds["each"], seconds["fixed"])
+            shapes = {name: site.shape for name, site in self.sites.items()}
+            each = {name: torch.full(shapes[name], s, dtype=torch.float64) for name, s in seconds["each"].items()}
+            self.costs = costs.Costs(each, seconds["fixed"])
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -172,9 +174,9 @@ class Prune(Technique):
                 decisions = int(gates[name].count_nonzero())
                 readings[f"prune/kept/{site.block_name}"] = decisions
                 kept_of_kind[site.granularity] += decisions
-        for kind, count in kept_of_kind.items():
-            if not count:
-                self._warn_once(kind, advice.of_none(kind))
+        for kind in [kind for kind, count in kept_of_kind.items() if not count]:
+            advised = "lower final_threshold or final_lambda, or raise mask_scale"
+            self._warn_once(kind, f"prune: no {kind} is left in any layer: {advised}")
         if self.flops and len(gates) == len(self.layers):
             readings["prune/flops"] = self.flops.share(gates)
         return readings
@@ -218,11 +220,11 @@ class Prune(Technique):
         for layer, step_mask in zip(self.layers.values(), step_masks, strict=True):
             layer.step_mask = step_mask
 
-    def _lowest_counts(self) -> dict[str, int]:
-        """Return how many decisions of each site are kept whatever they cost."""
-        return {
-            name: allowed_counts(self.spec, site).lowest(math.prod(site.shape)) for name, site in self.sites.items()
-        }
+    def _check_target(self, field: str, of_decisions: costs.Costs) -> None:
+        """Raise UserError where even the fewest decisions that each site must keep cost more than the target."""
+        assert self.spec.target is not None
+        lowest = {name: allowed_counts(self.spec, site).lowest(site.count) for name, site in self.sites.items()}
+        of_decisions.check(self.spec.target, field, lowest)
 
     def _initial_scores(self, site: Site, index: int) -> Tensor | None:
         """Return the scores of a site at the start, the same on every rank; None where magnitude needs none."""

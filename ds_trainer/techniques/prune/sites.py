@@ -8,6 +8,7 @@ columns are masked in training, and `clear` writes the other zeros at the end.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,6 +55,11 @@ class Site:
     """The part of the name that the same matrix of every layer shares, or the kind of block."""
     block: tuple[str, Block] | None = None
     inner: Mapping[str, AnyLinear] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many decisions it has."""
+        return math.prod(self.shape)
 
     @property
     def block_name(self) -> str:
@@ -110,8 +116,9 @@ def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
     for key, granularity in spec.choices.items():
         if granularity not in granularities and (key in chosen.values() or key in set(KINDS) - set(kinds.values())):
             raise UserError(
-                f"granularity: {granularity} cannot be cut out of {type(model).__name__}, whose blocks are of an unknown "
-                f"form, or whose heads share projections: prune its {key} by block, row, column or weight"
+                f'granularity: "{key}" of {type(model).__name__} cannot be pruned by {granularity}, since its blocks '
+                "are of an unknown form (then write name patterns of linear layers), or its heads share projections "
+                "(then choose block, row, column or weight)"
             )
         if key not in chosen.values():
             raise UserError(
@@ -189,12 +196,10 @@ def _check_bounds(sites: Mapping[str, Site], spec: PruneSpec, layers: int) -> No
     for site in sites.values():
         if site.granularity == "head" and site.shape[0] < spec.min_heads:
             raise UserError(f"min_heads is {spec.min_heads}, and {site.block_name} has {site.shape[0]}: lower it")
-    by_role: dict[str, list[tuple[int, ...]]] = {}
-    for site in sites.values() if spec.uniform else ():
-        by_role.setdefault(site.role, []).append(site.shape)
-    for role, shapes in by_role.items():
+    for role in dict.fromkeys(site.role for site in sites.values()) if spec.uniform else ():
+        shapes = [site.shape for site in sites.values() if site.role == role]
         if len(shapes) < layers or len({*shapes}) > 1:
             raise UserError(
-                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, of {listed({*shapes})} decisions: "
+                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, of {listed(sorted({*shapes}))} decisions: "
                 "prune it in all layers, of a model whose layers are of one size, or set uniform to false"
             )
