@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,10 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
         try:
             save_aside(folder, write)
         finally:
-            for _ in outputs:  # after an error the other ranks still wait for this one, batch by batch
-                pass
+            deque(outputs, maxlen=0)  # after an error the other ranks still wait for this one, batch by batch
 
     if not distributed.is_main():
-        for _ in outputs:
-            pass
+        deque(outputs, maxlen=0)  # the work of this rank: rank 0 gathers it
     distributed.on_main(save)
     size, seconds = sum(array.nbytes for array in arrays.values()) / 1e6, time.monotonic() - started
     distributed.info(f"cache_teacher: {size:,.1f} MB of the teacher's outputs are kept in {folder} ({seconds:.0f} s)")

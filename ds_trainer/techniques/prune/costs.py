@@ -63,11 +63,8 @@ class LayerSeconds:
 
 def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
     """Cost each decision at the floating-point operations of one example; sites must be of whole blocks."""
-    layers, of_one = layers_of(model), {}
-    for name, site in sites.items():
-        assert site.block is not None
-        prefix, block = site.block
-        of_one[name] = decision_flops(block, layers[prefix], model.config, tokens)
+    layers, blocks = layers_of(model), {name: site.block for name, site in sites.items() if site.block}
+    of_one = {name: decision_flops(block, layers[at], model.config, tokens) for name, (at, block) in blocks.items()}
     return _costs_within(encoder_flops(model, tokens), sites, of_one)
 
 

@@ -141,9 +141,10 @@ class MaskedLinear(nn.Linear):
     @torch.no_grad()
     def folded(self) -> AnyLinear:
         """Return a plain layer of the original's class with the masked weight, as the layer computes at evaluation."""
-        sizes = self.in_features, self.out_features
         with torch.device("meta"):
-            linear = Conv1D(*reversed(sizes)) if self.plain is Conv1D else nn.Linear(*sizes)
+            linear: AnyLinear = nn.Linear(self.in_features, self.out_features)
+            if self.plain is Conv1D:
+                linear = Conv1D(self.out_features, self.in_features)
         weight = self.eval().find_mask().times(self.weight, self.scores())
         linear.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
         linear.bias = self.bias

@@ -200,6 +200,6 @@ def _check_bounds(sites: Mapping[str, Site], spec: PruneSpec, layers: int) -> No
         shapes = [site.shape for site in sites.values() if site.role == role]
         if len(shapes) < layers or len({*shapes}) > 1:
             raise UserError(
-                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, of {listed(sorted({*shapes}))} decisions: "
-                "prune it in all layers, of a model whose layers are of one size, or set uniform to false"
+                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, with decisions of the shapes "
+                f"{listed(sorted({*shapes}))}: prune it in all layers, all of one size, or set uniform to false"
             )
