@@ -43,8 +43,7 @@ def _known(value: Any) -> Any:
     """Raise one message for an unknown granularity: pydantic would raise one for each member of the union."""
     known = get_args(Granularity)
     values = list(value.values()) if isinstance(value, dict) else [value]
-    allowed = known if isinstance(value, dict) else (*known, "hybrid")
-    unknown = [one for one in values if one not in allowed]
+    unknown = [one for one in values if one not in known and (one != "hybrid" or isinstance(value, dict))]
     if unknown or not values:
         raise UserError(
             f"{listed(unknown) or 'no granularity'}: known are {', '.join(known)}; or hybrid; or an object from "
@@ -85,16 +84,13 @@ class PruneSpec(Strict):
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
     mask_scale: float = Field(
-        0.0,
-        description="the constant, or half the width of the uniform range; by default 1 for threshold, 2.197 for l0",
+        0.0, description="the constant, or half of the uniform range; by default 1 for threshold, 2.197 for l0"
     )
-    initial_threshold: float = Field(
-        1.0, description="by default 0 for threshold and sigmoied_threshold; null means that"
-    )
+    initial_threshold: float = Field(1.0, description="by default 0 for threshold and sigmoied_threshold")
     final_threshold: float = Field(
         0.15,
         description="the share to keep; for threshold and sigmoied_threshold what scores must exceed, by default 0.1; "
-        "null means the default, or the target",
+        "null in either threshold means the default, or the target",
     )
     target_flops: float | None = Field(
         None,
@@ -114,14 +110,13 @@ class PruneSpec(Strict):
     regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = None
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
     global_topk: bool = Field(
-        False,
-        description="one threshold over all layers, for scores standardised among each of several granularities",
+        False, description="one threshold over all layers; scores of different granularities are standardised first"
     )
     global_topk_frequency_compute: Positive = Field(
         1, description="optimizer steps between choices over all layers, by global_topk or a target"
     )
     mask_scores_learning_rate: Rate = Field(1e-2, description="by default 0.1 for l0")
-    evaluate_at_final_threshold: bool = Field(False, description="evaluations also score it, by a second forward")
+    evaluate_at_final_threshold: bool = Field(False, description="evaluations also score the model at final_threshold")
     train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
 
     @property

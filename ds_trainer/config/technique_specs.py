@@ -28,9 +28,7 @@ class DistillSpec(Strict):
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field(
-        [[-1, -1]],
-        min_length=1,
-        description="compared [student, teacher] layers: 1 is the first, -1 the last, 0 the embeddings",
+        [[-1, -1]], min_length=1, description="[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
     )
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
@@ -38,8 +36,7 @@ class DistillSpec(Strict):
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
     alpha_ce: Rate | None = Field(
-        None,
-        description='becomes the loss weight "task" beside alpha_distil; "distill.logits" beside another alpha',
+        None, description='becomes the loss weight "task" beside alpha_distil, else "distill.logits"'
     )
     alpha_distil: Rate | None = Field(None, description='becomes the loss weight "distill.logits"')
     alpha_mlm: Rate | None = Field(None, description='becomes the loss weight "task"')
