@@ -98,7 +98,7 @@ def compared_layers(spec: DistillSpec, config: Any, who: Literal["student", "tea
 
 
 class Teacher:
-    """The model of a folder or hub name, loaded at the first call, in a precision of its own. Calls are collective."""
+    """The teacher's model, loaded at the first call in the precision of `teacher_dtype`. Every rank must call."""
 
     def __init__(self, task: Task, spec: DistillSpec, layers: ComparedLayers, device: torch.device) -> None:
         self.task, self.spec, self.layers, self.device = task, spec, layers, device

@@ -1,6 +1,6 @@
 """A model that exits early, on batches: samples that are sure leave, and the rest go on as a smaller batch.
 
-DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers asks the exit head, cuts the
+DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers runs the exit head, cuts the
 arguments of the next layer to the samples that go on, and ends the forward once all have left. The model inside is the
 library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie beside the weights.
 """

@@ -46,8 +46,8 @@ class Costs:
         least = (self.fixed + sum(float(cost.sum()) for cost in cheapest)) / self.total
         if target < least:
             raise UserError(
-                f"{name} is {target}, and what must be kept is {least:.3f} of the encoder (what no decision removes, "
-                "and min_heads): raise it, lower min_heads, or prune more of the model"
+                f"{name} is {target}, and what must be kept is {least:.3f} of the encoder (min_heads, and what no "
+                "decision removes): raise it, lower min_heads, or prune more of the model"
             )
 
 

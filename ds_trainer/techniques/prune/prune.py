@@ -98,8 +98,9 @@ class Prune(Technique):
         self._check_target("target_latency", self.costs)
 
     def on_step(self, step: int) -> None:
+        # an evaluation between two steps has begun this step already: the masks are then no longer those of the last
         density = self.readings().get("prune/density") if step in (1, 2) and step > self.step else None
-        if density is not None:  # an evaluation may have begun this step before: then it is warned of once
+        if density is not None:
             self._warn_once("start", advice.of_start(self.spec, self.step, density))
         self.step, self.threshold, self.at_final = step, self.schedule(step), []
         if self._is_due():
@@ -123,7 +124,7 @@ class Prune(Technique):
             self._set_step_masks(of_training)
 
     def state(self) -> dict[str, Any]:
-        """Return what was chosen over all layers, which today's scores would choose otherwise, and measured seconds."""
+        """Return the choice over all layers, which the scores have moved on from since, and the measured seconds."""
         masks = [layer.mask for layer in self.layers.values()] if self.together else []
         gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, DecisionMask)]
         seconds = None
