@@ -166,7 +166,7 @@ def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
     if saved.layers[-1] >= last:
         raise UserError(f"{folder / EXITS_FILE}: a head after layer {saved.layers[-1]}, and the model has {last}")
     heads = new_heads(model, saved.layers, saved.pooling)
-    with as_user_error(f"{folder / HEADS_FILE} does not hold the heads of this model"):
+    with as_user_error(f"{folder / HEADS_FILE} does not hold the heads of this model, or was cut short"):
         heads.load_state_dict(load_file(folder / HEADS_FILE))
     return heads, saved
 
