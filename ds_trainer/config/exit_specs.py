@@ -13,14 +13,13 @@ from ds_trainer.config.fields import Positive, Rate, Share, Strict
 from ds_trainer.ranks.failures import UserError
 
 EXITS_FILE = "exits.json"
-MOST_PATIENCE = 1000
 DEFAULT_PATIENCE = 2
 MOST_CONFIDENCE = 1 + 1e-6
 """A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
 ExitTerm = Literal["heads", "distill"]
-Patience = Annotated[int, Field(strict=True, ge=1, le=MOST_PATIENCE)]
+Patience = Annotated[int, Field(strict=True, ge=1, le=1000)]
 
 
 def _check_ascending(layers: list[int]) -> list[int]:
@@ -67,47 +66,33 @@ class ExitsSpec(Strict):
     head_weights: list[Rate] | None = Field(
         None,
         min_length=1,
-        description="weights in exits.heads. It is a sum over the heads (by default each weighs 1), or in joint "
-        "training a weighted mean that includes the model's own head (by default a head weighs its layer's number)",
+        description="weights in the sum exits.heads, by default 1 each; in joint training a weighted mean, with the "
+        "model's own head as the last, and by default the layers' numbers as weights",
     )
     terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those in the loss table")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
-    criterion: Criterion | None = Field(
-        None, description="by default that of the threshold below that is set, else entropy; patience for a regression"
-    )
-    early_exit_entropy: Threshold | None = Field(None, description="nats; a sample below it leaves; by default 0.1")
-    early_exit_confidence: ConfidenceThreshold | None = Field(
-        None, description="a sample leaves if its likeliest class has a higher probability; by default 0.9"
-    )
+    criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
+    early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
+    early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
     patience: Patience | None = Field(None, description="heads in a row that must agree with the one before; 2")
-    regression_threshold: Threshold | None = Field(
-        None, description="patience: two scores agree if they differ by less than this; by default 0.1"
-    )
-    target_speedup: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="calibrate the thresholds for this ratio of all layers to the mean of layers used"
-    )
+    regression_threshold: Threshold | None = Field(None, description="scores that differ by less agree; by default 0.1")
+    target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
     max_drop: Rate | None = Field(None, description="calibrate for at most so many points below the full model")
     per_head: bool = Field(False, description="calibrate one threshold per head instead of one for all")
 
     @model_validator(mode="after")
     def _consistent(self) -> ExitsSpec:
-        if len(set(self.terms)) != len(self.terms):
-            raise UserError(f"terms names one twice: {', '.join(self.terms)}")
         if self.target_speedup is not None and self.max_drop is not None:
             raise UserError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
         if self.per_head and not self.calibrated:
             raise UserError("per_head refines a calibration: set target_speedup or max_drop, or write a list")
-        names, aim = self._thresholds_set(), "max_drop" if self.target_speedup is None else "target_speedup"
-        # the patience of a regression is not calibrated, only its tolerance
-        picked = [name for name in names if self.calibrated and name != "patience"]
-        mistakes = [f"{name} is set, and {aim} picks it: drop one of them" for name in picked] or [
-            f'{name} goes with criterion "{_CRITERIA[name]}", and the criterion is "{self.chosen_criterion}": drop one'
-            for name in names
-            if _CRITERIA[name] != self.chosen_criterion
-        ]
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
+        for name in self._thresholds_set():
+            if self.calibrated and name != "patience":  # of a regression only the tolerance is calibrated
+                raise UserError(f"{name} is set, and {aim} picks it: drop one of them")
+            if _CRITERIA[name] != criterion:
+                raise UserError(f'{name} goes with criterion "{_CRITERIA[name]}", not with "{criterion}": drop one')
         return self
 
     @property
@@ -149,43 +134,39 @@ class SavedExits(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> SavedExits:
         # only the model itself shows whether it is a regression; here its tolerances stand for that
-        regression = self.policy.criterion == "patience" and bool(self.policy.thresholds)
-        mistake = policy_mistake(self.policy, len(self.layers), regression)
-        if mistake:
-            raise UserError(mistake)
+        check_policy(
+            self.policy, len(self.layers), self.policy.criterion == "patience" and bool(self.policy.thresholds)
+        )
         return self
 
 
-def policy_mistake(policy: ExitPolicy, heads: int, regression: bool) -> str | None:
-    """Explain why a policy does not fit a model with so many heads beside its own; None if it fits."""
-    if regression and policy.criterion != "patience":
-        return _no_probabilities(policy.criterion)
-    needed = 0 if policy.criterion == "patience" and not regression else heads
-    if len(policy.thresholds) != needed:
-        return f"{len(policy.thresholds)} thresholds for {heads} heads by {policy.criterion}: give {needed}"
-    if policy.criterion == "patience" and policy.patience is None:
-        return "criterion is patience and patience is not set"
-    return None
+def check_policy(policy: ExitPolicy, heads: int, regression: bool) -> None:
+    """Raise UserError where a policy does not fit a model with so many heads beside its own."""
+    by_patience, given = policy.criterion == "patience", len(policy.thresholds)
+    if regression and not by_patience:
+        raise UserError(f"exits: {_no_probabilities(policy.criterion)}")
+    needed = 0 if by_patience and not regression else heads
+    if given != needed:
+        raise UserError(f"exits: {given} thresholds for {heads} heads by {policy.criterion}: give {needed}")
+    if by_patience and policy.patience is None:
+        raise UserError("exits: criterion is patience and patience is not set")
 
 
 def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
-    """Return the policy of a specification; ValueError where it does not fit the task or the number of heads."""
+    """Return the policy of a specification; UserError where it does not fit the task or the number of heads."""
     criterion = spec.chosen_criterion or ("patience" if regression else "entropy")
-    if regression and criterion != "patience":
-        raise UserError(f"exits: {_no_probabilities(criterion)}")
     if spec.regression_threshold is not None and not regression:
         raise UserError("exits: regression_threshold is set, and classes either agree or do not: drop it")
-    patience = (spec.patience or DEFAULT_PATIENCE) if criterion == "patience" else None
-    if criterion == "patience" and not regression:
-        return ExitPolicy(criterion=criterion, patience=patience)
-    field = "regression_threshold" if regression else f"early_exit_{criterion}"
-    value = getattr(spec, field)
+    if criterion == "patience":
+        patience, value = spec.patience or DEFAULT_PATIENCE, spec.regression_threshold if regression else []
+    else:
+        patience, value = None, getattr(spec, f"early_exit_{criterion}")
     if value is None:
         value = 0.9 if criterion == "confidence" else 0.1
     thresholds = value if isinstance(value, list) else [value] * heads
-    if len(thresholds) != heads:
-        raise UserError(f"exits: {field} has {len(thresholds)} values, and there are {heads} heads: give one or all")
-    return ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
+    check_policy(policy, heads, regression)
+    return policy
 
 
 def aim_mistakes(
@@ -211,8 +192,8 @@ def aim_mistakes(
     if spec.target_speedup > depth / earliest:
         fastest = math.floor(100 * depth / earliest) / 100
         mistakes.append(
-            f"target_speedup {spec.target_speedup:g}: no threshold reaches it: the fastest is {fastest:g}, for "
-            f"nobody leaves before layer {earliest} of {depth}; set it to that or less, or add earlier heads"
+            f"target_speedup {spec.target_speedup:g}: the fastest is {fastest:g}, for nobody leaves before layer "
+            f"{earliest} of {depth}; set it to that or less, or add earlier heads"
         )
     return mistakes
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.config.fields import Count, Positive, Rate, Strict, Units
 from ds_trainer.config.schedules import Shape
@@ -43,8 +43,7 @@ def _known(value: Any) -> Any:
     """Raise one message for an unknown granularity: pydantic would raise one for each member of the union."""
     known = get_args(Granularity)
     values = list(value.values()) if isinstance(value, dict) else [value]
-    allowed = known if isinstance(value, dict) else (*known, "hybrid")
-    unknown = [one for one in values if one not in allowed]
+    unknown = [one for one in values if one not in known and (one != "hybrid" or isinstance(value, dict))]
     if unknown or not values:
         raise UserError(
             f"{listed(unknown) or 'no granularity'}: known are {', '.join(known)}; or hybrid; or an object from "
@@ -55,6 +54,10 @@ def _known(value: Any) -> Any:
 
 def _spelled(method: Any) -> Any:
     return "sigmoied_threshold" if method == "sigmoid_threshold" else method
+
+
+def _null(value: Any) -> Any:
+    return None if value == "null" else value
 
 
 Method = Annotated[Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"], BeforeValidator(_spelled)]
@@ -74,59 +77,46 @@ class PruneSpec(Strict):
         '"neuron"}; in an object the first key that matches a linear layer decides, and without one it is not pruned',
     )
     block_shape: Annotated[list[Positive], Field(min_length=2, max_length=2)] = Field(
-        default_factory=lambda: [32, 32],
-        description="rows (outputs) and columns (inputs) of the granularity block; blocks at an edge may be smaller",
+        [32, 32], description="outputs and inputs of the granularity block; blocks at an edge may be smaller"
     )
     modules: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="name patterns of linear layers, by default all of the encoder; with head and neuron they must "
-        "name all linear layers of a block or none",
+        None, min_length=1, description="name patterns of linear layers; of a head's or neuron's block all or none"
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
     mask_scale: float = Field(
-        0.0,
-        description="the constant, or the half-width of the uniform range; by default 0 for topK and "
-        "sigmoied_threshold, 1 for threshold, 2.197 for l0",
+        0.0, description="the constant, or half of the uniform range; by default 1 for threshold, 2.197 for l0"
     )
-    initial_threshold: float = Field(
-        1.0, description="the default, also of null, is 0 for threshold and sigmoied_threshold, else 1"
-    )
+    initial_threshold: float = Field(1.0, description="by default 0 for threshold and sigmoied_threshold")
     final_threshold: float = Field(
         0.15,
-        description="the share to keep for topK and magnitude; a threshold of scores for other methods, by default 0.1 "
-        "(1 for l0, whose gates need none); null means the default, or the target",
+        description="the share to keep; for threshold and sigmoied_threshold what scores must exceed, by default 0.1; "
+        "null in either threshold means the default, or the target",
     )
     target_flops: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of the encoder's FLOPs to keep, instead of final_threshold, chosen over all layers; scores "
-        "of heads and of neurons are standardised among their kind, so that they can be compared",
+        description="share of the encoder's FLOPs to keep, instead of final_threshold, chosen over all layers with "
+        "scores standardised among heads and among neurons",
     )
     target_latency: float | None = Field(None, gt=0, le=1, description="share of the encoder's measured seconds")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
     uniform: bool = Field(False, description="keep the same number in every layer, for each kind of matrix or block")
-    min_heads: Count = Field(
-        0, description="heads to keep in every attention block at least; groups where heads share a key and value"
-    )
+    min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
     multiple_of: Literal[1, 8, 16, 64] = Field(1, description="round the number of neurons, rows or columns to keep")
     initial_warmup: Units = 1
     final_warmup: Units = 2
     schedule: Shape = "cubic"
-    regularization: Literal["l1", "l0"] | None = None
+    regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = None
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
     global_topk: bool = Field(
-        False,
-        description="one threshold over all layers; scores of several granularities are standardised among their kind",
+        False, description="one threshold over all layers; scores of different granularities are standardised first"
     )
     global_topk_frequency_compute: Positive = Field(
         1, description="optimizer steps between choices over all layers, by global_topk or a target"
     )
     mask_scores_learning_rate: Rate = Field(1e-2, description="by default 0.1 for l0")
-    evaluate_at_final_threshold: bool = Field(
-        False, description="evaluations while pruning also score the model at final_threshold, by a second forward"
-    )
+    evaluate_at_final_threshold: bool = Field(False, description="evaluations also score the model at final_threshold")
     train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")
 
     @property
@@ -141,10 +131,10 @@ class PruneSpec(Strict):
         """The share of the encoder's cost to keep, where the recipe sets one."""
         return self.target_latency if self.target_flops is None else self.target_flops
 
-    @field_validator("regularization", mode="before")
-    @classmethod
-    def _null(cls, value: Any) -> Any:
-        return None if value == "null" else value
+    @property
+    def _over_all_layers(self) -> list[str]:
+        """The fields that are set and choose among the decisions of all layers together."""
+        return [name for name in ("global_topk", "target_flops", "target_latency") if getattr(self, name)]
 
     @model_validator(mode="before")
     @classmethod
@@ -169,26 +159,25 @@ class PruneSpec(Strict):
         return self
 
     def _method_mistakes(self) -> Iterator[str]:
-        for name in ("initial_threshold", "final_threshold"):
-            share = getattr(self, name)
-            if self.pruning_method in BY_SHARE and not 0 < share <= 1:
-                yield f"{name} is {share}: {self.pruning_method} takes the share to keep, in (0, 1]"
-        if self.global_topk and self.pruning_method not in BY_SHARE:
-            yield f"global_topk goes with topK or magnitude, not with {self.pruning_method}"
-        if self.regularization and self.pruning_method == "magnitude":
-            yield "regularization needs learned scores, and magnitude has none: set it to null"
+        if self.pruning_method in BY_SHARE:
+            for name in ("initial_threshold", "final_threshold"):
+                if not 0 < getattr(self, name) <= 1:
+                    yield f"{name} is {getattr(self, name)}: {self.pruning_method} takes the share to keep, in (0, 1]"
+        else:
+            for name in (*self._over_all_layers, *(["granularity 2:4"] if "2:4" in self.choices.values() else [])):
+                yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
+        if self.pruning_method == "magnitude" and (self.regularization or not self.train_weights):
+            field = "regularization" if self.regularization else "train_weights false"
+            yield f"{field} needs learned scores, and magnitude has none: drop it, or set pruning_method to topK"
         if self.final_lambda is not None and not self.regularization:
             yield 'final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"'
         if self.regularization and self.final_threshold == 0:
             yield "final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it"
         if self.regularization and self.initial_threshold * self.final_threshold < 0:
             yield (
-                f"initial_threshold is {self.initial_threshold} and final_threshold {self.final_threshold}, and the "
-                "penalty, which is scaled by threshold / final_threshold, would begin as a reward: raise the negative "
-                "one to 0 or above, and mask_scale with it"
+                f"initial_threshold is {self.initial_threshold} and final_threshold {self.final_threshold}: the "
+                "penalty, scaled by threshold / final_threshold, would begin as a reward: raise both to 0 or above"
             )
-        if not self.train_weights and self.pruning_method == "magnitude":
-            yield "train_weights is false and magnitude has no scores: nothing would be trained"
 
     def _granularity_mistakes(self) -> Iterator[str]:
         for key, granularity in self.choices.items():
@@ -199,33 +188,23 @@ class PruneSpec(Strict):
         if self.global_topk and "2:4" in chosen:
             yield "global_topk chooses among all weights, and 2:4 keeps two of every four: drop one of them"
         if self.global_topk and "weight" in chosen and len(chosen) > 1:
-            others = ", ".join(sorted(chosen - {"weight"}))
-            yield f"global_topk compares like with like, and weight is mixed with {others}"
-        if "2:4" not in chosen:
-            return
-        if self.pruning_method not in BY_SHARE:
-            yield f"granularity 2:4 goes with topK or magnitude, not with {self.pruning_method}"
-        if self.final_threshold != 0.5:
+            yield f"global_topk compares like with like, and weight is mixed with {listed(sorted(chosen - {'weight'}))}"
+        if "2:4" in chosen and self.final_threshold != 0.5:
             yield f"final_threshold is {self.final_threshold}, and 2:4 keeps half: leave it out or write 0.5"
 
     def _count_mistakes(self) -> Iterator[str]:
-        chosen = set(self.choices.values())
-        targets = [name for name in ("target_flops", "target_latency") if getattr(self, name) is not None]
-        if len(targets) == 2:
+        chosen, rivals = set(self.choices.values()), self._over_all_layers
+        if self.target_flops is not None and self.target_latency is not None:
             yield "target_flops and target_latency are both set: keep one"
-        for name in targets[:1]:
-            if self.pruning_method not in BY_SHARE:
-                yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
-            if chosen - WHOLE_BLOCKS.keys():
-                yield f"{name} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
-            if len(targets) == 1 and not math.isclose(self.final_threshold, self.target or 0):
-                yield (
-                    f"{name} replaces final_threshold, which is {self.final_threshold}: leave that out or, in a recipe "
-                    "that a run has written, set it to null"
-                )
-        if self.uniform and (self.global_topk or targets):
-            rival = "global_topk" if self.global_topk else targets[0]
-            yield f"uniform keeps the same number in every layer, and {rival} chooses among all layers: keep one"
+        elif self.target is not None and not math.isclose(self.final_threshold, self.target):
+            yield (
+                f"{rivals[-1]} replaces final_threshold, which is {self.final_threshold}: leave that out or, in a "
+                "recipe that a run has written, set it to null"
+            )
+        if self.target is not None and chosen - WHOLE_BLOCKS.keys():
+            yield f"{rivals[-1]} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
+        if self.uniform and rivals:
+            yield f"uniform keeps the same number in every layer, and {rivals[0]} chooses among all layers: keep one"
         if self.uniform and self.pruning_method not in BY_SHARE and "weight" in chosen:
             yield f"uniform with {self.pruning_method} goes with larger grains than weight: set granularity, or topK"
         if self.min_heads and "head" not in chosen:

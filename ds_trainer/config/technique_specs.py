@@ -28,10 +28,7 @@ class DistillSpec(Strict):
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field(
-        [[-1, -1]],
-        min_length=1,
-        description="[student, teacher] layers that cos, hidden and attention compare: 1 is the first layer, -1 the "
-        "last, 0 the embeddings",
+        [[-1, -1]], min_length=1, description="[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
     )
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
@@ -39,9 +36,7 @@ class DistillSpec(Strict):
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
     alpha_ce: Rate | None = Field(
-        None,
-        description="beside alpha_distil the weight of the task's own loss; beside alpha_mlm, alpha_clm or alpha_squad "
-        "that of the distilled logits",
+        None, description='becomes the loss weight "task" beside alpha_distil, else "distill.logits"'
     )
     alpha_distil: Rate | None = Field(None, description='becomes the loss weight "distill.logits"')
     alpha_mlm: Rate | None = Field(None, description='becomes the loss weight "task"')
@@ -52,8 +47,6 @@ class DistillSpec(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillSpec:
-        if len(set(self.terms)) != len(self.terms):
-            raise UserError(f"terms names one twice: {', '.join(self.terms)}")
         if "attention" in self.terms and any(0 in pair for pair in self.layer_pairs):
             raise UserError("layer_pairs has layer 0, the embeddings, which attend to nothing: drop it or the term")
         if self.cache_teacher and "attention" in self.terms:
@@ -115,9 +108,7 @@ def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
     # the commands of the scripts have alpha_clm 0 beside alpha_mlm
     partners = [name for name in given if distill[name] != 0] or given[:1]
     if len(partners) > 1:
-        raise UserError(
-            f"{' and '.join(partners)} are both set: each decides what alpha_ce weighs; keep the one of your script"
-        )
+        raise UserError(f"{' and '.join(partners)} are both set, and each decides what alpha_ce weighs: keep one")
     if distill.get("alpha_ce") is not None and not partners:
         raise UserError(
             "alpha_ce is set alone: add alpha_distil (then alpha_ce weighs the task's loss), or alpha_mlm, alpha_clm "

@@ -20,5 +20,5 @@ and the views of exits use the states of the model's latest forward, while the v
 
 def build_techniques(specs: Techniques, clock: Clock, task: Task) -> list[Technique]:
     """Build one object for each technique that the phase has, in the order of the table."""
-    chosen = {name: spec for name in TECHNIQUES if (spec := getattr(specs, name, None)) is not None}
-    return [TECHNIQUES[name](spec, clock, task) for name, spec in chosen.items()]
+    chosen = [name for name in TECHNIQUES if getattr(specs, name, None) is not None]
+    return [TECHNIQUES[name](getattr(specs, name), clock, task) for name in chosen]

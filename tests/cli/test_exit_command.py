@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: lis
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--early_exit_entropy", "0.1,0.2"], "early_exit_entropy has 2 values, and there are 3 heads"),
+        (["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
         (["--early_exit_entropy", "-1"], "--early_exit_entropy is -1.0: write a number of 0 or more"),
         (["--early_exit_confidence", "0.9,"], "argument --early_exit_confidence: invalid"),
         (["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from 0 to 1"),

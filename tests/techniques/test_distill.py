@@ -227,11 +227,11 @@ def test_inputs_that_vary_cannot_be_cached(spec, student, teacher, tmp_path):
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(spec, student, tokenizer, tmp_path):
-    """The error says how many tokens differ and shows some with both their numbers."""
+    """The error shows some of the tokens that differ."""
     other = train_tokenizer([*SENTENCES, "zebras zigzag"], 60, True)
     wrong = save(bert(other), other, tmp_path / "wrong")
     with pytest.raises(
-        ValueError, match=r"differ, such as '.+' \(\w+ and \w+\).*take a teacher with the student's tokenizer"
+        ValueError, match=r"other tokens than the student.*, such as '.+: take a teacher with the student's tokenizer"
     ):
         distillation(spec, student, wrong, tmp_path)
 
@@ -368,9 +368,7 @@ def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, s
     wrong = [2, 2]
     wrong[side] = 1
     who = ("student", "teacher")[side]
-    with pytest.raises(
-        ValueError, match=f"layer 1 of the {who}, which has no attention heads left: layers without are 1;"
-    ):
+    with pytest.raises(ValueError, match=f"layer 1 of the {who}, and its layers 1 have no attention heads left"):
         distillation(spec, *folders, tmp_path, terms=["attention"], layer_pairs=[wrong])
     distillation(spec, *folders, tmp_path, terms=["cos"], layer_pairs=[wrong])
 

@@ -167,8 +167,8 @@ def test_heads_are_trained_whatever_pruning_freezes(folders, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"head_weights": [1.0]}, ["head_weights are [1.0]", "each of 2 heads", "layers 1, 2,"]),
-        ({"head_weights": [1.0, 1.0], "training": "joint"}, ["then one for the model's own"]),
+        ({"head_weights": [1.0]}, ["head_weights are [1.0]", "give 2 numbers", "after layers [1, 2]"]),
+        ({"head_weights": [1.0, 1.0], "training": "joint"}, ["give 3 numbers", "one for the model's own"]),
         ({"head_weights": [0.0, 0.0, 1.0], "training": "joint"}, ["not all of them 0"]),
         ({"layers": [1, 4]}, ["names layer 4", "the model has 3", "1 to 3"]),
         ({"target_speedup": 3.5}, ["target_speedup 3.5", "the fastest is 3", "layer 1 of 3"]),
@@ -176,8 +176,8 @@ def test_heads_are_trained_whatever_pruning_freezes(folders, tmp_path):
         ({"target_speedup": 1.6, "criterion": "patience"}, ["the fastest is 1.5", "layer 2 of 3"]),
         ({"max_drop": 1, "criterion": "patience", "per_head": True}, ["per_head: patience is the same for all"]),
         ({"layers": [3]}, ["the last layer, 3, has the model's own head"]),
-        ({"early_exit_entropy": [0.1, 0.2, 0.3]}, ["early_exit_entropy has 3 values", "there are 2 heads"]),
-        ({"criterion": "confidence", "early_exit_confidence": [0.9]}, ["early_exit_confidence has 1", "2 heads"]),
+        ({"early_exit_entropy": [0.1, 0.2, 0.3]}, ["3 thresholds for 2 heads by entropy"]),
+        ({"criterion": "confidence", "early_exit_confidence": [0.9]}, ["1 thresholds for 2 heads"]),
     ],
 )
 def test_what_does_not_go_with_the_model_is_told_at_once(folders, fields, words, tmp_path):
@@ -205,7 +205,7 @@ def test_a_model_of_one_layer_has_nowhere_to_leave(folders, tmp_path):
 def test_heads_are_after_the_layers_asked_for(folders, layers, heads, tmp_path):
     """All but the last by default; the last, where it is named, has the model's own; their order is the model's."""
     _, model, technique, _ = attached(folders["classes"], tmp_path, layers=layers)
-    assert technique.layers == list(technique.heads) == heads
+    assert technique.layers == list(map(int, technique.heads)) == heads
     assert list(model.exit_heads) == [str(layer) for layer in heads]
 
 

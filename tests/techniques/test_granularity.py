@@ -225,17 +225,21 @@ def test_modules_name_whole_blocks():
 @pytest.mark.parametrize(
     ("family", "spec", "told"),
     [
-        ("deberta-v2", {"granularity": "hybrid"}, "head cannot be cut out of Deberta.*block, row, column or weight"),
+        (
+            "deberta-v2",
+            {"granularity": "hybrid"},
+            '"attention" of Deberta.* cannot be pruned by head.*block, row, column or weight',
+        ),
         ("bert", {"granularity": {"*.quary": "row"}}, r'"\*\.quary" decides nothing'),
         (
             "bert",
             {"granularity": {"*": "row", "attention": "head"}},
-            '"attention" decides nothing: .* matched by an earlier key',
+            '"attention" decides nothing: .* no earlier key',
         ),
         (
             "bert",
             {"granularity": NEURONS_ALONE, "modules": ["*.intermediate.dense", "*[0-9].output.dense"]},
-            '"attention" decides nothing: .* not named by modules',
+            '"attention" decides nothing: .* modules names',
         ),
         ("bert", {"min_heads": 5}, "min_heads is 5, and bert.encoder.layer.0.attention has 4"),
         ("bert", {"granularity": "head", "target_flops": 0.1}, "target_flops is 0.1, and what must be kept is"),
@@ -266,8 +270,8 @@ def test_an_unknown_family_is_told_what_it_can_use():
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(), Layer()])
     for granularity, told in (
-        ("head", "needs a model whose blocks are known.*row, column, block or weight"),
-        ({"attention": "row"}, 'not known which layers of Module are "attention": write name patterns'),
+        ("head", "cannot be pruned by head, since its blocks are of an unknown form .*block, row"),
+        ({"attention": "row"}, '"attention" of Module cannot be pruned by row.* name patterns'),
         ("2:4", "layers.0.mix has 6 inputs, which are no multiple of 4"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -13,9 +13,9 @@ weighs any of these terms, each the mean over examples, tokens or pairs of token
 | `distill.attention` | attention maps: squared difference | TinyBERT |
 
 The factor T**2 keeps the gradient's size, which the temperature divides by T**2. A regression has no classes: its
-logits term is the squared error. SQuAD has two sets of logits (start
-and end), a language model one for every position with a loss: a term is the mean over the sets. The formulas are in
-`tasks/losses.py`. How the student is made smaller is not decided here.
+logits term is the squared error. SQuAD has two sets of logits (start and end), a language model one for every position
+with a loss: a term is the mean over the sets. The formulas are in `tasks/losses.py`. How the student is made smaller is
+not decided here.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _FROZEN = {
 
 class Distill(Technique):
     name: ClassVar[str] = "distill"
+    Spec = DistillSpec
 
     def __init__(self, spec: DistillSpec, clock: Clock, task: Task) -> None:
         self.spec, self.task = spec, task
@@ -60,9 +61,7 @@ class Distill(Technique):
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
         self._agreed, self._compared = torch.zeros(()), 0.0
         if spec.cache_teacher and task.inputs_vary:
-            raise UserError(
-                "cache_teacher: the inputs of this task differ from epoch to epoch (random masking): drop it"
-            )
+            raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Check that the two models can be compared; have the student return the layers that are.

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.config.recipe import DistillSpec
+from ds_trainer.files.messages import listed
 from ds_trainer.models.layers import FIELD
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch, Task
@@ -47,18 +48,20 @@ class ComparedLayers:
     def request(self, model: Any) -> Callable[[], None]:
         """Have the model return these layers; return a function that undoes that."""
         config = model.config
-        before = config.output_hidden_states, config.output_attentions, config._attn_implementation
+        states, maps, implementation = (
+            config.output_hidden_states,
+            config.output_attentions,
+            config._attn_implementation,
+        )
         if self.attention:
             model.set_attn_implementation("eager")  # no other implementation ever has the maps
             config.output_attentions = True
-        if self.hidden:
-            config.output_hidden_states = True
+        config.output_hidden_states = states or bool(self.hidden)
 
         def undo() -> None:
+            config.output_hidden_states, config.output_attentions = states, maps
             if self.attention:
-                config.output_attentions = before[1]
-                model.set_attn_implementation(before[2])
-            config.output_hidden_states = before[0]
+                model.set_attn_implementation(implementation)
 
         return undo
 
@@ -83,20 +86,19 @@ def compared_layers(spec: DistillSpec, config: Any, who: Literal["student", "tea
     for layer in layers:
         if layer > depth:
             raise UserError(
-                f"distill: layer_pairs names layer {layer} of the {who}, which has {depth}: write 1 to {depth}, 0 for "
-                f"the embeddings or -1 for the last"
+                f"distill: layer_pairs names layer {layer} of the {who}, which has {depth}: write -1 to {depth}"
             )
         if "attention" in spec.terms and layer % (depth + 1) in headless:
             raise UserError(
-                f"distill: layer_pairs names layer {layer} of the {who}, which has no attention heads left: layers "
-                f"without are {', '.join(map(str, headless))}; name another, or take attention out of terms"
+                f"distill: layer_pairs names layer {layer} of the {who}, and its layers {listed(headless)} have no "
+                "attention heads left: name another, or take attention out of terms"
             )
     compares_states = bool({"cos", "hidden"} & set(spec.terms))
     return ComparedLayers(layers if compares_states else (), layers if "attention" in spec.terms else (), headless)
 
 
 class Teacher:
-    """The model of a folder or hub name, loaded at the first call, in a precision of its own. Calls are collective."""
+    """The teacher's model, loaded at the first call in the precision of `teacher_dtype`. Every rank must call."""
 
     def __init__(self, task: Task, spec: DistillSpec, layers: ComparedLayers, device: torch.device) -> None:
         self.task, self.spec, self.layers, self.device = task, spec, layers, device
@@ -127,22 +129,17 @@ class Teacher:
         model: Any = self.task.build_model(self.spec.teacher)
         self.layers.request(model)
         self._model = model.to(_DTYPES[self.spec.teacher_dtype]).eval().requires_grad_(False)
-        if self.spec.teacher_zero_stage == 3:
-            self._engine = _partitioned(self._model, self.spec.teacher_dtype)
-        else:
+        if self.spec.teacher_zero_stage == 0:
             self._model.to(self.device)
+            return
+        import deepspeed
 
-
-def _partitioned(model: nn.Module, dtype: str) -> Any:
-    """Start an engine for inference only: each rank holds its part of the weights, gathered layer by layer."""
-    import deepspeed
-
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    engine.eval()
-    return engine
+        # an engine for inference only: each rank holds its part of the weights, gathered layer by layer
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        if self.spec.teacher_dtype != "fp32":
+            config[self.spec.teacher_dtype] = {"enabled": True}
+        self._engine, *_ = deepspeed.initialize(model=self._model, config=config)
+        self._engine.eval()
 
 
 def check_vocabulary(task: Task, teacher_tokenizer: Any, teacher: str) -> None:
@@ -150,8 +147,7 @@ def check_vocabulary(task: Task, teacher_tokenizer: Any, teacher: str) -> None:
     ours, theirs = task.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differ:
-        some = ", ".join(f"{token!r} ({ours.get(token)} and {theirs.get(token)})" for token in differ[:5])
         raise UserError(
-            f"the teacher {teacher} has other tokens than the student: {len(differ):,} differ, such as {some}: take a "
-            f"teacher with the student's tokenizer"
+            f"the teacher {teacher} has other tokens than the student, or numbers them otherwise, such as "
+            f"{listed(differ, 5)}: take a teacher with the student's tokenizer"
         )

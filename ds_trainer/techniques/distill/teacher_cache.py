@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,25 +41,22 @@ class CachedTeacher:
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples
-        self._logits_of, self._device = teacher.task.logits_of, teacher.device
+        self._task, self._device = teacher.task, teacher.device
         self._layers = teacher.layers.hidden
         self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         tokens = _token_indices(self._examples, batch)
-        logits = tuple(self._tensor(self._logits(array, tokens, batch)) for array in self._logit_arrays)
-        hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"][tokens.clip(0)]) for layer in self._layers}
+        places = _logit_indices(self._task, tokens, batch)
+        logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
+        hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in self._layers}
         return Outputs(logits, hidden)
 
-    def _logits(self, array: Array, tokens: Array, batch: Batch) -> Array:
-        if self._logits_of == "example":
-            return array[batch.ids.numpy()]
-        if self._logits_of == "position":
-            return array[tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()]]
-        return np.where(tokens >= 0, array[tokens.clip(0)], PAD_LOGIT)
-
-    def _tensor(self, values: Array) -> Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(self._device, non_blocking=True)
+    def _tensor(self, array: Array, places: Array, padding: float) -> Tensor:
+        """Read the values at these indices of the first dimension; `padding` where an index is -1."""
+        values = array[places.clip(0)].astype(np.float32)
+        values[places < 0] = padding
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def cached_teacher(teacher: Teacher) -> CachedTeacher:
@@ -72,11 +70,10 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
         _fill(teacher, examples, folder)
     opened = open_arrays(folder)
-    on_all_ranks = all(distributed.broadcast(distributed.gather(opened is not None)))
-    if opened is None or not on_all_ranks:
+    everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
+    if opened is None or not everywhere:
         raise UserError(
-            f"the teacher's outputs are in {folder}, and not every rank sees them: set cache_dir to a folder "
-            f"that all hosts share"
+            f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
         )
     return CachedTeacher(opened[0], examples, teacher)
 
@@ -91,7 +88,10 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
                 if name not in arrays:
                     per_example = name.startswith("logits") and teacher.task.logits_of == "example"
                     size = len(examples) if per_example else int(examples.offsets[-1])
-                    arrays[name] = _allocated(aside / f"{name}.npy", (size, *values.shape[1:]))
+                    shape, path = (size, *values.shape[1:]), aside / f"{name}.npy"
+                    arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
+                    with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
+                        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
                 arrays[name][indices] = values
         for array in arrays.values():
             array.flush()
@@ -101,12 +101,10 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
         try:
             save_aside(folder, write)
         finally:
-            for _ in outputs:  # after an error the other ranks still wait for this one, batch by batch
-                pass
+            deque(outputs, maxlen=0)  # after an error the other ranks still wait for this one, batch by batch
 
     if not distributed.is_main():
-        for _ in outputs:
-            pass
+        deque(outputs, maxlen=0)  # the work of this rank: rank 0 gathers it
     distributed.on_main(save)
     size, seconds = sum(array.nbytes for array in arrays.values()) / 1e6, time.monotonic() - started
     distributed.info(f"cache_teacher: {size:,.1f} MB of the teacher's outputs are kept in {folder} ({seconds:.0f} s)")
@@ -125,16 +123,12 @@ def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _V
 def _without_padding(answers: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[str, _Values]:
     """Return the answers to a batch in half precision, by the name of their array, and where in it they go."""
     tokens = _token_indices(examples, batch)
-    real = tokens >= 0
-    values: dict[str, _Values] = {}
-    for number, logits in enumerate(map(_half, answers.logits)):
-        if task.logits_of == "example":
-            values[f"logits.{number}"] = (batch.ids.numpy(), logits)
-        elif task.logits_of == "position":
-            values[f"logits.{number}"] = (tokens.ravel()[batch.inputs["head_positions"].numpy()], logits)
-        else:
-            values[f"logits.{number}"] = (tokens[real], logits[real])
-    return values | {f"hidden.{layer}": (tokens[real], _half(states)[real]) for layer, states in answers.hidden.items()}
+    places = _logit_indices(task, tokens, batch)
+    indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(answers.logits)}
+    indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in answers.hidden.items()}
+    # values beyond the range of fp16 become its largest
+    halves = {name: values.float().clamp(-65504, 65504).half().cpu().numpy() for name, (_, values) in indexed.items()}
+    return {name: (where[where >= 0], halves[name][where >= 0]) for name, (where, _) in indexed.items()}
 
 
 def _token_indices(examples: Examples, batch: Batch) -> Array:
@@ -147,12 +141,11 @@ def _token_indices(examples: Examples, batch: Batch) -> Array:
     return np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
 
 
-def _allocated(path: Path, shape: tuple[int, ...]) -> Any:
-    """Return an empty array on disk whose room is reserved: a mapped file on a full disk would kill the process."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
-    with path.open("r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
+def _logit_indices(task: Task, tokens: Array, batch: Batch) -> Array:
+    """Return the index of every row of logits of a batch in the cache, -1 for padding."""
+    if task.logits_of == "example":
+        return batch.ids.numpy()
+    return tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()] if task.logits_of == "position" else tokens
 
 
 def _identity(teacher: Teacher) -> str:
@@ -160,12 +153,7 @@ def _identity(teacher: Teacher) -> str:
     source = Path(teacher.spec.teacher)
     if source.is_dir():
         return folder_hash(source)
-    commit = getattr(load_config(teacher.spec.teacher, teacher.task.head), "_commit_hash", None)
+    commit: str | None = getattr(load_config(teacher.spec.teacher, teacher.task.head), "_commit_hash", None)
     if commit is None:
         raise UserError(f"cache_teacher: the hub does not report the version of {source}: give a folder")
-    return str(commit)
-
-
-def _half(values: Tensor) -> Array:
-    """Round to fp16; values beyond its range become its largest."""
-    return values.float().clamp(-65504, 65504).cpu().numpy().astype(np.float16)
+    return commit

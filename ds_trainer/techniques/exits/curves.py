@@ -82,8 +82,9 @@ def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Operat
         patiences = map(float, range(len(heads.layers) - 1, 0, -1))
         return [heads.point_of(heads.policy(criterion, patience), patience) for patience in patiences]
     unsure = _uncertainty(criterion, heads.logits)
-    if criterion == "patience":
-        unsure = _worst_of_last(unsure, heads.patience)
+    if criterion == "patience":  # the largest of each head's last differences; infinity where it has fewer
+        before = unsure.new_full((heads.patience - 1, unsure.shape[1]), math.inf)
+        unsure = torch.cat([before, unsure]).unfold(0, heads.patience, 1).amax(-1)
     least = unsure.cummin(0).values
     thresholds, layers_used = _thresholds_and_layers(least, heads.layers)
     kept = _evenly(layers_used, most)
@@ -111,8 +112,8 @@ def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> Ope
     if not fast:
         fastest = math.floor(100 * max(depth / point.mean_layers for point in valid)) / 100
         raise UserError(
-            f"exits: no threshold reaches target_speedup {spec.target_speedup:g}: the fastest is {fastest}; set it "
-            f"to that or less, or add heads after earlier layers"
+            f"exits: no threshold reaches target_speedup {spec.target_speedup:g}: set it to {fastest} or less, or add "
+            "heads after earlier layers"
         )
     return max(fast, key=lambda point: (point.main_score, -point.mean_layers))
 
@@ -129,22 +130,14 @@ def choose_per_head(
     policy = heads.policy(criterion, best.threshold)
     full = max(points, key=lambda point: point.mean_layers)  # a drop is measured from its score
     candidates = _candidates(criterion, heads.logits)
-    for _ in range(_PASSES):
-        before = best
-        for head, values in enumerate(candidates):
-            moved = {value: _with_threshold(policy, head, value) for value in values}
-            tried = [heads.point_of(each, value) for value, each in moved.items()]
-            better = choose([best, *tried, full], depth, spec)
-            if better is not best and better is not full:
-                best, policy = better, moved[better.threshold]
-        if best is before:
-            break
+    for head, values in list(enumerate(candidates)) * _PASSES:
+        before, after = policy.thresholds[:head], policy.thresholds[head + 1 :]
+        moved = {value: policy.model_copy(update={"thresholds": [*before, value, *after]}) for value in values}
+        tried = [heads.point_of(each, value) for value, each in moved.items()]
+        better = choose([best, *tried, full], depth, spec)
+        if better is not best and better is not full:
+            best, policy = better, moved[better.threshold]
     return policy
-
-
-def _with_threshold(policy: ExitPolicy, head: int, value: float) -> ExitPolicy:
-    thresholds = [*policy.thresholds[:head], value, *policy.thresholds[head + 1 :]]
-    return policy.model_copy(update={"thresholds": thresholds})
 
 
 def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
@@ -161,12 +154,6 @@ def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
         scores = inner.squeeze(-1)
         values = torch.cat([torch.full_like(scores[:1], math.inf), scores.diff(dim=0).abs()])
     return torch.where(values.isnan(), math.inf, values)
-
-
-def _worst_of_last(differences: Tensor, patience: int) -> Tensor:
-    """Return the largest of each head's last `patience` differences; infinity where it has fewer."""
-    before = differences.new_full((patience - 1, differences.shape[1]), math.inf)
-    return torch.cat([before, differences]).unfold(0, patience, 1).amax(-1)
 
 
 def _thresholds_and_layers(least: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -190,9 +177,8 @@ def _between(values: Tensor) -> Tensor:
     negative = bool(values[0] < 0)  # these are confidences: above 0 and at most 1
     start = values[:1].clamp(max=-1.0 if negative else 0.0)
     middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in the precision in which they are compared
-    middle = torch.where(
-        middle > values[:-1], middle, values[1:]
-    )  # two neighbouring floats: a value is not below itself
+    # nothing lies between two neighbouring floats; a value is not below itself
+    middle = torch.where(middle > values[:-1], middle, values[1:])
     above = values[-1:].nextafter(values.new_tensor(math.inf))
     end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)
     return torch.cat([start, middle, end])

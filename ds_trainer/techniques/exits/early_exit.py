@@ -1,6 +1,6 @@
 """A model that exits early, on batches: samples that are sure leave, and the rest go on as a smaller batch.
 
-DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers asks the exit head, cuts the
+DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers runs the exit head, cuts the
 arguments of the next layer to the samples that go on, and ends the forward once all have left. The model inside is the
 library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie beside the weights.
 """
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_trainer.config.exit_specs import ExitPolicy, policy_mistake
+from ds_trainer.config.exit_specs import ExitPolicy, check_policy
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import load_trained
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.exits.heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, model_head
 from ds_trainer.techniques.exits.policy import RunningPolicy
 
@@ -132,9 +131,7 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     """
     heads, saved = load_heads(model, folder)
     early = EarlyExitModel(model, heads, policy or saved.policy)
-    mistake = policy_mistake(early.policy, len(heads), early.regression)
-    if mistake:
-        raise UserError(f"the exits of {folder}: {mistake}")
+    check_policy(early.policy, len(heads), early.regression)
     return early
 
 

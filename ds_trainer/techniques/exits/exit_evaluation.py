@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from ds_trainer.techniques.exits.curves import AllHeads, choose, choose_per_head
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 from ds_trainer.techniques.exits.heads import has_exits, read_exits, write_exits
 
-_CRITERIA: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
 _ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time at batch size 1, and at that of the evaluation
 _SECONDS = 60.0  # time limit for each split and batch size
 _FINE = 400  # points of the curve that a threshold is chosen from
@@ -39,27 +38,22 @@ def evaluate_exits(model: EarlyExitModel, task: Task, batch_size: int) -> dict[s
     `model` is on the rank's device, in evaluation mode. In the result "early_exit" comes from running the model under
     its policy, "heads" and "curves" from one pass to its end. "calibration" is that of the folder, if its policy is.
     """
-
-    def calibration() -> dict[str, Any] | None:
-        folder = Path(model.model.name_or_path)
-        saved = read_exits(folder) if has_exits(folder) else None
-        return saved.calibration if saved and saved.policy == model.policy else None
-
+    folder = Path(model.model.name_or_path)
+    saved = distributed.on_main(lambda: read_exits(folder) if has_exits(folder) else None)
     return {
         "layers": model.layers,
         "num_layers": model.layers[-1],
         "policy": model.policy.model_dump(mode="json"),
         "splits": {split: _evaluate_split(model, task, split, batch_size) for split in task.splits},
-        "calibration": distributed.on_main(calibration),
+        "calibration": saved.calibration if saved and saved.policy == model.policy else None,
     }
 
 
 def without_curves(results: dict[str, Any]) -> dict[str, Any]:
     """Return the results of `evaluate_exits` without the curves, which are their bulk."""
-    splits = {
-        split: {name: value for name, value in values.items() if name != "curves"}
-        for split, values in results["splits"].items()
-    }
+    splits = {split: dict(values) for split, values in results["splits"].items()}
+    for values in splits.values():
+        del values["curves"]
     return results | {"splits": splits}
 
 
@@ -70,32 +64,29 @@ def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
     """
     flat: dict[str, float] = {}
     for split, values in results["splits"].items():
-        early = values["early_exit"]
+        early, prefix = values["early_exit"], split_prefix(task, split)
         *_, measured = early["measured"].values()
+        *inner, _ = values["heads"].items()  # the last head is the model's own, whose scores are the model's
+        for layer, scores in inner:
+            flat |= {f"{prefix}exit_{layer}/{name}": value for name, value in scores.items()}
         named = early["scores"] | {name: early[name] for name in ("mean_layers", "expected_saving")}
         named |= {name: measured[name] for name in ("speedup", "seconds", "full_seconds")}
         named |= {f"leave_at_{layer}": count for layer, count in early["exit_counts"].items()}
-        *inner, _ = values["heads"].items()  # the last head is the model's own, whose scores are the model's
-        scores = {f"exit_{layer}/{name}": value for layer, of_head in inner for name, value in of_head.items()}
-        scores |= {f"early_exit/{name}": value for name, value in named.items()}
-        flat |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
+        flat |= {f"{prefix}early_exit/{name}": value for name, value in named.items()}
     return flat
 
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
     """Choose thresholds on held-out examples, rewrite the `exits.json` of a folder, return the record. Collective."""
-
-    def check_held_out() -> None:
-        if read_exits(folder).held_out_key != task.held_out_key():
-            raise UserError(
-                f"the examples held out now are not those that were held out in training {folder}: give the same data "
-                f"file and columns, and the same task.held_out"
-            )
-
-    distributed.on_main(check_held_out)
+    saved = read_exits(folder)
+    if saved.held_out_key != distributed.on_main(task.held_out_key):
+        raise UserError(
+            f"the examples held out now are not those that were held out in training {folder}: give the same data file "
+            "and columns, and the same task.held_out"
+        )
     early = with_exits(task.build_model(folder), folder).to(distributed.device()).eval()
     policy, calibration = calibrate(early, task, batch_size, spec)
-    saved = read_exits(folder).model_copy(update={"policy": policy, "calibration": calibration})
+    saved = saved.model_copy(update={"policy": policy, "calibration": calibration})
     distributed.on_main(partial(write_exits, folder, saved))
     return calibration
 
@@ -160,19 +151,18 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
     examples = task.examples(split)
     chosen = spread(len(examples), limit)
     batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-    models: tuple[nn.Module, nn.Module] = (model, model.model)
-    seconds, measured, end = [0.0, 0.0], 0, time.perf_counter() + _SECONDS
+    models: dict[str, nn.Module] = {"seconds": model, "full_seconds": model.model}
+    taken, measured, end = dict.fromkeys(models, 0.0), 0, time.perf_counter() + _SECONDS
     # the first batch is run twice; its first run warms up and does not count
     for turn, indices in enumerate([batches[0], *batches]):
         if measured and time.perf_counter() > end:
             break
         batch = task.collate(examples, indices).to(model.device)
-        for which in ((0, 1), (1, 0))[turn % 2]:
-            taken = timing.seconds(partial(models[which], **batch.inputs), model.device)
-            seconds[which] += taken if turn else 0.0
+        for name in sorted(models, reverse=turn % 2 == 0):
+            seconds = timing.seconds(partial(models[name], **batch.inputs), model.device)
+            taken[name] += seconds if turn else 0.0
         measured += len(indices) if turn else 0
-    early, full = seconds
-    return {"examples": measured, "seconds": early, "full_seconds": full, "speedup": full / early}
+    return {"examples": measured, **taken, "speedup": taken["full_seconds"] / taken["seconds"]}
 
 
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
@@ -187,7 +177,7 @@ def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: i
     def results() -> dict[str, Any]:
         assert rows is not None, "rank 0 has them"
         heads = _all_heads(model, task, split, logits, model.policy.patience)
-        criteria = ("patience",) if model.regression else _CRITERIA
+        criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
         exits = rows[:, 0].int().tolist()
         mean, depth = sum(exits) / len(exits), model.layers[-1]
         limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})

@@ -30,6 +30,7 @@ _HEADS = "exit_heads"
 
 class Exits(Technique):
     name: ClassVar[str] = "exits"
+    Spec = ExitsSpec
     cheap_views = True
 
     def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
@@ -37,9 +38,9 @@ class Exits(Technique):
         units = {"heads": task.loss_unit, "distill": task.logits_unit}
         self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
         self.layers: list[int] = []
-        self.heads: dict[int, nn.Module] = {}
+        self.heads = nn.ModuleDict()
+        """The heads by the number of their layer."""
         self._weights: list[float] = []  # one per head, and in joint training one for the model's own
-        self._module = nn.ModuleDict()
         self._source = self._news = ""
         self._states: LayerStates | None = None
         # sums in fp64 of numbers in fp32 are exact, so that no cut of a run into several changes what is logged
@@ -55,9 +56,8 @@ class Exits(Technique):
             raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
         self._weights = self._head_weights(depth)
         self._source = str(getattr(model, "name_or_path", ""))
-        self._module = self._heads_for(model)
-        model.add_module(_HEADS, self._module)
-        self.heads = {int(layer): head for layer, head in self._module.items()}
+        self.heads = self._heads_for(model)
+        model.add_module(_HEADS, self.heads)
         self._states = LayerStates(model, self.layers)
         return model
 
@@ -71,7 +71,7 @@ class Exits(Technique):
             self.task.check_trained(self._source)
         except ValueError as error:
             raise UserError(
-                f'exits: training is "heads", and {error}: fine-tune the model first, or set training to "joint"'
+                f'exits: training is "heads", and {error}: fine-tune first, or set training to "joint"'
             ) from error
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
@@ -126,7 +126,7 @@ class Exits(Technique):
         return model
 
     def save(self, folder: Path) -> None:
-        (pooling,) = {head.pooling for head in self._module.values()}
+        (pooling,) = {head.pooling for head in self.heads.values()}
         saved = SavedExits(
             layers=self.layers,
             pooling=pooling,
@@ -134,15 +134,14 @@ class Exits(Technique):
             held_out=getattr(self.task.spec, "held_out", 0.0),
             held_out_key=self.task.held_out_key(),
         )
-        save_heads(folder, self._module, saved)
+        save_heads(folder, self.heads, saved)
 
     def _logits(self, forward: Forward) -> dict[int, Tensor]:
         """Run the heads on the states of the model's latest forward, which must have been that of this batch."""
         assert self._states is not None, "attach() comes first"
         states, mask = self._states.take(), forward.batch.mask
-        return {
-            layer: head(states[layer].to(next(head.parameters()).dtype), mask) for layer, head in self.heads.items()
-        }
+        dtype = next(self.heads.parameters()).dtype
+        return {layer: self.heads[str(layer)](states[layer].to(dtype), mask) for layer in self.layers}
 
     def _weighted(self, values: Sequence[Tensor]) -> Tensor:
         """Return the weighted sum of one value per head, or in joint training their weighted mean."""
@@ -151,10 +150,10 @@ class Exits(Technique):
         return total / sum(weights) if self.spec.training == "joint" else total
 
     def _taught(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        teacher = teacher.detach()
+        teacher = teacher.detach().clone()  # the loss may overwrite it
         if self.task.regression:
             return losses.logit_mse(logits, teacher)
-        return losses.distillation_kl(logits, teacher.clone(), self.spec.temperature)  # which overwrites the teacher's
+        return losses.distillation_kl(logits, teacher, self.spec.temperature)
 
     def _layers_below(self, depth: int) -> list[int]:
         """Return the layers that get a head: those requested but the last, which has the model's own."""
@@ -163,9 +162,7 @@ class Exits(Technique):
             raise UserError(f"exits: layers names layer {requested[-1]}, and the model has {depth}: write 1 to {depth}")
         inner = [layer for layer in requested if layer < depth]
         if not inner:
-            raise UserError(
-                f"exits: the last layer, {depth}, has the model's own head, and layers names none before it"
-            )
+            raise UserError(f"exits: the last layer, {depth}, has the model's own head: name layers before it")
         return inner
 
     def _head_weights(self, depth: int) -> list[float]:
@@ -173,27 +170,25 @@ class Exits(Technique):
         if given is None:
             return [*map(float, self.layers), float(depth)] if joint else [1.0] * heads
         if len(given) != heads + joint or not any(given[:heads]):
-            own = ", then one for the model's own" if joint else ""
-            after = ", ".join(map(str, self.layers))
             raise UserError(
-                f"exits: head_weights are {given}: give one for each of {heads} heads, after layers {after}, not all "
-                f"of them 0{own}"
+                f"exits: head_weights are {given}: give {heads + joint} numbers, one per head (after layers "
+                f"{self.layers}) and in joint training one for the model's own, not all of them 0"
             )
         return given
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
         """Return the heads of the model's folder where they suit this phase, else new ones."""
         folder = Path(model.name_or_path)
-        saved = read_exits(folder) if has_exits(folder) else None
-        if saved is None:
+        if not has_exits(folder):
             return new_heads(model, self.layers, self.spec.pooling)
+        saved = read_exits(folder)
         fits = saved.layers == self.layers and self.spec.pooling in (None, saved.pooling)
         try:
             self.task.check_trained(folder)
         except ValueError:  # the model's own head is for other classes, and so are the exit heads
             fits = False
-        if not fits:
-            self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
-            return new_heads(model, self.layers, self.spec.pooling)
-        self._news = f"{folder}: its exit heads are trained further"
-        return load_heads(model, folder)[0]
+        if fits:
+            self._news = f"{folder}: its exit heads are trained further"
+            return load_heads(model, folder)[0]
+        self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
+        return new_heads(model, self.layers, self.spec.pooling)

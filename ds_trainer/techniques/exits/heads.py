@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -71,10 +70,9 @@ def model_head(model: Any) -> ExitHead:
     base = model.base_model
     pooler = getattr(base, "pooler", None) or getattr(model, "pooler", None)
     dropout = getattr(model, "dropout", None) or getattr(model, "drop", None) or nn.Identity()
-    classifier = getattr(model, "classifier", None)
+    classifier, takes_tokens = getattr(model, "classifier", None), False
     if classifier is None:
         raise UserError(f"exits: {type(model).__name__} has no classifier of a form that this library knows")
-    takes_tokens = False
     if hasattr(model, "pre_classifier"):  # DistilBERT
         steps = [model.pre_classifier, nn.ReLU(), dropout, classifier]
     elif hasattr(model, "head"):  # ModernBERT
@@ -154,10 +152,11 @@ def write_exits(folder: Path, saved: SavedExits) -> None:
 
 
 def read_exits(folder: Path) -> SavedExits:
-    """Read the `exits.json` of a folder; ValueError where there is none, or it is not valid."""
-    if not has_exits(folder):
+    """Read the `exits.json` of a folder; UserError where there is none, or it is not valid."""
+    path = folder / EXITS_FILE
+    if not path.is_file():
         raise UserError(f"the model folder {folder} has no {EXITS_FILE}: it has no exit heads")
-    return parse_exits(read_json(folder / EXITS_FILE, "the exits of a model,"), str(folder / EXITS_FILE))
+    return parse_exits(read_json(path, "the exits of a model,"), str(path))
 
 
 def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
@@ -167,11 +166,8 @@ def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
     if saved.layers[-1] >= last:
         raise UserError(f"{folder / EXITS_FILE}: a head after layer {saved.layers[-1]}, and the model has {last}")
     heads = new_heads(model, saved.layers, saved.pooling)
-    try:
+    with as_user_error(f"{folder / HEADS_FILE} does not hold the heads of this model, or was cut short"):
         heads.load_state_dict(load_file(folder / HEADS_FILE))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder / HEADS_FILE} does not hold the heads of this model: {cause}") from error
     return heads, saved
 
 

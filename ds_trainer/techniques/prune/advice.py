@@ -1,4 +1,4 @@
-"""What pruning warns of: a start that is not dense, a kind of decision that is gone everywhere, an end far off."""
+"""What pruning warns of at its start, where training is not dense, and at its end, far from what the recipe says."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import torch
 from ds_trainer.config.prune_specs import BY_SHARE, PruneSpec
 from ds_trainer.tasks.losses import hard_concrete
 
-_LEAVE_STEPS = "lower initial_warmup or final_warmup, which leave the threshold no step to move in"
 _START_DENSE = {
-    "topK": _LEAVE_STEPS,
-    "magnitude": _LEAVE_STEPS,
     "threshold": 'set mask_init to "constant", and mask_scale above initial_threshold by many steps of '
     "mask_scores_learning_rate",
     "sigmoied_threshold": "lower initial_threshold, or raise mask_scale",
     "l0": 'set mask_init to "constant" and mask_scale to 2.197',
 }
-"""What to change, by method, where training does not start dense."""
+"""What to change, by method, where training does not start dense; by a share it is the schedule."""
 
 
 def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
@@ -32,38 +29,24 @@ def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
         density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5
     if density >= expected - 0.1:
         return None
-    return (
-        f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: "
-        f"{_START_DENSE[spec.pruning_method]}"
+    advice = _START_DENSE.get(
+        spec.pruning_method, "lower initial_warmup or final_warmup: the threshold has no step to move in"
     )
-
-
-def of_none(spec: PruneSpec, kind: str) -> str:
-    """Warn that no layer has a decision of this kind left: such a model no longer reads its text."""
-    threshold = "" if spec.pruning_method == "l0" else "final_threshold, or "
-    heads = ", or set min_heads" if kind == "head" else ""
-    return (
-        f"prune: no {kind} is left in any layer: lower {threshold}the weight of the penalty (final_lambda), or raise "
-        f"mask_scale{heads}"
-    )
+    return f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: {advice}"
 
 
 def of_end(spec: PruneSpec, density: float) -> str | None:
-    """Warn where the end is far from the share that the recipe asks for or, without one, far from any pruning."""
+    """Warn where the density at the end is far from the share to keep or, with a threshold, is nearly 1 or 0."""
     if spec.target is not None:
         return None
-    ends, is_l0 = f"prune: the run ends at a density of {density:.1%}", spec.pruning_method == "l0"
-    if spec.pruning_method in BY_SHARE:
-        if math.isclose(density, spec.final_threshold, rel_tol=0.2):
-            return None
-        return (
-            f"{ends}, and final_threshold asks for {spec.final_threshold:.1%}: min_heads, multiple_of or the size of a "
-            "decision allow nothing nearer; lower them, or choose a finer granularity"
+    why = None
+    if spec.pruning_method in BY_SHARE and not math.isclose(density, spec.final_threshold, rel_tol=0.2):
+        why = (
+            f"and final_threshold is {spec.final_threshold:.1%}: min_heads, multiple_of or the size of a decision "
+            "allow nothing nearer; lower them, or choose a finer granularity"
         )
-    if density > 0.99:
-        penalty = f'set regularization to "{"l0" if is_l0 else "l1"}", and final_lambda'
-        return f"{ends}, next to no pruning: {'raise final_lambda' if spec.regularization else penalty}"
-    if density < 0.01:
-        scores = f"raise mask_scale or lower {'mask_scores_learning_rate' if is_l0 else 'final_threshold'}"
-        return f"{ends}, next to nothing: {'lower final_lambda' if spec.regularization else scores}"
-    return None
+    elif spec.pruning_method not in BY_SHARE and density > 0.99:
+        why = "next to no pruning: set regularization, and raise final_lambda"
+    elif spec.pruning_method not in BY_SHARE and density < 0.01:
+        why = "next to nothing: lower final_lambda or final_threshold, or raise mask_scale"
+    return why and f"prune: the run ends at a density of {density:.1%}, {why}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
@@ -46,8 +46,8 @@ class Costs:
         least = (self.fixed + sum(float(cost.sum()) for cost in cheapest)) / self.total
         if target < least:
             raise UserError(
-                f"{name} is {target}, and what must be kept is {least:.3f} of the encoder (what no decision removes, "
-                "and min_heads): raise it, lower min_heads, or prune more of the model"
+                f"{name} is {target}, and what must be kept is {least:.3f} of the encoder (min_heads, and what no "
+                "decision removes): raise it, lower min_heads, or prune more of the model"
             )
 
 
@@ -61,34 +61,24 @@ class LayerSeconds:
     """How many decisions the whole layer had."""
 
 
-def weight_costs(sites: Mapping[str, Site]) -> Costs:
-    """Cost each decision at the number of its weights."""
-    return Costs({name: site.sizes().double() for name, site in sites.items()}, 0.0)
-
-
 def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
     """Cost each decision at the floating-point operations of one example; sites must be of whole blocks."""
-    layers, of_one = layers_of(model), {}
-    for name, site in sites.items():
-        assert site.block is not None
-        prefix, block = site.block
-        of_one[name] = decision_flops(block, layers[prefix], model.config, tokens)
-    removable = equal_costs(sites, of_one, 0.0)
-    return Costs(removable.each, encoder_flops(model, tokens) - removable.total)
+    layers, blocks = layers_of(model), {name: site.block for name, site in sites.items() if site.block}
+    of_one = {name: decision_flops(block, layers[at], model.config, tokens) for name, (at, block) in blocks.items()}
+    return _costs_within(encoder_flops(model, tokens), sites, of_one)
 
 
 def seconds_costs(measured: LayerSeconds, counted: Counter[str], sites: Mapping[str, Site]) -> Costs:
     """Cost each decision at its seconds, of an encoder as `count_decisions` counts it; all layers take the same."""
     rest = measured.layer - sum(measured.count[kind] * cost for kind, cost in measured.decision.items())
     total = counted["layers"] * max(0.0, rest) + sum(counted[kind] * cost for kind, cost in measured.decision.items())
-    removable = equal_costs(sites, {name: measured.decision[site.role] for name, site in sites.items()}, 0.0)
-    return Costs(removable.each, max(0.0, total - removable.total))
+    return _costs_within(total, sites, {name: measured.decision[site.role] for name, site in sites.items()})
 
 
-def equal_costs(sites: Mapping[str, Site], of_one: Mapping[str, float], fixed: float) -> Costs:
-    """Cost all decisions of a site the same."""
+def _costs_within(total: float, sites: Mapping[str, Site], of_one: Mapping[str, float]) -> Costs:
+    """Cost all decisions of a site the same, and all that no decision removes at the remainder of the total."""
     each = {name: torch.full(site.shape, of_one[name], dtype=torch.float64) for name, site in sites.items()}
-    return Costs(each, fixed)
+    return Costs(each, max(0.0, total - Costs(each, 0.0).total))
 
 
 def count_decisions(model: Any) -> Counter[str]:
@@ -125,7 +115,7 @@ def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.devic
     return LayerSeconds(median[""], decision, count)
 
 
-def _one_layer(base: type[Any], config: Any, count: Mapping[str, int]) -> nn.Module:
+def _one_layer(base: Any, config: Any, count: Mapping[str, int]) -> Any:
     """Build the model with its first layer only, with `count` decisions of each kind if given, and few embeddings."""
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.use_cache = 1, False
@@ -134,9 +124,7 @@ def _one_layer(base: type[Any], config: Any, count: Mapping[str, int]) -> nn.Mod
     special = [value for name, value in small.to_dict().items() if name.endswith("token_id") and isinstance(value, int)]
     small.vocab_size = 1 + max([0, *special])
     setattr(small, FIELD, {name: [count.get(kind, 0)] for kind, name in SIZES_OF.items()} if count else None)
-    resizing: Any = shrunk_class
-    model: nn.Module = (resizing(base) if count else base)(small)
-    return model
+    return (shrunk_class(base) if count else base)(small)
 
 
 def _layer_call(model: Any, tokens: int) -> Callable[[], object]:

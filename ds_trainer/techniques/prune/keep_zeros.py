@@ -37,7 +37,7 @@ class KeepZeros(Technique):
         return model
 
     def start(self, device: torch.device) -> None:
-        """Raise UserError where the model has no zeros: here, since in `attach` another may stand in for it."""
+        """Raise UserError where the model has no zeros. `attach` cannot: it also runs on stand-ins for later models."""
         if self.density == 1:
             raise UserError(
                 "keep_zeros: the linear layers of the model's encoder have no zeros to keep: start from a pruned "

@@ -28,7 +28,7 @@ from ds_trainer.techniques.prune.masks import DecisionMask, GateMask, HardMask, 
 
 @dataclass
 class StepMask:
-    """A layer's mask during one optimizer step: how to find it, and what its forwards have made of it so far."""
+    """A layer's mask during one optimizer step: the rule that finds it, and the mask once a forward has found it."""
 
     rule: Rule | None = None
     mask: Mask | None = None
@@ -124,33 +124,27 @@ class MaskedLinear(nn.Linear):
         return step.mask.drawn(step.draws if self.training else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        step = self.step_mask
         if not self.training and not torch.is_grad_enabled():
-            return F.linear(hidden, rows_of(self._evaluation_weight(), self.plain), self.bias)
-        self.step_mask.evaluation_weight = None  # training changes the weight that an evaluation has masked
+            weight = step.evaluation_weight
+            if weight is None:
+                weight = self.find_mask().times(self.weight, self.scores())
+            if not hasattr(self.weight, "ds_id"):  # kept for the evaluation, but not by ZeRO-3, which spares the memory
+                step.evaluation_weight = weight
+            return F.linear(hidden, rows_of(weight, self.plain), self.bias)
+        step.evaluation_weight = None  # training changes the weight that an evaluation has masked
         how = (self.find_mask(), self.penalty_kind, self.plain)
         out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, how)
         self.penalty = penalty if self.penalty_kind else None
         return out
 
-    def _evaluation_weight(self) -> Tensor:
-        """Mask the weight once an evaluation; under ZeRO-3, which is there to spare the memory, at every forward."""
-        step = self.step_mask
-        if step.evaluation_weight is not None:
-            return step.evaluation_weight
-        weight = self.find_mask().times(self.weight, self.scores())
-        if not hasattr(self.weight, "ds_id"):
-            step.evaluation_weight = weight
-        return weight
-
     @torch.no_grad()
     def folded(self) -> AnyLinear:
         """Return a plain layer of the original's class with the masked weight, as the layer computes at evaluation."""
         with torch.device("meta"):
-            linear = (
-                Conv1D(self.out_features, self.in_features)
-                if self.plain is Conv1D
-                else nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
-            )
+            linear: AnyLinear = nn.Linear(self.in_features, self.out_features)
+            if self.plain is Conv1D:
+                linear = Conv1D(self.out_features, self.in_features)
         weight = self.eval().find_mask().times(self.weight, self.scores())
         linear.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
         linear.bias = self.bias

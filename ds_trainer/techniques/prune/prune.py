@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ds_trainer.config.recipe import GroupRule, PruneSpec
 from ds_trainer.config.schedules import Schedule, steps_of
-from ds_trainer.models.layers import in_features, swap, whole_class
+from ds_trainer.models.layers import in_features, rows_of, swap, whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Forward, Predict, Task
@@ -67,14 +67,14 @@ class Prune(Technique):
         if all(site.block for site in self.sites.values()):
             self.flops = costs.flops_costs(model, self.sites, self.spec.cost_tokens)
         if self.spec.target_flops is not None and self.flops is not None:
-            self.flops.check(self.spec.target_flops, "target_flops", self._lowest_counts())
             self.costs = self.flops
+            self._check_target("target_flops", self.costs)
         elif self.spec.target_latency is not None:
             base: Any = getattr(model, "base_model", model)
             self.measure = partial(costs.layer_seconds, whole_class(base), base.config, self.spec.cost_tokens)
             self.counted = costs.count_decisions(model)
         elif self.together and all(site.grain for site in self.sites.values()):
-            self.costs = costs.weight_costs(self.sites)
+            self.costs = costs.Costs({name: site.sizes().double() for name, site in self.sites.items()}, 0.0)
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
             sizes = None if site.grain is None else site.sizes()
@@ -91,15 +91,17 @@ class Prune(Technique):
 
     def start(self, device: torch.device) -> None:
         """Measure seconds on one rank for all, unless the run that this one continues has measured them."""
-        if self.measure is None or self.spec.target_latency is None or self.costs is not None:
+        if self.measure is None or self.costs is not None:
             return
         measured = distributed.on_main(partial(self.measure, device))
         self.costs = costs.seconds_costs(measured, self.counted, self.sites)
-        self.costs.check(self.spec.target_latency, "target_latency", self._lowest_counts())
+        self._check_target("target_latency", self.costs)
 
     def on_step(self, step: int) -> None:
-        if step in (1, 2) and step > self.step:  # an evaluation may have begun this step before
-            self._warn_of_start()
+        # an evaluation between two steps has begun this step already: the masks are then no longer those of the last
+        density = self.readings().get("prune/density") if step in (1, 2) and step > self.step else None
+        if density is not None:
+            self._warn_once("start", advice.of_start(self.spec, self.step, density))
         self.step, self.threshold, self.at_final = step, self.schedule(step), []
         if self._is_due():
             self._find_masks(self.threshold)
@@ -110,7 +112,7 @@ class Prune(Technique):
             return {}
         if self.threshold == self.spec.final_threshold and self._is_due():
             return {"final_threshold": forward.out}
-        of_training = self._step_masks()
+        of_training = [layer.step_mask for layer in self.layers.values()]
         try:
             if self.at_final:
                 self._set_step_masks(self.at_final)
@@ -118,16 +120,21 @@ class Prune(Technique):
                 self._find_masks(self.spec.final_threshold)
             return {"final_threshold": predict(forward.batch)}
         finally:  # also where the run is stopped here: a checkpoint holds the masks of training
-            self.at_final = self._step_masks()
+            self.at_final = [layer.step_mask for layer in self.layers.values()]
             self._set_step_masks(of_training)
 
     def state(self) -> dict[str, Any]:
-        """Return what was chosen over all layers, which today's scores would choose otherwise, and measured seconds."""
+        """Return the choice over all layers, which the scores have moved on from since, and the measured seconds."""
         masks = [layer.mask for layer in self.layers.values()] if self.together else []
+        gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, DecisionMask)]
+        seconds = None
+        if self.costs is not None and self.spec.target_latency is not None:  # a site's decisions take the same seconds
+            each = {name: float(cost.flatten()[0]) for name, cost in self.costs.each.items()}
+            seconds = {"each": each, "fixed": self.costs.fixed}
         return {
             "cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)],
-            "gates": [_written(mask.open) for mask in masks if isinstance(mask, DecisionMask)],
-            "seconds": self._seconds(),
+            "gates": ["".join(map(str, of_layer)) for of_layer in gates],
+            "seconds": seconds,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +145,9 @@ class Prune(Technique):
             layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
         seconds = state.get("seconds")
         if seconds:
-            self.costs = costs.equal_costs(self.sites, seconds["each"], seconds["fixed"])
+            shapes = {name: site.shape for name, site in self.sites.items()}
+            each = {name: torch.full(shapes[name], s, dtype=torch.float64) for name, s in seconds["each"].items()}
+            self.costs = costs.Costs(each, seconds["fixed"])
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -166,9 +175,9 @@ class Prune(Technique):
                 decisions = int(gates[name].count_nonzero())
                 readings[f"prune/kept/{site.block_name}"] = decisions
                 kept_of_kind[site.granularity] += decisions
-        for kind, count in kept_of_kind.items():
-            if not count:
-                self._warn_once(kind, advice.of_none(self.spec, kind))
+        for kind in [kind for kind, count in kept_of_kind.items() if not count]:
+            advised = "lower final_threshold or final_lambda, or raise mask_scale"
+            self._warn_once(kind, f"prune: no {kind} is left in any layer: {advised}")
         if self.flops and len(gates) == len(self.layers):
             readings["prune/flops"] = self.flops.share(gates)
         return readings
@@ -181,11 +190,6 @@ class Prune(Technique):
         if self.step == self.last_step:
             self._warn_once("end", advice.of_end(self.spec, self.readings()["prune/density"]))
         return model
-
-    def _warn_of_start(self) -> None:
-        density = self.readings().get("prune/density")
-        if density is not None:
-            self._warn_once("start", advice.of_start(self.spec, self.step, density))
 
     def _warn_once(self, about: str, message: str | None) -> None:
         if message and about not in self.warned:
@@ -213,25 +217,15 @@ class Prune(Technique):
             assert self.costs is not None, "start(), or resume() from a run that has measured, comes first"
             choose_decisions(self.layers, self.sites, self.spec, self.costs, threshold)
 
-    def _step_masks(self) -> list[StepMask]:
-        return [layer.step_mask for layer in self.layers.values()]
-
     def _set_step_masks(self, step_masks: Sequence[StepMask]) -> None:
         for layer, step_mask in zip(self.layers.values(), step_masks, strict=True):
             layer.step_mask = step_mask
 
-    def _lowest_counts(self) -> dict[str, int]:
-        """Return how many decisions of each site are kept whatever they cost."""
-        return {
-            name: allowed_counts(self.spec, site).lowest(math.prod(site.shape)) for name, site in self.sites.items()
-        }
-
-    def _seconds(self) -> dict[str, Any] | None:
-        """Return as JSON values what one decision of each site takes, and all else."""
-        if self.spec.target_latency is None or self.costs is None:
-            return None
-        each = {name: float(cost.flatten()[0]) for name, cost in self.costs.each.items()}
-        return {"each": each, "fixed": self.costs.fixed}
+    def _check_target(self, field: str, of_decisions: costs.Costs) -> None:
+        """Raise UserError where even the fewest decisions that each site must keep cost more than the target."""
+        assert self.spec.target is not None
+        lowest = {name: allowed_counts(self.spec, site).lowest(site.count) for name, site in self.sites.items()}
+        of_decisions.check(self.spec.target, field, lowest)
 
     def _initial_scores(self, site: Site, index: int) -> Tensor | None:
         """Return the scores of a site at the start, the same on every rank; None where magnitude needs none."""
@@ -245,9 +239,7 @@ class Prune(Technique):
             bound = in_features(site.linear) ** -0.5  # the range that kaiming gives the matrix's weights
             scores.uniform_(-bound, bound, generator=generator)
         elif self.spec.mask_init == "kaiming":
-            out_first = (
-                scores if isinstance(site.linear, nn.Linear) else scores.t()
-            )  # the initialisation wants (out, in)
+            out_first = rows_of(scores, type(site.linear))
             nn.init.kaiming_uniform_(out_first, a=math.sqrt(5), generator=generator)
         return scores
 
@@ -260,12 +252,7 @@ def threshold_schedule(spec: PruneSpec, clock: Clock) -> Schedule:
     )
     if start + tail > clock.total:
         raise UserError(
-            f"prune: initial_warmup {spec.initial_warmup} and final_warmup {spec.final_warmup} hold the threshold for "
-            f"{start} + {tail} steps, more than the phase's {clock.total}: write fractions, or lower warmup_steps"
+            f"prune: initial_warmup and final_warmup hold the threshold for {start} + {tail} steps, more than the "
+            f"phase's {clock.total}: write fractions, or lower warmup_steps"
         )
     return Schedule(spec.initial_threshold, spec.final_threshold, start, clock.total - tail, spec.schedule)
-
-
-def _written(gates: Tensor) -> str:
-    """Write gates as a string of 0 and 1, as the state of a checkpoint has them."""
-    return "".join(map(str, gates.flatten().int().tolist()))

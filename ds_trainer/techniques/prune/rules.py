@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, Rule, SoftMask
 from ds_trainer.techniques.prune.selection import AllowedCounts, cut_at, ranks, select_largest
 from ds_trainer.techniques.prune.sites import Site
+
+Masked: TypeAlias = Mapping[str, MaskedLinear]
+Sites: TypeAlias = Mapping[str, Site]
+"""Both by the names of the linear layers that are masked."""
 
 _LEAST_SHARE = 0.005
 """The share of a matrix's weights or decisions that a threshold keeps at least. Heads and neurons may all fall."""
@@ -49,7 +54,7 @@ def largest_decisions(scores: Tensor, count: int | Tensor, allowed: AllowedCount
 
 
 def decisions_above(scores: Tensor, threshold: float, at_least: float, allowed: AllowedCounts) -> Mask:
-    """Keep as many decisions as `count_above`, rounded to what is allowed."""
+    """Keep the scores above a threshold, and at least a share of them, rounded to the nearest count that is allowed."""
     return largest_decisions(scores, count_above(scores, threshold, at_least), allowed)
 
 
@@ -77,13 +82,7 @@ def largest_of_four(scores: Tensor, count: int, inputs_at: int) -> Mask:
     return GateMask(torch.stack(gates, inputs_at + 1).view(scores.shape))
 
 
-def set_rules(
-    layers: Mapping[str, MaskedLinear],
-    sites: Mapping[str, Site],
-    spec: PruneSpec,
-    threshold: float,
-    moment: tuple[int, int],
-) -> None:
+def set_rules(layers: Masked, sites: Sites, spec: PruneSpec, threshold: float, moment: tuple[int, int]) -> None:
     """Have each layer find its mask by its own scores in its next forward. `moment` is the run's seed and the step."""
     cutoff = _logit(threshold) if spec.pruning_method == "sigmoied_threshold" else threshold
     if spec.uniform and spec.pruning_method not in BY_SHARE:
@@ -94,7 +93,7 @@ def set_rules(
         layer.set_rule(_rule(spec, sites[name], cutoff, hash((*moment, index)) & (2**62 - 1)))
 
 
-def choose_weights(layers: Mapping[str, MaskedLinear], share: float) -> None:
+def choose_weights(layers: Masked, share: float) -> None:
     """Mask all layers by one cut through the scores of all weights."""
     sizes = [layer.weight_size for layer in layers.values()]
 
@@ -108,9 +107,7 @@ def choose_weights(layers: Mapping[str, MaskedLinear], share: float) -> None:
         layer.hold(HardMask(cut))
 
 
-def choose_decisions(
-    layers: Mapping[str, MaskedLinear], sites: Mapping[str, Site], spec: PruneSpec, costs: Costs, share: float
-) -> None:
+def choose_decisions(layers: Masked, sites: Sites, spec: PruneSpec, costs: Costs, share: float) -> None:
     """Keep the decisions of the largest scores, whatever they are about, until they cost this share of the total."""
     scores = _comparable({name: _scores_now(layer) for name, layer in layers.items()}, sites)
     gates = selection.largest_within(
@@ -135,52 +132,45 @@ def _rule(spec: PruneSpec, site: Site, threshold: float, seed: int) -> Rule:
     if site.granularity == "2:4":
         inputs_at = 0 if isinstance(site.linear, Conv1D) else 1
         return partial(largest_of_four, count=math.ceil(4 * threshold), inputs_at=inputs_at)
-    by_share, total = spec.pruning_method in BY_SHARE, math.prod(site.shape)
+    by_share, allowed = spec.pruning_method in BY_SHARE, allowed_counts(spec, site)
+    count = round(threshold * site.count) if by_share else 0
     if site.grain is None:
-        if by_share:
-            return partial(largest_weights, count=round(threshold * total))
-        return partial(weights_above, threshold=threshold)
-    allowed = allowed_counts(spec, site)
+        return partial(largest_weights, count=count) if by_share else partial(weights_above, threshold=threshold)
     if by_share:
         # of any share at least one decision, since half of a layer's only head is not nothing
-        count = max(1, round(threshold * total)) if threshold else 0
-        return partial(largest_decisions, count=count, allowed=allowed)
+        return partial(largest_decisions, count=max(1, count) if threshold else 0, allowed=allowed)
     return partial(decisions_above, threshold=threshold, at_least=_least_share(site), allowed=allowed)
 
 
-def _set_same_counts(
-    layers: Mapping[str, MaskedLinear], sites: Mapping[str, Site], spec: PruneSpec, threshold: float
-) -> None:
+def _set_same_counts(layers: Masked, sites: Sites, spec: PruneSpec, threshold: float) -> None:
     """Keep in all layers, for each role, the mean of the counts that a threshold would keep, rounded."""
-    counts: dict[str, list[Tensor]] = {}
+    counts = {
+        name: count_above(_scores_now(layer), threshold, _least_share(sites[name])) for name, layer in layers.items()
+    }
     for name, layer in layers.items():
-        count = count_above(_scores_now(layer), threshold, _least_share(sites[name]))
-        counts.setdefault(sites[name].role, []).append(count)
-    means = {role: torch.stack(each).double().mean().round().long() for role, each in counts.items()}
-    for name, layer in layers.items():
-        mean, allowed = means[sites[name].role], allowed_counts(spec, sites[name])
-        layer.set_rule(partial(largest_decisions, count=mean, allowed=allowed))
+        of_role = [count for other, count in counts.items() if sites[other].role == sites[name].role]
+        mean = torch.stack(of_role).double().mean().round().long()
+        layer.set_rule(partial(largest_decisions, count=mean, allowed=allowed_counts(spec, sites[name])))
 
 
 def _least_share(site: Site) -> float:
     return 0 if site.granularity in WHOLE_BLOCKS else _LEAST_SHARE
 
 
-def _comparable(scores: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[str, Tensor]:
+def _comparable(scores: Mapping[str, Tensor], sites: Sites) -> dict[str, Tensor]:
     """Return scores of one granularity as they are; of several, each standardised over all layers.
 
     A score sums the movement of its decision's weights, and a head has a hundred times as many as a neuron: without
     this, one kind would be kept whole before any decision of the other is.
     """
-    kinds: dict[str, list[str]] = {}
-    for name in scores:
-        kinds.setdefault(sites[name].granularity, []).append(name)
+    kinds = {sites[name].granularity for name in scores}
     if len(kinds) == 1:
         return dict(scores)
-    pairs = [
-        zip(names, selection.standardised([scores[name] for name in names]), strict=True) for names in kinds.values()
-    ]
-    return {name: values for kind in pairs for name, values in kind}
+    comparable: dict[str, Tensor] = {}
+    for kind in kinds:
+        names = [name for name in scores if sites[name].granularity == kind]
+        comparable |= zip(names, selection.standardised([scores[name] for name in names]), strict=True)
+    return comparable
 
 
 def _scores_now(layer: MaskedLinear) -> Tensor:

@@ -8,6 +8,7 @@ columns are masked in training, and `clear` writes the other zeros at the end.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.config.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
+from ds_trainer.files.messages import listed
 from ds_trainer.models.layers import (
     AnyLinear,
     Block,
@@ -53,6 +55,11 @@ class Site:
     """The part of the name that the same matrix of every layer shares, or the kind of block."""
     block: tuple[str, Block] | None = None
     inner: Mapping[str, AnyLinear] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many decisions it has."""
+        return math.prod(self.shape)
 
     @property
     def block_name(self) -> str:
@@ -101,18 +108,23 @@ def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
     linears = encoder_linears(model, spec.modules)
     kinds = _kinds_of_linears(model)
     chosen = {name: key for name in linears if (key := _key_of(name, kinds, spec.choices)) is not None}
-    for key, granularity in spec.choices.items():
-        # `_block_sites` raises its own error for heads and neurons of a family that is unknown
-        if key not in chosen.values() and (key in kinds.values() or granularity not in WHOLE_BLOCKS):
-            raise UserError(f"granularity: {_why_idle(key, model, kinds)}")
     sites = {site.name: site for site in _block_sites(model, spec, chosen)}
     for name, key in chosen.items():
         if spec.choices[key] not in WHOLE_BLOCKS:
             sites[name] = _matrix_site(name, linears[name], spec.choices[key], spec)
-    if not sites:
-        raise UserError(
-            f"granularity: {', '.join(spec.choices)} match nothing of {type(model).__name__} that can be pruned"
-        )
+    granularities = {site.granularity for site in sites.values()}
+    for key, granularity in spec.choices.items():
+        if granularity not in granularities and (key in chosen.values() or key in set(KINDS) - set(kinds.values())):
+            raise UserError(
+                f'granularity: "{key}" of {type(model).__name__} cannot be pruned by {granularity}, since its blocks '
+                "are of an unknown form (then write name patterns of linear layers), or its heads share projections "
+                "(then choose block, row, column or weight)"
+            )
+        if key not in chosen.values():
+            raise UserError(
+                f'granularity: "{key}" decides nothing: no linear layer of {type(model).__name__} matches it that '
+                "modules names and no earlier key matches. Put it first, write another name pattern, or drop it"
+            )
     in_order = {name: sites[name] for name in encoder_linears(model) if name in sites}
     _check_bounds(in_order, spec, len(layers_of(model)))
     return in_order
@@ -138,45 +150,26 @@ def _key_of(name: str, kinds: Mapping[str, str], choices: Mapping[str, str]) -> 
     return next((key for key in choices if (kinds.get(name) == key if key in KINDS else fnmatchcase(name, key))), None)
 
 
-def _why_idle(key: str, model: nn.Module, kinds: Mapping[str, str]) -> str:
-    if key in KINDS and key not in kinds.values():
-        return f'it is not known which layers of {type(model).__name__} are "{key}": write name patterns instead'
-    return (
-        f'"{key}" decides nothing: each linear layer that it matches is matched by an earlier key, or not named by '
-        "modules, if it matches any. Put it first, name its layers in modules, or correct or drop it"
-    )
-
-
 def _block_sites(model: nn.Module, spec: PruneSpec, chosen: Mapping[str, str]) -> Iterator[Site]:
     """Yield the sites of blocks that are pruned by heads or neurons, and that have any."""
-    for granularity, kind in WHOLE_BLOCKS.items():
-        if granularity not in spec.choices.values():
+    by_kind = {kind: name for name, kind in WHOLE_BLOCKS.items() if name in spec.choices.values()}
+    blocks = [(prefix, layer, block) for prefix, layer in layers_of(model).items() for block in blocks_of(layer)]
+    for prefix, layer, block in blocks:
+        names = [f"{prefix}.{name}" for name in (*block.inner, block.outer)]
+        others = [name for name in names if chosen.get(name) != block.kind]
+        count = decisions_of(block, layer, model.config)
+        if block.kind not in by_kind or not count or len(others) == len(names):
             continue
-        blocks = [(prefix, layer, block) for prefix, layer in layers_of(model).items() for block in blocks_of(layer)]
-        if not any(block.kind == kind for _, _, block in blocks):
-            why = (
-                f"needs a model whose blocks are known, and {type(model).__name__} is none: choose row, column, block "
-                "or weight"
-                if not blocks
-                else f"cannot be cut out of {type(model).__name__}, whose heads share projections: prune its attention "
-                'by block, row, column or weight, e.g. {"attention": "block", "feed_forward": "neuron"}'
+        granularity = by_kind[block.kind]
+        if others:
+            raise UserError(
+                f"granularity: {granularity} is of all matrices of {prefix}'s {block.kind}, and modules or another key "
+                f"of granularity takes {', '.join(others)} out: name all of them, or none"
             )
-            raise UserError(f"granularity: {granularity} {why}")
-        for prefix, layer, block in blocks:
-            names = [f"{prefix}.{name}" for name in (*block.inner, block.outer)]
-            others = [name for name in names if chosen.get(name) != kind]
-            count = decisions_of(block, layer, model.config)
-            if block.kind != kind or not count or len(others) == len(names):
-                continue
-            if others:
-                raise UserError(
-                    f"granularity: {granularity} is of all matrices of {prefix}'s {kind}, and modules or another key "
-                    f"of granularity takes {', '.join(others)} out: name all of them, or none"
-                )
-            *inner, outer = (model.get_submodule(name) for name in names)
-            grain = _grain(outer, None, in_features(outer) // count)
-            by_name = dict(zip(names[:-1], inner, strict=True))
-            yield Site(names[-1], outer, granularity, grain, grain.shape, kind, (prefix, block), by_name)
+        inner: dict[str, Any] = {name: model.get_submodule(name) for name in names[:-1]}
+        outer: Any = model.get_submodule(names[-1])
+        grain = _grain(outer, None, in_features(outer) // count)
+        yield Site(names[-1], outer, granularity, grain, grain.shape, block.kind, (prefix, block), inner)
 
 
 def _matrix_site(name: str, linear: AnyLinear, granularity: str, spec: PruneSpec) -> Site:
@@ -187,14 +180,10 @@ def _matrix_site(name: str, linear: AnyLinear, granularity: str, spec: PruneSpec
             "modules, or choose another granularity for it"
         )
     role = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
-    cuts: dict[str, tuple[int | None, int | None]] = {
-        "row": (1, None),
-        "column": (None, 1),
-        "block": (spec.block_shape[0], spec.block_shape[1]),
-    }
-    if granularity not in cuts:
+    if granularity in ("weight", "2:4"):
         return Site(name, linear, granularity, None, tuple(linear.weight.shape), role)
-    grain = _grain(linear, *cuts[granularity])
+    rows, columns = {"row": (1, None), "column": (None, 1)}.get(granularity, spec.block_shape)
+    grain = _grain(linear, rows, columns)
     return Site(name, linear, granularity, grain, grain.shape, role)
 
 
@@ -207,13 +196,10 @@ def _check_bounds(sites: Mapping[str, Site], spec: PruneSpec, layers: int) -> No
     for site in sites.values():
         if site.granularity == "head" and site.shape[0] < spec.min_heads:
             raise UserError(f"min_heads is {spec.min_heads}, and {site.block_name} has {site.shape[0]}: lower it")
-    by_role: dict[str, list[tuple[int, ...]]] = {}
-    for site in sites.values() if spec.uniform else ():
-        by_role.setdefault(site.role, []).append(site.shape)
-    for role, shapes in by_role.items():
+    for role in dict.fromkeys(site.role for site in sites.values()) if spec.uniform else ():
+        shapes = [site.shape for site in sites.values() if site.role == role]
         if len(shapes) < layers or len({*shapes}) > 1:
-            sizes = ", ".join(sorted({"x".join(map(str, shape)) for shape in shapes}))
             raise UserError(
-                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, of {sizes} decisions: prune it in all "
-                "layers, of a model whose layers are of one size, or set uniform to false"
+                f"uniform: {role} is pruned in {len(shapes)} of {layers} layers, with decisions of the shapes "
+                f"{listed(sorted({*shapes}))}: prune it in all layers, all of one size, or set uniform to false"
             )
