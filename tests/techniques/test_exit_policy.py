@@ -207,3 +207,20 @@ def by_the_paper(policy: ExitPolicy, logits: Tensor, regression: bool) -> int:
             if agreed >= policy.patience:
                 return head
     return len(logits) - 1
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=6), st.sampled_from(["entropy", "confidence"]))
+@settings(deadline=None)
+def test_a_single_row_is_decided_as_in_a_batch(row, criterion):
+    """The shorter way of one row: the same answer just below its own measure and just above."""
+    logits = torch.tensor([row])
+    at = float((entropy if criterion == "entropy" else confidence)(logits))
+    for limit in (at - 1e-9, at + 1e-9):
+        decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[max(limit, 0.0)]), regression=False)
+        assert decisions.one_is_sure(0, logits) == bool(decisions.sure(0, logits))
+
+
+def test_a_single_row_is_patient_too():
+    """Asked head by head, its streak is remembered."""
+    decisions = RunningPolicy(patient(2), regression=False)
+    assert [decisions.one_is_sure(head, logits) for head, logits in enumerate(says(1, 1, 1))] == [False, False, True]
