@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head, tokenizer_state
+from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, fingerprint, pack, spread
+from ds_trainer.tasks.data import Array, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
@@ -109,13 +108,10 @@ class LmTask(Task):
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
     def fingerprint(self, split: str) -> str:
-        names = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
-        settings = {name: getattr(self.spec, name) for name in names}
-        source = lm_text.fingerprint(self.spec, split)
-        return fingerprint("lm", split, source, settings, self.limit(split), tokenizer_state(self.tokenizer))
+        fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
+        return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), fields)
 
     def tokenised(self, split: str) -> Examples:
-        started = time.monotonic()
         spec, tally = self.spec, Tally()
         examples = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
         dropped = (
@@ -132,7 +128,7 @@ class LmTask(Task):
         distributed.info(
             f"{spec.name} {split}: {tally.documents:,} documents ({tally.split:,} split at {spec.max_seq_length} "
             f"tokens), {len(examples):,} of {tally.examples:,} examples, {int(examples.offsets[-1]):,} tokens; "
-            f"of those dropped, {dropped} ({time.monotonic() - started:.1f} s)"
+            f"of those dropped, {dropped}"
         )
         # of each example, the tokens that can be chosen for a prediction
         is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[examples.tokens["input_ids"]]
