@@ -201,9 +201,7 @@ def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, BenchmarkModel
 def _load_one(folder: Path, job: BenchmarkJob) -> BenchmarkModel:
     if job.task is None:
         headless = _HEADLESS.trained_in(pretrained.load_config(folder, _HEADLESS))
-        model: Any = (
-            pretrained.load_with_head(folder, _HEADLESS) if headless else pretrained.load_trained(folder)
-        ).eval()
+        model: Any = pretrained.load_with_head(folder, _HEADLESS) if headless else pretrained.load_trained(folder)
         if model.config.pad_token_id is None:  # decoders without one classify one text at a time
             model.config.pad_token_id = 0
         return BenchmarkModel(folder, model.eval())

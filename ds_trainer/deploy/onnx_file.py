@@ -66,7 +66,7 @@ def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
         axes = {name: {0: "batch", 1: "length"} for name in traced}
         axes |= {name: _free_axes(name, value) for name, value in outputs_of_model.items()}
         torch.onnx.export(
-            _ByPosition(model, tuple(traced)),
+            _ByPosition(model, tuple(traced)).eval(),  # or the exporter would set the model to training at its end
             tuple(traced.values()),
             str(path),
             dynamo=False,

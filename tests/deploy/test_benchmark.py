@@ -256,7 +256,7 @@ def test_cases_are_those_that_can_run(plain: Path) -> None:
     ]
     assert notes == [f"not all combinations were measured: {ONLY}"]
     with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
-        benchmark_cases(replace(job, backends=("onnxruntime",)), ["cuda"])
+        benchmark_cases(job.model_copy(update={"backends": ("onnxruntime",)}), ["cuda"])
 
 
 def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
