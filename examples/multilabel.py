@@ -8,8 +8,8 @@ from transformers import AutoModelForSequenceClassification
 
 from ds_trainer import Task
 from ds_trainer.config.task_specs import TaskBase
-from ds_trainer.models.pretrained import CLASSIFIER, tokenizer_state
-from ds_trainer.tasks.data import fingerprint, pack
+from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.tasks.data import pack
 from ds_trainer.tasks.records import FileRecords, file_of, in_data_dir
 from ds_trainer.tasks.task import Batch
 
@@ -26,9 +26,7 @@ class MultilabelTask(Task):
         return FileRecords(in_data_dir(self.spec, file_of(self.spec, split)), ["text", "labels"])
 
     def fingerprint(self, split: str) -> str:
-        return fingerprint(
-            split, self._read(split).fingerprint(), self.spec.model_dump(), tokenizer_state(self.tokenizer)
-        )
+        return self.cache_key("multilabel", split, self._read(split).fingerprint(), ["labels", "max_seq_length"])
 
     def tokenised(self, split: str) -> Any:
         rows = [row for _, row in self._read(split).parsed(dict)][: self.limit(split)]

@@ -13,18 +13,18 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 620,
+    "ranks": 645,
     "files": 560,
     "hosts": 520,
-    "config": 1050,
-    "models": 1300,
-    "tasks": 1900,
-    "techniques": 2100,
+    "config": 1068,
+    "models": 1315,
+    "tasks": 2030,
+    "techniques": 2203,
     "engine": 1550,
-    "report": 1050,
-    "deploy": 1100,
-    "": 760,
-    "cli": 620,
+    "report": 1136,
+    "deploy": 1130,
+    "": 939,
+    "cli": 753,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

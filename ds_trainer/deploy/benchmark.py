@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoModel
 
@@ -27,10 +26,10 @@ from ds_trainer.deploy.benchmark_cases import BenchmarkCase, benchmark_cases
 from ds_trainer.deploy.benchmark_page import show, write, write_numbers
 from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit, in_turns, summary
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
+from ds_trainer.models import pretrained
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of
 from ds_trainer.models.model_folder import INT8
-from ds_trainer.models.pretrained import HeadKind, load_config, load_trained, load_with_head, positions_of
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
 from ds_trainer.ranks.stopping import leaving
@@ -46,7 +45,7 @@ _TRACED = 8
 """The length of the batch that an .onnx file is made with; the file takes any length."""
 _CHECKED = 21
 """The length of the batch that an .onnx file is checked with, where the model has so many positions."""
-_HEADLESS = HeadKind("model without a head", AutoModel, MODEL_MAPPING)
+_HEADLESS = pretrained.HeadKind("model without a head", AutoModel, MODEL_MAPPING)
 
 
 @dataclass
@@ -84,8 +83,7 @@ class BenchmarkModel:
 
 def benchmark(job: BenchmarkJob) -> None:
     """Measure what a job requests: tables on standard output, and the files of its output folder."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    pretrained.quiet_transformers()
     distributed.keep_freed_memory()  # as this library does in training and evaluation
     with leaving():
         for results in measure(job):
@@ -202,11 +200,11 @@ def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, BenchmarkModel
 
 def _load_one(folder: Path, job: BenchmarkJob) -> BenchmarkModel:
     if job.task is None:
-        headless = _HEADLESS.trained_in(load_config(folder, _HEADLESS))
-        model: Any = (load_with_head(folder, _HEADLESS) if headless else load_trained(folder)).eval()
+        headless = _HEADLESS.trained_in(pretrained.load_config(folder, _HEADLESS))
+        model: Any = pretrained.load_with_head(folder, _HEADLESS) if headless else pretrained.load_trained(folder)
         if model.config.pad_token_id is None:  # decoders without one classify one text at a time
             model.config.pad_token_id = 0
-        return BenchmarkModel(folder, model)
+        return BenchmarkModel(folder, model.eval())
     task = build_task(job.task, folder, job.cache_dir)
     task.check_trained(folder)
     model = task.build_model(folder).eval()
@@ -219,7 +217,7 @@ def _check_lengths(job: BenchmarkJob, models: Mapping[str, BenchmarkModel]) -> N
     longest = max((int(length) for length in job.lengths if length != OF_THE_TASK), default=0)
     largest = max(job.batch_sizes)
     for label, model in models.items():
-        positions = positions_of(model.model)
+        positions = pretrained.positions_of(model.model)
         if positions is not None and longest > positions:
             raise UserError(f"--lengths {longest}: {label} has {positions} positions: give {positions} at most")
         if OF_THE_TASK in job.lengths and not model.inputs(OF_THE_TASK, largest):
@@ -246,7 +244,7 @@ def _export(models: Mapping[str, BenchmarkModel], aside: Path, int8: bool) -> It
 
 def _masked_inputs(model: Any) -> dict[str, Tensor]:
     """A batch of another length than an .onnx file is made with, and with half of the second text masked."""
-    length = min(_CHECKED, positions_of(model) or _CHECKED)
+    length = min(_CHECKED, pretrained.positions_of(model) or _CHECKED)
     inputs = random_inputs(model, length, 2)
     if "attention_mask" in inputs:
         inputs["attention_mask"][1, length // 2 :] = 0

@@ -27,19 +27,12 @@ from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import write_json
+from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import count_weights, total_weights
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
-from ds_trainer.models.pretrained import (
-    check_fits,
-    load_tokenizer,
-    load_trained,
-    pad_token_id,
-    positions_of,
-    quiet_transformers,
-)
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -67,7 +60,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
 
     UserError where the folder cannot be written.
     """
-    quiet_transformers()
+    pretrained.quiet_transformers()
     # on the disk of the output folder, so that files can be moved there
     place = next(path for path in (job.output.absolute(), *job.output.absolute().parents) if path.is_dir())
     with as_user_error(f"the output folder {job.output} cannot be written"):
@@ -113,19 +106,17 @@ def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
-    """Write the files of a job into `made`; returns its part of the report. `aside` is for temporary files."""
+    """Write the files of a job into `made`, compare them with their source and score them; returns the report.
+
+    `aside` is a folder for temporary files.
+    """
     if job.import_from:
         return import_folder(job, made, aside)
     if job.unpack:
         unpack_compact(job.model, made)
-        return {"unpacked": count_weights(load_trained(made))["model"]}
-    return _exported(job, made, aside)
-
-
-def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
-    """Write a model as the job asks into `made`, compare it with its source and score it; returns the report."""
-    model, tokenizer = load_trained(job.model).eval(), load_tokenizer(job.model)
-    check_fits(model, tokenizer, max_seq_length=1)
+        return {"unpacked": count_weights(pretrained.load_trained(made))["model"]}
+    model, tokenizer = pretrained.load_trained(job.model).eval(), pretrained.load_tokenizer(job.model)
+    pretrained.check_fits(model, tokenizer, max_seq_length=1)
     folder = job.model
     if job.shrink:  # before the padding token is set, which the saved model may not have
         folder = aside / "shrunk" if job.compact else made
@@ -134,10 +125,7 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
     model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
-    scores = {}
-    if task:
-        task.check_trained(job.model)
-        scores["model"] = _score_of_folder(job, task, job.model)
+    scores = {"model": _score_of_folder(job, task, job.model)} if task else {}
     batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
     report: dict[str, Any] = {}
     if job.checkpoint:
@@ -146,8 +134,11 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.shrink:
         model, report["shrunk"] = _reload_shrunk(model, tokenizer, batches, folder)
     if job.compact:
-        report["compact"] = _compact(folder, model, tokenizer, batches, made, job.compact)
-        report["compact"]["bytes"]["folder"] = bytes_on_disk(job.model)
+        written = write_compact_folder(folder, model, made, job.compact)
+        written["bytes"]["folder"] = bytes_on_disk(job.model)
+        packed = _padding(pretrained.load_trained(made).eval(), tokenizer)
+        compared = onnx_file.compare(model, onnx_file.by_torch(packed), batches)
+        report["compact"] = {"file": COMPACT_FILE, **written, **compared}
         if task:
             scores["compact"] = _score_of_folder(job, task, made)
     if job.onnx:
@@ -161,7 +152,7 @@ def _exported(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
 
 def _padding(model: Any, tokenizer: Any) -> Any:
     """Have the model run on batches, and return it: decoders without a padding token classify one text at a time."""
-    padding = pad_token_id(tokenizer)  # which gives a tokenizer without such a token one
+    padding = pretrained.pad_token_id(tokenizer)  # which gives a tokenizer without such a token one
     if model.config.pad_token_id is None:
         model.config.pad_token_id = padding
     return model
@@ -184,21 +175,13 @@ def _dtype_of(folder: Path) -> torch.dtype:
 
 def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
     """Load the shrunk folder and report it, once its outputs are those of the whole model."""
-    shrunk, dtype = _padding(load_trained(folder).eval(), tokenizer), _dtype_of(folder)
+    shrunk, dtype = _padding(pretrained.load_trained(folder).eval(), tokenizer), _dtype_of(folder)
     report = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
     # constants are added to biases, which are rounded to the precision they are saved in
     tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
     if report["max_difference"] > tolerance * max(1.0, report["largest"]):
         raise RuntimeError(f"the shrunk model's outputs differ by {report['max_difference']}")
     return shrunk, report | {"weights": total_weights(shrunk)}
-
-
-def _compact(
-    folder: Path, model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], made: Path, values: str
-) -> dict[str, Any]:
-    report = write_compact_folder(folder, model, made, values)
-    packed = _padding(load_trained(made).eval(), tokenizer)
-    return {"file": COMPACT_FILE, **report, **onnx_file.compare(model, onnx_file.by_torch(packed), batches)}
 
 
 def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Path) -> dict[str, Any]:
@@ -223,15 +206,13 @@ def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Pat
 
 def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
     """Batches of the built-in sentences as the model takes them: two padded, one alone, all four, and a long one."""
-    longest = min(_MOST_TOKENS, positions_of(model) or _MOST_TOKENS)
-    taken = {"input_ids", "attention_mask"}
-    if getattr(model.config, "type_vocab_size", 0) > 1:
-        taken.add("token_type_ids")
+    longest = min(_MOST_TOKENS, pretrained.positions_of(model) or _MOST_TOKENS)
+    types = ["token_type_ids"] if getattr(model.config, "type_vocab_size", 0) > 1 else []
     batches: list[onnx_file.Inputs] = []
     for texts in ([*_SENTENCES[:2]], [_SENTENCES[0]], [*_SENTENCES], [" ".join(_SENTENCES * 8)]):
         tokens = tokenizer(texts, truncation=True, max_length=longest, return_token_type_ids=True)
         padded = tokenizer.pad(tokens, return_attention_mask=True, return_tensors="pt")
-        batches.append({name: value for name, value in padded.items() if name in taken})
+        batches.append({name: padded[name] for name in ("input_ids", "attention_mask", *types)})
     return batches
 
 
@@ -247,5 +228,6 @@ def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
 
 @torch.no_grad()
 def _score_of_folder(job: ExportJob, task: Task, folder: Path) -> dict[str, float]:
+    task.check_trained(folder)
     model: Any = task.build_model(folder).to(distributed.device()).eval()
     return evaluate(lambda batch: model(**batch.inputs), task, job.batch_size).scores

@@ -44,7 +44,7 @@ _TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
 
 
 def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
-    """Write a model on the CPU, in fp32, as an .onnx file whose batch and length are free.
+    """Write a model on the CPU, in fp32, as an .onnx file whose batch and length are free; sets it to evaluation.
 
     `inputs` are an example, each (rows, length, ...), and name the file's inputs. Its outputs are `logits`, or
     `start_logits` and `end_logits`; `output` for a model that gives one tensor. Raises UserError for a model of more
@@ -60,13 +60,13 @@ def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
             f"the model has {size:,} bytes in fp32, and an .onnx file holds 2 GiB: export a smaller one, --shrink it"
         )
     traced = {name: value if value.is_floating_point() else value.long() for name, value in inputs.items()}
-    with torch.no_grad(), _eager_attention(model), _evaluating(model), warnings.catch_warnings():
+    with torch.no_grad(), _eager_attention(model.eval()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one for every branch on a shape, and one for the newer exporter
         outputs_of_model = _outputs_of(model, traced)
         axes = {name: {0: "batch", 1: "length"} for name in traced}
         axes |= {name: _free_axes(name, value) for name, value in outputs_of_model.items()}
         torch.onnx.export(
-            _ByPosition(model, tuple(traced)),
+            _ByPosition(model, tuple(traced)).eval(),  # or the exporter would set the model to training at its end
             tuple(traced.values()),
             str(path),
             dynamo=False,
@@ -124,20 +124,21 @@ def predictor(opened: InferenceSession) -> Callable[[Batch], Any]:
 def compare(model: nn.Module, forward: Forward, batches: Iterable[Inputs]) -> dict[str, float]:
     """Compare the outputs of `forward` with the model's: `max_difference`, and the `largest` of the model's outputs.
 
-    Outputs for tokens count where `attention_mask` has a token. UserError where either is not finite.
+    The model is set to evaluation. Outputs for tokens count where `attention_mask` has a token. UserError where outputs
+    are not finite.
     """
     difference = largest = 0.0
-    with _evaluating(model):
-        for inputs in batches:
-            expected = _outputs_of(model, inputs)
-            for (name, wanted), values in zip(expected.items(), forward(inputs), strict=True):
-                of_tokens = 1 in _free_axes(name, wanted) and "attention_mask" in inputs
-                chosen: Any = inputs["attention_mask"].bool().numpy() if of_tokens else slice(None)
-                ours, theirs = wanted.numpy()[chosen], values[chosen]
-                if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-                    raise UserError(f"{name} are not finite (NaN or infinity): the model's weights are broken")
-                difference = max(difference, float(np.abs(theirs - ours).max(initial=0.0)))
-                largest = max(largest, float(np.abs(ours).max(initial=0.0)))
+    model.eval()
+    for inputs in batches:
+        expected = _outputs_of(model, inputs)
+        for (name, wanted), values in zip(expected.items(), forward(inputs), strict=True):
+            of_tokens = 1 in _free_axes(name, wanted) and "attention_mask" in inputs
+            chosen: Any = inputs["attention_mask"].bool().numpy() if of_tokens else slice(None)
+            ours, theirs = wanted.numpy()[chosen], values[chosen]
+            if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+                raise UserError(f"{name} are not finite (NaN or infinity): the model's weights are broken")
+            difference = max(difference, float(np.abs(theirs - ours).max(initial=0.0)))
+            largest = max(largest, float(np.abs(ours).max(initial=0.0)))
     return {"max_difference": difference, "largest": largest}
 
 
@@ -173,13 +174,11 @@ def quantise(path: Path, target: Path) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it advises steps for models of other exporters
+    logging.disable(logging.WARNING)  # it advises steps for models of other exporters
     try:
         quantize_dynamic(path, target, weight_type=QuantType.QInt8, per_channel=True)
     finally:
-        root.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 class _ByPosition(nn.Module):
@@ -213,25 +212,14 @@ def _free_axes(name: str, value: Tensor) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@contextlib.contextmanager
 def _eager_attention(model: nn.Module) -> Iterator[None]:
     """Attention in plain operators: it gives a smaller graph than torch's fused one, taken apart again."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    before = {id(config): (config, getattr(config, "_attn_implementation", None)) for config in configs if config}
     try:
-        for config in configs.values():
+        for config, _ in before.values():
             config._attn_implementation = "eager"
         yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+        for config, attention in before.values():
+            config._attn_implementation = attention

@@ -112,12 +112,6 @@ def read_compact(path: Path) -> dict[str, Tensor]:
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}
 
 
-def numbers_of(path: Path) -> int:
-    """How many weights a compact file holds, zeros too, from its header; UserError where it is none."""
-    with as_user_error(f"{path} is no sound compact file"), safe_open(path, framework="np") as file:
-        return sum(math.prod(entry["shape"]) for entry in _entries(file).values())
-
-
 def write_compact_folder(folder: Path, model: nn.Module, target: Path, values: str) -> dict[str, Any]:
     """Write a compact folder: config, tokenizer, exit heads and code, and the compact file; returns its report.
 

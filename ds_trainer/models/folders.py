@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
@@ -50,11 +49,9 @@ def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed:
     The vocabulary is the tokenizer's unless the config sets a larger one. UserError where it sets a smaller one, or
     describes no model.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel
 
     kind = config["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise UserError(f'config: model_type {quoted(kind)} is unknown to transformers: write one like "bert"')
     if FIELD in config:
         raise UserError(f"config: {FIELD} is written where a trained model is cut, and a new one is whole: remove it")
     fields = {"vocab_size": len(tokenizer), **config, "pad_token_id": tokenizer.pad_token_id}

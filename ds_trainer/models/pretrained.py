@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,34 +17,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ds_trainer.config.trust import trust_in_force
+from ds_trainer.models import model_folder
 from ds_trainer.models.compact import read_compact
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import (
-    COMPACT_FILE,
-    check_folder,
-    has_safetensors,
-    is_compact,
-    is_hub_name,
-    read_config,
-)
-from ds_trainer.models.shrink import shrunk_class
+from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
@@ -73,17 +54,18 @@ class HeadKind:
         return bool(({c.__name__ for c in classes if c} | self.others) & set(config.architectures or []))
 
 
-CLASSIFIER = HeadKind(
-    "sequence classifier", AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+def _kind(name: str, auto_class: Any, others: Iterable[str] = ()) -> HeadKind:
+    return HeadKind(name, auto_class, auto_class._model_mapping, frozenset(others))
+
+
+CLASSIFIER = _kind("sequence classifier", transformers.AutoModelForSequenceClassification)
+ANSWERER = _kind("question answering head", transformers.AutoModelForQuestionAnswering)
+# pre-training adds a sentence head in these families; Electra's has a discriminator, and is none of them
+_PRE_TRAINED = ("Albert", "Bert", "BigBird", "Ernie", "FNet", "MegatronBert", "MobileBert")
+MASKED_LM = _kind(
+    "masked language model", transformers.AutoModelForMaskedLM, (f"{name}ForPreTraining" for name in _PRE_TRAINED)
 )
-ANSWERER = HeadKind("question answering head", AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING)
-_WITH_SENTENCE_HEAD = frozenset(
-    f"{family}ForPreTraining" for family in ("Albert", "Bert", "BigBird", "Ernie", "FNet", "MegatronBert", "MobileBert")
-)  # not Electra, whose pre-training has a discriminator
-MASKED_LM = HeadKind(
-    "masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, others=_WITH_SENTENCE_HEAD
-)
-CAUSAL_LM = HeadKind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+CAUSAL_LM = _kind("causal language model", transformers.AutoModelForCausalLM)
 
 
 def quiet_transformers() -> None:
@@ -98,7 +80,7 @@ def load_tokenizer(source: str | Path) -> Any:
     what = f"{source} has no tokenizer that transformers can load"
     with as_user_error(what):
         trusted = trust_in_force().trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trusted)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=trusted)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         words = tokenizer.get_vocab().keys() - added - set(tokenizer.all_special_tokens)
     if not words:  # transformers makes such a tokenizer of a folder without one
@@ -128,9 +110,9 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
     may be in a compact file.
     """
     folder, trust = Path(source), trust_in_force()
-    is_folder = not is_hub_name(str(source))
+    is_folder = not model_folder.is_hub_name(str(source))
     if is_folder:
-        check_folder(folder, trust)
+        model_folder.check_folder(folder, trust)
     options = {
         "config": config,
         "dtype": torch.float32,
@@ -140,14 +122,14 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
     }
     model_class = _shrunk_class(config, kind)
     with as_user_error(f"the weights of {source} cannot be loaded"):
-        if is_folder and is_compact(folder):
+        if is_folder and model_folder.is_compact(folder):
             # without a name transformers takes the config and these weights as they are
-            state, model_class = read_compact(folder / COMPACT_FILE), model_class or kind.model_class(config)
-            model, info = model_class.from_pretrained(None, state_dict=state, **options)
+            state = read_compact(folder / model_folder.COMPACT_FILE)
+            model, info = (model_class or kind.model_class(config)).from_pretrained(None, state_dict=state, **options)
             if model.can_generate() and (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
             return model, info
-        safe_alone = has_safetensors(folder) if is_folder else not trust.allow_pickle
+        safe_alone = model_folder.has_safetensors(folder) if is_folder else not trust.allow_pickle
         return (model_class or kind.auto_class).from_pretrained(
             str(source),
             use_safetensors=True if safe_alone else None,
@@ -266,13 +248,14 @@ def positions_of(model: Any) -> int | None:
 def _load_any_config(source: str | Path) -> Any:
     _check_config_file(source)
     with as_user_error(f"the config of {source} cannot be read"):
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_in_force().trust_remote_code)
+        trusted = trust_in_force().trust_remote_code
+        return transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=trusted)
 
 
 def _check_config_file(source: str | Path) -> None:
     """Refuse a folder without a sound config. A hub name is left to transformers, which downloads it."""
-    if not is_hub_name(str(source)):
-        read_config(Path(source), trust_in_force())
+    if not model_folder.is_hub_name(str(source)):
+        model_folder.read_config(Path(source), trust_in_force())
 
 
 def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:

@@ -20,22 +20,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.layers import (
-    FIELD,
-    SIZES_OF,
-    Block,
-    blocks_of,
-    decisions_of,
-    in_features,
-    is_emptied,
-    layers_of,
-    out_features,
-    rows_of,
-    sizes_of,
-    whole_class,
-    whole_heads,
-)
-from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.models import shrunk_model
+from ds_trainer.models.layers import FIELD, SIZES_OF, Block, blocks_of, layers_of, rows_of
 from ds_trainer.ranks.failures import UserError
 
 _ACTIVATIONS = ("intermediate_act_fn", "activation", "act", "act_fn")
@@ -64,16 +50,16 @@ class _Cut:
 
 def check_known(model: Any) -> None:
     """Raise UserError where the model's family cannot be cut, weights are shared, or a layer to cut is not linear."""
-    base = whole_class(model)
+    base = shrunk_model.whole_class(model)
     if getattr(transformers, base.__name__, None) is not base:
         raise UserError(f"{base.__name__} is no class of transformers: only its own models can be cut")
     owners: dict[int, str] = {}
     for prefix, layer in layers_of(model).items():
         for block in blocks_of(layer):
-            emptied = is_emptied(layer.get_submodule(block.core))
+            emptied = shrunk_model.is_emptied(layer.get_submodule(block.core))
             for name in () if emptied else (*block.inner, block.outer):
                 _check_linear(f"{prefix}.{name}", layer.get_submodule(name), owners)
-    sizes_of(model)  # raises for an unknown family; last, since it counts the inputs of linear layers
+    shrunk_model.sizes_of(model)  # raises for an unknown family; last, since it counts the inputs of linear layers
 
 
 @torch.no_grad()
@@ -100,7 +86,7 @@ def shrink(model: Any) -> Any:
     check_known(model)
     cuts = _cuts(model)
     sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(model, cuts).items()}
-    if sizes == sizes_of(model):
+    if sizes == shrunk_model.sizes_of(model):
         raise NothingToCutError(
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
@@ -118,7 +104,7 @@ def _cuts(model: Any) -> list[_Cut]:
         _cut(name, layer, block, model.config)
         for name, layer in layers_of(model).items()
         for block in blocks_of(layer)
-        if not is_emptied(layer.get_submodule(block.core))
+        if not shrunk_model.is_emptied(layer.get_submodule(block.core))
     ]
 
 
@@ -128,14 +114,14 @@ def _kept(model: Any, cuts: Iterable[_Cut]) -> dict[str, list[list[int]]]:
     for name, layer in layers_of(model).items():
         cuttable = {block.kind for block in blocks_of(layer)}
         for kind, size in SIZES_OF.items():
-            never_cut = list(range(whole_heads(model.config)))
+            never_cut = list(range(shrunk_model.whole_heads(model.config)))
             numbers[size].append(by_block.get((name, kind), []) if kind in cuttable else never_cut)
     return numbers
 
 
 def _cut(name: str, layer: nn.Module, block: Block, config: Any) -> _Cut:
     outer: Any = layer.get_submodule(block.outer)
-    whole = decisions_of(block, layer, config)
+    whole = shrunk_model.decisions_of(block, layer, config)
     columns = rows_of(outer.weight, type(outer))
     constants = _constants(block, layer, whole)
     known = ~constants.isnan() if outer.bias is not None else constants == 0
@@ -160,7 +146,7 @@ def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
     parts = [part for linear in inner for part in _constant_parts(linear, block.parts)]
     if block.kind == "attention":
         values = parts[-1].view(whole, 1, -1)  # one value of a group, which all its heads read
-        shared = in_features(layer.get_submodule(block.outer)) // parts[-1].numel()
+        shared = shrunk_model.in_features(layer.get_submodule(block.outer)) // parts[-1].numel()
         return values.expand(-1, shared, -1).flatten()
     core = layer.get_submodule(block.core)
     activation = next((getattr(core, name) for name in _ACTIVATIONS if hasattr(core, name)), None)
@@ -187,11 +173,11 @@ def _changed(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
         return
     for name in cut.block.inner:
         linear = model.get_submodule(cut.name(name))
-        places = _places(cut, out_features(linear), cut.block.parts)
+        places = _places(cut, shrunk_model.out_features(linear), cut.block.parts)
         yield cut.name(f"{name}.weight"), linear.weight.index_select(int(isinstance(linear, Conv1D)), places)
         if linear.bias is not None:
             yield cut.name(f"{name}.bias"), linear.bias.index_select(0, places)
-    places = _places(cut, in_features(outer), 1)
+    places = _places(cut, shrunk_model.in_features(outer), 1)
     yield cut.name(f"{cut.block.outer}.weight"), outer.weight.index_select(int(isinstance(outer, nn.Linear)), places)
 
 
@@ -202,10 +188,10 @@ def _places(cut: _Cut, features: int, parts: int) -> Tensor:
 
 def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     """Build a model of these sizes on the "meta" device: a plain one where its config can express them."""
-    base, config = whole_class(model), copy.deepcopy(model.config)
+    base, config = shrunk_model.whole_class(model), copy.deepcopy(model.config)
     setattr(config, FIELD, {name: list(numbers) for name, numbers in sizes.items()})
     with torch.device("meta"):
-        shrunk = shrunk_class(base)(config)
+        shrunk = shrunk_model.shrunk_class(base)(config)
         plain_config = _plain_config(config, sizes)
         if plain_config is None:
             return shrunk
@@ -221,7 +207,7 @@ def _plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     for name in (FIELD, "auto_map"):
         if hasattr(plain, name):
             delattr(plain, name)
-    heads, whole = sizes["heads"][0], whole_heads(config)
+    heads, whole = sizes["heads"][0], shrunk_model.whole_heads(config)
     if heads != whole:
         plain.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         plain.num_attention_heads = config.num_attention_heads // whole * heads

@@ -12,7 +12,7 @@ import csv
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -68,8 +68,7 @@ class Records(ABC):
     @abstractmethod
     def _read(self) -> Iterator[tuple[int, Record]]: ...
 
-    def _check_columns(self, place: str, present: Iterable[str]) -> None:
-        present = list(present)
+    def _check_columns(self, place: str, present: Collection[str]) -> None:
         missing = [name for name in self.columns if name not in present]
         if missing:
             raise UserError(f"{place}: no column {listed(missing)}; columns found: {listed(present) or 'none'}")
@@ -112,8 +111,9 @@ class FileRecords(Records):
             elif self.skip_malformed:
                 self.skipped += 1
             else:
-                expected = f"{len(header)} are expected ({listed(header)})"
-                raise UserError(f"{self.place(number)}: {len(cells)} fields where {expected}")
+                raise UserError(
+                    f"{self.place(number)}: {len(cells)} fields where {len(header)} are expected ({listed(header)})"
+                )
 
     def _json_lines(self) -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(lines(self.path), 1):
@@ -260,12 +260,10 @@ def missing_file(spec: TaskBase, split: str, paths: Sequence[Path]) -> UserError
 
 def mistakes_of(check: Callable[[str], None], splits: Sequence[str]) -> list[str]:
     """Return the messages of the splits whose check raises a `UserError`."""
-
-    def mistake_in(split: str) -> str:
+    mistakes = []
+    for split in splits:
         try:
             check(split)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    return list(filter(None, map(mistake_in, splits)))
+        except UserError as error:  # noqa: PERF203 - there are three splits at most
+            mistakes.append(str(error))
+    return mistakes

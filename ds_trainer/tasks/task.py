@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import TaskBase
-from ds_trainer.models.pretrained import HeadKind, input_names, load_config, pad_token_id
+from ds_trainer.models.pretrained import HeadKind, input_names, load_config, pad_token_id, tokenizer_state
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import ExampleIds, Examples, cached
+from ds_trainer.tasks.data import ExampleIds, Examples, cached, fingerprint
 
 Unit = Literal["example", "label", "token", "pair"]
 """What the mean of a loss term is taken over: the examples of a batch, the labels, the attended tokens, or the pairs of
@@ -200,6 +200,11 @@ class Task(ABC):
         if split not in self._examples:
             self._examples[split] = cached(self.cache_dir, self.key(split), lambda: self.tokenised(split))
         return self._examples[split]
+
+    def cache_key(self, family: str, split: str, source: str, fields: Sequence[str], *more: Any) -> str:
+        """Hash a split: the hash of its source, these fields of the spec, the limit, the tokenizer, and more."""
+        settings = {name: getattr(self.spec, name) for name in fields}
+        return fingerprint(family, split, source, settings, self.limit(split), *more, tokenizer_state(self.tokenizer))
 
     def key(self, split: str) -> str:
         """Return rank 0's fingerprint of a split on every rank; collective."""

@@ -232,7 +232,7 @@ def test_a_signal_leaves_nothing(model, tmp_path, monkeypatch):
         seen.extend(names(model) - before)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(export_folder, "_exported", stopped)
+    monkeypatch.setattr(export_folder, "_written", stopped)
     with pytest.raises(SystemExit) as caught:
         exported(model, "--onnx")
     assert caught.value.code == 128 + signal.SIGTERM

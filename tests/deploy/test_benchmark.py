@@ -392,7 +392,7 @@ def test_a_base_without_an_encoder_has_a_figure() -> None:
 def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error that says what to change."""
     monkeypatch.setattr(benchmark, "fit", lambda *_: False)
-    monkeypatch.setattr(benchmark, "load_trained", lambda _: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=r"the 2 models together.* give fewer folders"):
         found(plain, plain, *FAST)
 

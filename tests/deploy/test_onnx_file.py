@@ -62,12 +62,12 @@ def test_names_are_the_models_own(exported):
     assert shapes == (answers if "Question" in type(model).__name__ else {"logits": ["batch", 3]})
 
 
-def test_a_model_is_left_as_it_was(tmp_path):
-    """Neither its mode nor its kind of attention changes."""
+def test_a_model_keeps_its_attention(tmp_path):
+    """The kind of attention is as before, and the model is in evaluation mode."""
     model = emptied("cls").train()
     before = model.config._attn_implementation
     write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
-    assert model.training
+    assert not model.training
     assert model.config._attn_implementation == before != "eager"
 
 

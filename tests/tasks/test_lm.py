@@ -114,7 +114,7 @@ def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptu
     assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1}
     tokens = int(examples.lengths.sum())
     assert (
-        f"mlm train: 6 documents (0 split at 128 tokens), 3 of 3 examples, {tokens} tokens; of those dropped, 2 are "
+        f"mlm train: 6 documents (0 split at 128 tokens) give 3 examples of {tokens} tokens; 2 others are "
         f"shorter than min_seq_length (6), and 1 have a share of unknown tokens of max_unknown (0.5) or more"
     ) in caplog.text
 
@@ -126,15 +126,19 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
     if kept:
         assert len(build("bert", lines, max_unknown=max_unknown).examples("train")) == kept
         return
-    with pytest.raises(ValueError, match=r"3 documents give no example: 0 are .*and 3 have a share of unknown"):
+    with pytest.raises(
+        ValueError, match=r"has no example: 3 documents .*; 0 others are .*and 3 have a share of unknown"
+    ):
         build("bert", lines, max_unknown=max_unknown).examples("train")
 
 
 def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
     """With the counts, and what to change; so is a file of blank lines."""
-    with pytest.raises(ValueError, match=r"mlm train: the 0 documents give no example"):
+    with pytest.raises(ValueError, match=r"mlm train has no example: 0 documents"):
         build("bert", [" ", ""]).examples("train")
-    with pytest.raises(ValueError, match=r"mlm train: the 5 documents give no example: 5 are shorter than min_seq_len"):
+    with pytest.raises(
+        ValueError, match=r"mlm train has no example: 5 documents .* 5 others are shorter than min_seq_len"
+    ):
         build("bert", min_seq_length=100).examples("train")
 
 

@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_trainer.tasks.lm.masking import Array, TokenMasking, choose, mask_tokens, token_weights
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.tasks.data import Array
+from ds_trainer.tasks.lm.masking import TokenMasking, choose, mask_tokens, token_weights
 
 MASK, VOCABULARY, SPECIAL = 2, 50, np.array([0, 1, 2])
 
 
 def rule_of(counts: Array | None = None, smoothing: float = 0.0, **fields: Any) -> TokenMasking:
     counts = np.ones(VOCABULARY, np.int64) if counts is None else counts
-    shares = {"mask_prop": 0.15, "word_mask": 0.8, "word_rand": 0.1} | fields
+    shares = {"word_mask": 0.8, "word_rand": 0.1} | fields
+    spec = LmSpec(name="mlm", word_keep=max(0.0, 1 - shares["word_mask"] - shares["word_rand"]), **shares)
     ordinary = np.setdiff1d(np.arange(VOCABULARY), SPECIAL)
-    return TokenMasking(token_weights(counts, smoothing, SPECIAL), ordinary, MASK, **shares)
+    return TokenMasking(spec, token_weights(counts, smoothing, SPECIAL), ordinary, MASK)
 
 
 def rows_of(rows: int, width: int, seed: int = 0) -> tuple[Array, Array, Array]:
@@ -35,7 +38,7 @@ def within(count: int, trials: int, chance: float) -> bool:
 @pytest.mark.parametrize(("width", "share", "chosen"), [(102, 0.15, 15), (22, 0.15, 3), (5, 0.15, 1), (12, 1.0, 10)])
 def test_exactly_the_share_of_each_row_is_chosen(width: int, share: float, chosen: int) -> None:
     """The number is not random: max(1, round(share * n)) of n tokens that are not special."""
-    _, found = mask_tokens(rule_of(mask_prop=share), *rows_of(20, width), draw=1)
+    _, found = mask_tokens(rule_of(mlm_mask_prop=share), *rows_of(20, width), draw=1)
     assert found.sum(axis=1).tolist() == [chosen] * 20
 
 
@@ -73,7 +76,7 @@ def test_a_share_of_one_is_all(word_mask: float, word_rand: float) -> None:
 def test_special_tokens_are_never_chosen_and_never_put_in() -> None:
     """Not even where everything else is, and not as random tokens."""
     tokens, attended, ids = rows_of(200, 12)
-    seen, chosen = mask_tokens(rule_of(mask_prop=1.0, word_mask=0.0, word_rand=1.0), tokens, attended, ids, 0)
+    seen, chosen = mask_tokens(rule_of(mlm_mask_prop=1.0, word_mask=0.0, word_rand=1.0), tokens, attended, ids, 0)
     special = np.isin(tokens, SPECIAL)
     assert (chosen == ~special).all()
     assert (seen[special] == tokens[special]).all()

@@ -26,7 +26,7 @@ from ds_trainer.config.recipe import TextSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
-from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs, _normalised
+from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.metrics import score
 from ds_trainer.tasks.text.text_data import read_split
 
@@ -397,14 +397,13 @@ def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) ->
     source = (
         '"""Compute the `torch.Tensor` product\nof two numpy arrays here.\n\nMore."""\nraise SystemExit\n'
         'class A:\n    """Too short."""\n'
-        '    def f(self):\n        """Return a view of the hidden attention states."""\n'
+        '    def f(self):\n        """Return DeepSpeedEngine, PyTorch and np.ndarray."""\n'
     )
     (tmp_path / "a.py").write_text(source, encoding="utf-8")
     assert list(_first_paragraphs(tmp_path / "a.py")) == [
         "Compute the `this.Tensor` product of two this arrays here.",
-        "Return a view of the hidden attention states.",
+        "Return this, this and this.this.",
     ]
-    assert _normalised("DeepSpeedEngine, PyTorch and np.ndarray") == "this, this and this.this"
 
 
 def test_docstrings_are_real_distinct_and_do_not_leak() -> None:

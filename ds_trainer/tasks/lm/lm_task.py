@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head, tokenizer_state
+from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, fingerprint, pack, spread
+from ds_trainer.tasks.data import Array, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
@@ -99,7 +98,9 @@ class LmTask(Task):
         examples = super().examples(split)
         if self.spec.name == "mlm" and self._masking is None:
             can_train = bool(self.spec.train_file or self.spec.dataset)
-            self._masking = self._masking_by(super().examples("train") if can_train else examples)
+            counted = super().examples("train") if can_train else examples
+            weights = token_weights(np.array(counted.notes["counts"]), self.spec.mlm_smoothing, self._special)
+            self._masking = TokenMasking(self.spec, weights, self._ordinary, self.tokenizer.mask_token_id)
         return examples
 
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
@@ -109,36 +110,34 @@ class LmTask(Task):
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
     def fingerprint(self, split: str) -> str:
-        names = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
-        settings = {name: getattr(self.spec, name) for name in names}
-        source = lm_text.fingerprint(self.spec, split)
-        return fingerprint("lm", split, source, settings, self.limit(split), tokenizer_state(self.tokenizer))
+        fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
+        return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), fields)
 
     def tokenised(self, split: str) -> Examples:
-        started = time.monotonic()
         spec, tally = self.spec, Tally()
-        examples = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
-        dropped = (
-            f"{tally.short:,} are shorter than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a "
-            f"share of unknown tokens of max_unknown ({spec.max_unknown:g}) or more"
+        packed = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
+        counted = (
+            f"{tally.documents:,} documents ({tally.split:,} split at {spec.max_seq_length} tokens) give "
+            f"{tally.examples:,} examples of {packed.offsets[-1]:,} tokens; {tally.short:,} others are shorter "
+            f"than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a share of unknown tokens "
+            f"of max_unknown ({spec.max_unknown:g}) or more"
         )
+        distributed.info(f"{spec.name} {split}: {counted}")
         if not tally.examples:
             raise UserError(
-                f"{spec.name} {split}: the {tally.documents:,} documents give no example: {dropped}; lower "
-                f"min_seq_length, join short lines by line_by_line: false, or use a tokenizer that knows the text"
+                f"{spec.name} {split} has no example: {counted}. Lower min_seq_length, join short lines by "
+                f"line_by_line: false, or use a tokenizer that knows the text"
             )
-        examples = _chosen(examples, spread(len(examples), self.limit(split)))
-        counts = np.bincount(examples.tokens["input_ids"], minlength=max(self.tokenizer.get_vocab().values()) + 1)
-        distributed.info(
-            f"{spec.name} {split}: {tally.documents:,} documents ({tally.split:,} split at {spec.max_seq_length} "
-            f"tokens), {len(examples):,} of {tally.examples:,} examples, {int(examples.offsets[-1]):,} tokens; "
-            f"of those dropped, {dropped} ({time.monotonic() - started:.1f} s)"
-        )
+        kept = np.zeros(len(packed), bool)
+        kept[spread(len(packed), self.limit(split))] = True
+        tokens = packed.tokens["input_ids"][np.repeat(kept, packed.lengths)]
+        offsets = np.concatenate([[0], np.cumsum(packed.lengths[kept])])
+        counts = np.bincount(tokens, minlength=max(self.tokenizer.get_vocab().values()) + 1)
         # of each example, the tokens that can be chosen for a prediction
-        is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[examples.tokens["input_ids"]]
-        ordinary = np.add.reduceat(is_ordinary, examples.offsets[:-1], dtype=np.int32)
+        is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[tokens]
+        ordinary = np.add.reduceat(is_ordinary, offsets[:-1], dtype=np.int32)
         notes = asdict(tally) | {"counts": counts.tolist()}
-        return Examples(examples.offsets, examples.tokens, {"ordinary": ordinary}, notes)
+        return Examples(offsets, {"input_ids": tokens}, {"ordinary": ordinary}, notes)
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -198,11 +197,6 @@ class LmTask(Task):
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
 
-    def _masking_by(self, counted: Examples) -> TokenMasking:
-        spec, mask_token_id = self.spec, self.tokenizer.mask_token_id
-        weights = token_weights(np.array(counted.notes["counts"]), spec.mlm_smoothing, self._special)
-        return TokenMasking(weights, self._ordinary, mask_token_id, spec.mlm_mask_prop, spec.word_mask, spec.word_rand)
-
 
 def _nll_and_prediction(logits: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the fp32 negative log-likelihood of the labels and the likeliest token at chosen rows; each (chosen,)."""
@@ -227,12 +221,3 @@ def _logits_before_the_last(model: Any, ordinary: Array) -> tuple[Tensor, Tensor
         logits.append(out.logits[0].float())
     model.train(training)
     return logits[0], logits[1]
-
-
-def _chosen(examples: Examples, indices: Sequence[int]) -> Examples:
-    """Return some of the examples; they are not copied where these are all."""
-    if len(indices) == len(examples):
-        return examples
-    flat = np.concatenate([examples.row(index)["input_ids"] for index in indices])
-    offsets = np.concatenate([[0], np.cumsum(examples.lengths[indices], dtype=np.int64)])
-    return Examples(offsets, {"input_ids": flat})

@@ -18,17 +18,8 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.records import (
-    FileRecords,
-    HubRecords,
-    Records,
-    file_of,
-    in_data_dir,
-    lines,
-    missing_file,
-    mistakes_of,
-    text_in,
-)
+from ds_trainer.tasks import records
+from ds_trainer.tasks.records import FileRecords, HubRecords, Records
 
 SPLITS = ("train", "validation")
 
@@ -43,7 +34,7 @@ def check_data_files(spec: LmSpec, splits: Sequence[str] | None = None) -> list[
     if mistakes or spec.dataset:
         return mistakes
     wanted = set(splits or SPLITS) | ({"train"} if spec.name == "mlm" and spec.train_file else set())
-    return mistakes_of(partial(_check_split, spec), [split for split in SPLITS if split in wanted])
+    return records.mistakes_of(partial(_check_split, spec), [split for split in SPLITS if split in wanted])
 
 
 def training_texts(spec: LmSpec) -> list[str]:
@@ -53,9 +44,6 @@ def training_texts(spec: LmSpec) -> list[str]:
 
 def documents(spec: LmSpec, split: str) -> Iterator[str]:
     """Yield the texts of a split, without blank ones; an error in a file is raised when its line is reached."""
-    mistakes = spec.source_mistakes()
-    if mistakes:
-        raise UserError("\n".join(mistakes))
     if spec.dataset:
         texts = _texts(spec, HubRecords(spec.dataset, split, [spec.text_column]))
     else:
@@ -76,15 +64,15 @@ def fingerprint(spec: LmSpec, split: str) -> str:
 
 def files(spec: LmSpec, split: str) -> list[Path]:
     """Return the files of a split, in the order of their names; the error says what was looked for."""
-    name = file_of(spec, split)
-    path = in_data_dir(spec, name)
+    name = records.file_of(spec, split)
+    path = records.in_data_dir(spec, name)
     if os.path.isfile(path):
         paths = [path]
     else:  # only the name is a pattern: data_dir may hold a bracket or a star of its own
-        pattern = os.path.join(glob.escape(str(in_data_dir(spec))), os.path.expanduser(name))
+        pattern = os.path.join(glob.escape(str(records.in_data_dir(spec))), os.path.expanduser(name))
         paths = sorted(Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match))
     if not paths:
-        raise missing_file(spec, split, [path])
+        raise records.missing_file(spec, split, [path])
     for path in paths:
         if path.suffix.lower() not in (".txt", ".jsonl"):
             raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: use .txt or .jsonl")
@@ -103,9 +91,9 @@ def _texts_of_file(spec: LmSpec, path: Path) -> Iterable[str]:
     if path.suffix.lower() == ".jsonl":
         return _texts(spec, FileRecords(path, [spec.text_column]))
     if spec.line_by_line:
-        return (line.removesuffix("\n").removesuffix("\r") for line in lines(path))
-    return ["".join(lines(path))]
+        return (line.removesuffix("\n").removesuffix("\r") for line in records.lines(path))
+    return ["".join(records.lines(path))]
 
 
-def _texts(spec: LmSpec, records: Records) -> Iterator[str]:
-    return (text for _, text in records.parsed(lambda record: text_in(record, spec.text_column)))
+def _texts(spec: LmSpec, source: Records) -> Iterator[str]:
+    return (text for _, text in source.parsed(lambda record: records.text_in(record, spec.text_column)))

@@ -7,12 +7,12 @@ examples of a batch nor on its width, so that ranks, batch sizes and resumed run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.tasks.data import Array
+
 _LEAST_WEIGHT = 1e-300
 """The arrival times in `choose` are at most 37 / weight and must be finite: infinity marks what is never chosen."""
 
@@ -21,17 +21,15 @@ _LEAST_WEIGHT = 1e-300
 class TokenMasking:
     """How tokens are chosen for prediction, and what replaces them.
 
-    `weights` (vocabulary,) are the tokens' chances, 0 for a token that is never chosen. `mask_prop` is the share of an
-    example's tokens to choose. Of the chosen tokens a share of `word_mask` becomes the mask token, a share of
-    `word_rand` becomes a random one of the ids in `ordinary`, and the rest stays.
+    `weights` (vocabulary,) are the tokens' chances, 0 for a token that is never chosen. `spec.mlm_mask_prop` is the
+    share of an example's tokens to choose. Of the chosen tokens a share of `spec.word_mask` becomes the mask token, a
+    share of `spec.word_rand` becomes a random one of the ids in `ordinary`, and the rest stays.
     """
 
+    spec: LmSpec
     weights: Array
     ordinary: Array
     mask_token_id: int
-    mask_prop: float
-    word_mask: float
-    word_rand: float
 
 
 def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
@@ -47,13 +45,13 @@ def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
 def mask_tokens(masking: TokenMasking, tokens: Array, attended: Array, ids: Array, draw: int) -> tuple[Array, Array]:
     """Return the tokens as the model sees them, and which ones it must predict; both (rows, width).
 
-    `attended` is 1 where there is a token, on the left of each row. max(1, round(mask_prop * n)) are chosen of a row's
-    n tokens with a weight above 0. The random numbers are a function of `ids` (rows,) and `draw`.
+    `attended` is 1 where there is a token, on the left of each row. Of a row's n tokens with a weight above 0,
+    max(1, round(mlm_mask_prop * n)) are chosen. The random numbers are a function of `ids` (rows,) and `draw`.
     """
-    noise = _noise(ids, draw, attended.sum(axis=1), tokens.shape[1])
-    chosen = choose(np.where(attended, masking.weights[tokens], 0), masking.mask_prop, noise[0])
-    becomes_mask = chosen & (noise[1] < masking.word_mask)
-    becomes_random = chosen & ~becomes_mask & (noise[1] < masking.word_mask + masking.word_rand)
+    spec, noise = masking.spec, _noise(ids, draw, attended.sum(axis=1), tokens.shape[1])
+    chosen = choose(np.where(attended, masking.weights[tokens], 0), spec.mlm_mask_prop, noise[0])
+    becomes_mask = chosen & (noise[1] < spec.word_mask)
+    becomes_random = chosen & ~becomes_mask & (noise[1] < spec.word_mask + spec.word_rand)
     random_tokens = masking.ordinary[(noise[2] * len(masking.ordinary)).astype(np.int64)]
     seen = np.where(becomes_random, random_tokens, tokens)
     return np.where(becomes_mask, masking.mask_token_id, seen), chosen

@@ -7,9 +7,9 @@ not tokenise.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
@@ -90,13 +90,22 @@ def questions(spec: SquadSpec, split: str) -> list[Question]:
     else:
         path = _path(spec, split)
         origin, paragraphs = str(path), _file_paragraphs(path)
-    checked, mistakes = _checked(spec, paragraphs)
+    checked: dict[str, Question] = {}
+    mistakes = []
+    for paragraph in paragraphs:
+        for record in paragraph.qas:
+            answers = tuple(GoldAnswer(answer.text, answer.answer_start) for answer in record.answers)
+            question = Question(record.id, paragraph.context, record.question, answers)
+            mistake = "the id is not unique" if record.id in checked else _mistake_in(spec, question, record)
+            if mistake:
+                mistakes.append(f"{origin}, question {quoted(record.id)}: {mistake}")
+            checked[record.id] = question
     if mistakes:
-        more = f"\n... and {len(mistakes) - _SHOWN:,} mistakes more" if len(mistakes) > _SHOWN else ""
-        raise UserError("\n".join(f"{origin}, {mistake}" for mistake in mistakes[:_SHOWN]) + more)
+        more = [f"... and {len(mistakes) - _SHOWN:,} mistakes more"] if len(mistakes) > _SHOWN else []
+        raise UserError("\n".join(mistakes[:_SHOWN] + more))
     if not checked:
         raise UserError(f"{origin} has no questions")
-    return checked
+    return list(checked.values())
 
 
 def fingerprint(spec: SquadSpec, split: str) -> str:
@@ -148,35 +157,14 @@ def _first_mistake(error: ValidationError) -> str:
     return f"{path}: {first['msg']}{more}" if path else first["msg"]
 
 
-def _checked(spec: SquadSpec, paragraphs: Iterable[_ParagraphJson]) -> tuple[list[Question], list[str]]:
-    """Make questions of the paragraphs, and say what is wrong with them."""
-    checked: dict[str, Question] = {}
-    mistakes = []
-    for paragraph in paragraphs:
-        for record in paragraph.qas:
-            question = _question(paragraph.context, record)
-            mistake = _mistake_in(spec, question, record.is_impossible)
-            if question.id in checked:
-                mistake = "the id is not unique"
-            if mistake:
-                mistakes.append(f"question {quoted(question.id)}: {mistake}")
-            checked[question.id] = question
-    return list(checked.values()), mistakes
-
-
-def _question(context: str, record: _QuestionJson) -> Question:
-    answers = tuple(GoldAnswer(answer.text, answer.answer_start) for answer in record.answers)
-    return Question(record.id, context, record.question, answers)
-
-
-def _mistake_in(spec: SquadSpec, question: Question, is_impossible: Any) -> str | None:
+def _mistake_in(spec: SquadSpec, question: Question, record: _QuestionJson) -> str | None:
     """Check what the types cannot say. v1.1 and the hub mark an unanswerable question by an empty list alone."""
     context, answers = question.context, question.answers
     if not context.strip():
         return "the context is blank: fill it in, or drop the question"
-    if answers and is_impossible:
+    if answers and record.is_impossible:
         return "is_impossible is true, and there are answers: drop one of the two"
-    if not answers and is_impossible is False:
+    if not answers and record.is_impossible is False:
         return "is_impossible is false, and there are no answers"
     if not answers and not spec.version_2_with_negative:
         return "the question has no answer: set version_2_with_negative to true for SQuAD v2"

@@ -10,7 +10,6 @@ most context around it, which drops answers of the other windows; later scripts 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import SquadSpec
-from ds_trainer.models.pretrained import ANSWERER, check_fits, load_with_head, tokenizer_state
+from ds_trainer.models.pretrained import ANSWERER, check_fits, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import ExampleIds, Examples, fingerprint, pack, spread
+from ds_trainer.tasks.data import ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
@@ -94,12 +93,9 @@ class SquadTask(Task):
 
     def fingerprint(self, split: str) -> str:
         fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
-        settings = {name: getattr(self.spec, name) for name in fields}
-        source = squad_file.fingerprint(self.spec, split)
-        return fingerprint("squad", split, source, settings, self.limit(split), tokenizer_state(self.tokenizer))
+        return self.cache_key("squad", split, squad_file.fingerprint(self.spec, split), fields)
 
     def tokenised(self, split: str) -> Examples:
-        started = time.monotonic()
         questions = self.questions(split)
         labels: list[SpanPositions] = []
         owners: list[int] = []
@@ -113,7 +109,7 @@ class SquadTask(Task):
         packed = pack(chunks(), _DTYPES, {})
         fields = {"labels": np.array(labels, np.int32), "question": np.array(owners, np.int32)}
         examples = replace(packed, fields=fields)
-        distributed.info(f"squad {split}: {_summary(questions, examples)} ({time.monotonic() - started:.1f} s)")
+        distributed.info(f"squad {split}: {_summary(questions, examples)}")
         return examples
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:

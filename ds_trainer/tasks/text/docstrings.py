@@ -35,7 +35,6 @@ _GIVEAWAY = re.compile(
     r"\b\w*(?:deepspeed|hugging ?face|numpy|python|pytorch|torch|transformers|ndarray)\w*\b|\bnp\b",
     re.IGNORECASE,
 )
-_MASK = "this"
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -46,13 +45,11 @@ def extracted() -> dict[str, list[tuple[str, str]]]:
     The splits are parted by file: no file and no text is in both. Extraction takes seconds, so that it is done once.
     """
     pairs: dict[str, list[tuple[bytes, str, str]]] = {"train": [], "validation": []}
-    collects = gc.isenabled()
     gc.disable()  # syntax trees hold no cycles, and looking for some costs 10 of 16 seconds beside torch
     try:
         by_package = {package: list(_package_texts(package)) for package in PACKAGES}
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     owners = Counter(text for texts in by_package.values() for _, text in texts)
     for package, texts in by_package.items():
         for split, text in texts:
@@ -86,9 +83,9 @@ def _root(package: str) -> Path:
     if package == "python":
         return Path(sysconfig.get_paths()["stdlib"])
     spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
-    assert spec is not None
-    assert spec.submodule_search_locations, "this library depends on all of them"
-    return Path(spec.submodule_search_locations[0])
+    folders = spec and spec.submodule_search_locations
+    assert folders, "this library depends on all of them"
+    return Path(folders[0])
 
 
 def _source_files(root: Path) -> Iterator[Path]:
@@ -108,7 +105,9 @@ def _first_paragraphs(path: Path) -> Iterator[str]:
     except (SyntaxError, ValueError):
         return
     for node in _documented(tree):
-        text = _normalised(ast.get_docstring(node) or "")
+        # the first paragraph on one line, the packages' names masked: the question would hold its answer
+        paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        text = _GIVEAWAY.sub("this", paragraph)
         if len(text.split()) in _WORDS:
             yield text
 
@@ -120,12 +119,6 @@ def _documented(node: _Documented) -> Iterator[_Documented]:
         for child in node.body:
             if isinstance(child, _Documented):
                 yield from _documented(child)
-
-
-def _normalised(docstring: str) -> str:
-    """Return the first paragraph on one line, the packages' names masked: the question would hold its answer."""
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return _GIVEAWAY.sub(_MASK, paragraph)
 
 
 def _hash(text: str) -> bytes:

@@ -90,7 +90,10 @@ def metrics_of(spec: TextSpec) -> tuple[str, ...]:
 def setting_mistakes(spec: TextSpec) -> list[str]:
     """Return every mistake in the spec that can be seen without its files."""
     if spec.name not in TASK_NAMES:
-        return [_unknown(spec.name)]
+        names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
+        near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+        return [f"task name {quoted(spec.name)} is unknown: {hint}"]
     allowed = REGRESSION_METRICS if is_regression(spec) else CLASS_METRICS
     mistakes = [
         f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
@@ -104,10 +107,3 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
     if not spec.label_column:
         mistakes.append('the task "text" needs label_column: a column name')
     return mistakes + spec.source_mistakes()
-
-
-def _unknown(name: str) -> str:
-    names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
-    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known are {', '.join(names)}"
-    return f"task name {quoted(name)} is unknown: {hint}"

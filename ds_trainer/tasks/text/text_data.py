@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.files.messages import quoted
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, mistakes_of, text_in
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, setting_mistakes
@@ -62,9 +61,6 @@ def training_texts(spec: TextSpec) -> list[str]:
 
 def read_split(spec: TextSpec, split: str) -> TextSplit:
     """Read the rows of a split; an error names the file and the line."""
-    mistakes = setting_mistakes(spec)
-    if mistakes:
-        raise UserError("\n".join(mistakes))
     if spec.name == "docstrings":
         return TextSplit([TextRow((text,), package) for text, package in docstrings.extracted()[split]])
     records = _records(spec, split)

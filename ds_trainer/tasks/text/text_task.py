@@ -9,7 +9,6 @@ of the training rows, which "train" is then without. Models are loaded in `text_
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_config, tokenizer_state
+from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, fingerprint, hash_of, pack, spread
+from ds_trainer.tasks.data import Array, ExampleIds, Examples, hash_of, pack, spread
 from ds_trainer.tasks.task import Batch, Task, check_finite
 from ds_trainer.tasks.text import text_data, text_model
 from ds_trainer.tasks.text.glue import evaluation_splits, is_regression, known_labels, metrics_of
@@ -108,14 +107,12 @@ class TextTask(Task):
         return None if split == HELD_OUT else super().limit(split)
 
     def fingerprint(self, split: str) -> str:
-        names = ("name", "text_columns", "label_column", "regression", "max_seq_length")
-        settings = {name: getattr(self.spec, name) for name in names}
+        fields = ["name", "text_columns", "label_column", "regression", "max_seq_length"]
         source_split = self._source_split(split)
         if self.spec.held_out and source_split == "train":
-            settings["held_out"] = self.spec.held_out
+            fields.append("held_out")
         source = text_data.fingerprint(self.spec, source_split)
-        tokenizer = tokenizer_state(self.tokenizer)
-        return fingerprint("text", split, source, settings, self.limit(split), self._task_labels, tokenizer)
+        return self.cache_key("text", split, source, fields, self._task_labels)
 
     def held_out_key(self) -> str:
         if not self.spec.held_out:
@@ -125,7 +122,6 @@ class TextTask(Task):
         return hash_of([source, self.spec.name, self.spec.text_columns, self.spec.label_column, self.spec.held_out])
 
     def tokenised(self, split: str) -> Examples:
-        started = time.monotonic()
         source = self._part(split, text_data.read_split(self.spec, self._source_split(split)))
         source = replace(source, rows=[source.rows[index] for index in spread(len(source.rows), self.limit(split))])
         examples = pack(self._encoded(source.rows), _DTYPES, {"labels": self._labels(source)})
@@ -133,13 +129,11 @@ class TextTask(Task):
         if len(empty):
             place = source.place(source.rows[empty[0]])
             raise UserError(f"{place}: the text is empty, and the tokenizer adds nothing to it")
-        skipped = (
-            f", {source.records.skipped} malformed rows skipped" if source.records and source.records.skipped else ""
-        )
+        skipped = source.records.skipped if source.records else 0
         distributed.info(
             f"{self.spec.name} {split}: {len(examples):,} examples, {examples.lengths.mean():.1f} tokens on average, "
-            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length{skipped} "
-            f"({time.monotonic() - started:.1f} s)"
+            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length, {skipped:,} malformed "
+            f"rows skipped"
         )
         return examples
 
@@ -158,10 +152,10 @@ class TextTask(Task):
             return source
         held_out, rest = held_out_and_rest(count, share)
         if not held_out or not rest:
-            use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("left to train on", "lower")
             raise UserError(
-                f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be {use}: "
-                f"set task.held_out {way_out} (0.02 suits some thousands of examples; 0 holds none out)"
+                f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be "
+                f"{'held out: raise' if rest else 'left to train on: lower'} task.held_out (0.02 suits some thousands "
+                f"of examples; 0 holds none out)"
             )
         return replace(source, rows=[source.rows[index] for index in (held_out if split == HELD_OUT else rest)])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
-from ds_trainer.models.shrink import shrunk_class
+from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.timing import seconds
 from ds_trainer.techniques.prune.sites import Site
