@@ -276,9 +276,12 @@ QUERY = "bert.encoder.layer.1.attention.self.query"
 MASKED = ("masked_bert", "--threshold", "0.15")
 CASES: dict[str, tuple[tuple[str, ...], Callable[[Path], Any], str]] = {
     "no threshold": (("masked_bert",), lambda folder: None, "--threshold is missing"),
-    "a share of 15": (("masked_bert", "--threshold", "15"), lambda folder: None, "takes the share to keep"),
+    "a share of 15": (
+        ("masked_bert", "--threshold", "15"),
+        lambda folder: None,
+        "topK takes a share or a probability, above 0",
+    ),
     "no number": (("masked_bert", "--threshold", "nan"), lambda folder: None, "--threshold is nan"),
-    "a threshold of gates": (MASKED, of_config(pruning_method="l0"), "l0 has none"),
     "another program's": (MASKED, of_config(model_type="bert"), 'says model_type "bert"'),
     "no program's": (MASKED, of_config(model_type=None), "says model_type null"),
     "an unknown method": (MASKED, of_config(pruning_method="random"), '"random": known are topK'),

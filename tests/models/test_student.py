@@ -245,7 +245,7 @@ def test_distilbert_takes_over_the_config(make_source):
         ),
         ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight.*Keep layer 0"),
         ("bert", "Model", {"config": {"model_type": "bert", "vocab_size": 20}}, "vocab_size is 20, .* tokens"),
-        ("bert", "Model", {"config": {"model_type": "brt"}}, "model_type 'brt' is unknown to transformers"),
+        ("bert", "Model", {"config": {"model_type": "brt"}}, "config: .* Unrecognized model identifier: brt"),
         ("bert", "Model", {"config": {"model_type": "bert", "hidden_size": "x"}}, "config: .*hidden_size"),
     ],
 )

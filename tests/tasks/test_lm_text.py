@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), SETTINGS)
 def test_settings_that_cannot_work_are_told(fields: dict[str, Any], message: str) -> None:
-    """By the check and, for who does not check, by the reading."""
-    spec = LmSpec(name="clm", **fields)
-    with pytest.raises(ValueError, match=message):
-        raise ValueError("\n".join(check_data_files(spec)))
-    with pytest.raises(ValueError, match=message):
-        documents(spec, "train")
+    """The check, which every command runs first, names each mistake."""
+    assert re.search(message, "\n".join(check_data_files(LmSpec(name="clm", **fields))))
 
 
 def test_evaluation_needs_no_training_file(tmp_path: Path) -> None:

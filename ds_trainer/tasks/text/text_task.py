@@ -152,10 +152,10 @@ class TextTask(Task):
             return source
         held_out, rest = held_out_and_rest(count, share)
         if not held_out or not rest:
+            use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("left to train on", "lower")
             raise UserError(
-                f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be "
-                f"{'held out: raise' if rest else 'left to train on: lower'} task.held_out (0.02 suits some thousands "
-                f"of examples; 0 holds none out)"
+                f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be {use}: "
+                f"set task.held_out {way_out} (0.02 suits some thousands of examples; 0 holds none out)"
             )
         return replace(source, rows=[source.rows[index] for index in (held_out if split == HELD_OUT else rest)])
 
