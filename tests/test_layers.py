@@ -21,7 +21,7 @@ BUDGETS = {
     "tasks": 2030,
     "techniques": 2203,
     "engine": 1550,
-    "report": 1136,
+    "report": 1145,
     "deploy": 1130,
     "": 939,
     "cli": 753,

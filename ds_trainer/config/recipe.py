@@ -130,7 +130,7 @@ class Phase(Strict):
             techniques["distill"] = distill | {"terms": _terms("distill", table)}
             if not techniques["distill"]["terms"]:
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
-        return data | {"loss": table, "techniques": techniques}
+        return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:

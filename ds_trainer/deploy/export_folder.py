@@ -94,7 +94,7 @@ def _put_in_place(made: Path, job: ExportJob) -> None:
     """Delete the old model, its weights first, and move the new one there, its weights last: a mixture never loads."""
     job.output.mkdir(parents=True, exist_ok=True)
     replaced = REPLACED if job.writes_folder else (ONNX_FILE, INT8_FILE)
-    old = [path for path in job.output.iterdir() if _matches(path, replaced)]
+    old = [path for path in job.output.iterdir() if path.is_file() and _matches(path, replaced)]
     for path in sorted(old, key=lambda path: not _matches(path, WEIGHTS)):
         path.unlink()
     for path in sorted(made.iterdir(), key=lambda path: _matches(path, WEIGHTS)):

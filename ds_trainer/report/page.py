@@ -49,11 +49,17 @@ def make_report(folder: Path) -> None:
 
     Raises UserError where the folder holds no run, a file is broken, or the report cannot be written.
     """
-    run = read_run(folder)
     try:
-        _write(run)
+        _write(read_run(folder))
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"the report of {folder} cannot be made: {error}") from error
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"the report of {folder} cannot be made: its recipe.json, all_results.json or log.jsonl has values that no "
+            f"run writes: put the files back as they were"
+        ) from error
     distributed.info(f"report: {folder / 'report.md'}")
 
 

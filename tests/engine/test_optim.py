@@ -128,6 +128,9 @@ class Toy(Technique):
     name = "toy"
     term_units: ClassVar = {"toy.a": "example", "toy.b": "label"}
 
+    def __init__(self) -> None:
+        """It needs no entry in a recipe."""
+
     def terms(self, forward):
         return {"toy.a": forward.out * 2, "toy.b": forward.out * 3}
 

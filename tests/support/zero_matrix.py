@@ -334,7 +334,7 @@ def reference(case: Case) -> dict[str, list]:
     """The same run in one process: fp32 master weights, a plain AdamW, clipping by global norm."""
     # a process without a group cannot partition a teacher, whose answers are the same
     phase, techniques, master, groups = build("whole" if case.method == "partitioned" else case.method)
-    optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.learning_rate, weight_decay=BASE.weight_decay)
+    optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.lr, weight_decay=BASE.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)
     for technique in techniques:

@@ -406,10 +406,10 @@ def test_the_list_of_a_run(data: st.DataObject, folder: Path) -> None:
 
 
 def test_the_count(request: pytest.FixtureRequest) -> None:
-    """At least 1,000 inputs that hypothesis made were run here, of every kind some that were sound; more were not."""
+    """At least 800 inputs that hypothesis made were run here, of every kind some that were sound; more were not."""
     skip_unless_whole(request)
     print(f"taken {dict(RULE.taken)}, told {dict(RULE.told)}")
     kinds = {*RULE.taken, *RULE.told} - {"no file"}
-    assert sum(RULE.taken[kind] + RULE.told[kind] for kind in kinds) >= 1000
+    assert sum(RULE.taken[kind] + RULE.told[kind] for kind in kinds) >= 800
     assert min(RULE.taken[kind] for kind in kinds) > 0
     assert min(RULE.told[kind] for kind in kinds if not kind.startswith("tokens")) > 0
