@@ -20,10 +20,13 @@ from ds_trainer.config.recipe import Phase, Recipe, TaskParser, Techniques
 from ds_trainer.config.task_specs import FAMILIES, Family
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Task
+from ds_trainer.tasks.text.glue import TASK_NAMES
 from ds_trainer.techniques.registry import TECHNIQUES
 from ds_trainer.techniques.technique import Technique
 
 _NONE: Mapping[str, type] = MappingProxyType({})
+_OWN_TASKS = {*TASK_NAMES, *FAMILIES, *(name for family in FAMILIES.values() for name in family.names)}
+"""The names of this library's tasks and families, as they were before any plugin was loaded."""
 
 
 def load_plugin(name: str) -> None:
@@ -38,7 +41,7 @@ def load_plugin(name: str) -> None:
 def register(tasks: Mapping[str, type[Task]] = _NONE, techniques: Mapping[str, type[Technique]] = _NONE) -> None:
     """Let recipes name these tasks and techniques. A name that is registered again stands for the new class."""
     for name, task in tasks.items():
-        if name in FAMILIES and FAMILIES[name].names != (name,):
+        if name in _OWN_TASKS:
             raise UserError(f'a plugin has the task "{name}", which is one of this library: rename it')
         FAMILIES[name] = Family(task.Spec, task, names=(name,))
     for name, technique in techniques.items():

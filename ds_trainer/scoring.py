@@ -80,7 +80,8 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
             early = with_exits(model, Path(job.model), policy).eval()
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
-    return evaluation.scores, evaluation.files(task) | files
+    predictions = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
+    return evaluation.scores, predictions | files
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

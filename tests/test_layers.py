@@ -16,14 +16,14 @@ BUDGETS = {
     "ranks": 645,
     "files": 560,
     "hosts": 520,
-    "config": 1068,
+    "config": 1070,
     "models": 1315,
     "tasks": 2030,
     "techniques": 2203,
     "engine": 1550,
     "report": 1145,
     "deploy": 1130,
-    "": 939,
+    "": 945,
     "cli": 753,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -333,4 +333,5 @@ def _is_nested(data: Any) -> bool:
     if not isinstance(data, dict) or not isinstance(data.get("loss"), dict | None):
         return False
     techniques = data.get("techniques") or {}
-    return isinstance(techniques, dict) and all(t is None or isinstance(t, dict) for t in techniques.values())
+    looked_into = ("prune", "exits", "distill")
+    return isinstance(techniques, dict) and all(isinstance(techniques.get(name), dict | None) for name in looked_into)

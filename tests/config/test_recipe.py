@@ -282,3 +282,11 @@ def test_settings_of_language_modelling_that_cannot_work_are_refused(settings, m
     """Shares that do not add up to 1, and a shortest length above the longest."""
     with pytest.raises(ValueError, match=message):
         parse_task({"name": "mlm", "dataset": "wikitext"} | settings)
+
+
+def test_a_technique_that_is_only_switched_on_hides_no_weights_of_others():
+    """keep_zeros: true beside distill: the alphas are loss weights, and a conflict with the loss table is an error."""
+    phase = {"max_steps": 1, "techniques": {"keep_zeros": True, "distill": {"teacher": "t", "alpha_distil": 0.5}}}
+    assert parse_recipe({"phases": [phase]}).phases[0].loss["distill.logits"] == 0.5
+    with pytest.raises(ValueError, match="write only one of them"):
+        parse_recipe({"phases": [phase | {"loss": {"task": 1.0, "distill.logits": 1.0}}]})

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from support.launching import ROOT, run_deepspeed, run_python, run_script
 
 from ds_trainer.models.folders import create_folder, train_tokenizer
+from ds_trainer.plugins import register
+from ds_trainer.tasks.task import Task
 
 PENALTY, MULTILABEL = "examples/confidence_penalty.py", "examples/multilabel.py"
 
@@ -120,3 +122,9 @@ def test_a_launch_script_without_the_environment_says_what_to_activate(tmp_path)
     assert done.returncode == 2
     assert "activate" in done.stderr or "setup.sh" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["squad", "mlm", "sst2", "text"])
+def test_a_plugin_cannot_take_the_name_of_a_task_of_this_library(name):
+    with pytest.raises(ValueError, match=f'a plugin has the task "{name}", which is one of this library'):
+        register(tasks={name: Task})
