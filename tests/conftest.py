@@ -12,11 +12,10 @@ import pytest
 from support.exhaustive import EXHAUSTIVE
 from support.forked_ranks import ForkServer, close_warm_server, warm_server
 from support.launching import SHARED
+from support.words import WORDS
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-WORDS = {"fruit": "apple pear plum fig", "tool": "hammer saw drill file", "bird": "wren crow finch owl"}
 
 
 def pytest_addoption(parser):

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from conftest import WORDS
 from support.forked_ranks import ForkServer
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
+from support.words import WORDS
 
 EVERY, STEPS = 4, 12 if "--quick" in sys.argv else 60
 BERT = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WORDS
 from support.launching import ROOT
+from support.words import WORDS
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
