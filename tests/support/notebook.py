@@ -13,8 +13,7 @@ def main(recipe: str, out: Path) -> None:
     results = train(recipe, out / "first")
     content = json.loads(Path(recipe).read_text())
     again = train(content, out / "second", "--set", "phases.prune.shrink=false")
-    task = {"--recipe": str(out / "second/recipe.json")}
-    scores = evaluate(out / "second/model", *(word for pair in task.items() for word in pair))
+    scores = evaluate(out / "second/model", "--recipe", str(out / "second/recipe.json"))
     report = shrink(out / "second/model", out / "cut")
     weights = sum(parameter.numel() for parameter in load_model(out / "cut").parameters())
     seen = {"results": results, "again": again, "scores": scores, "report": report, "weights": weights}
