@@ -19,7 +19,6 @@ from ds_trainer.engine.engine_file import (
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-NOTHING = None
 
 # The ZeRO-3 file of Hugging Face's documentation, short of its sizes.
 HUGGING_FACE = {
@@ -55,13 +54,13 @@ def write(folder, text):
     return path
 
 
-def resolve(config, said=NOTHING, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
+def resolve(config, said=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
     return resolve_engine_file(
         config, said, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
     )
 
 
-def the_mistake(config, said=NOTHING, world_size=1):
+def the_mistake(config, said=None, world_size=1):
     mistakes = check_engine_file(config, said, world_size)
     assert len(mistakes) == 1, mistakes
     return mistakes[0]
@@ -127,7 +126,7 @@ def test_batch_numbers_are_whole_and_positive(key, value):
 def test_every_mistake_comes_at_once():
     """Four mistakes in four places are four lines of one list, and `resolve` raises them all."""
     config = {"train_batch_size": "8", "zero": 1, "bf16": {"enabled": 3}, "optimizer": {"type": "Adamm"}}
-    mistakes = check_engine_file(config, NOTHING, 1)
+    mistakes = check_engine_file(config, None, 1)
     assert len(mistakes) == 4
     with pytest.raises(ValueError, match="zero is not a key") as caught:
         resolve(config)
@@ -137,18 +136,18 @@ def test_every_mistake_comes_at_once():
 @pytest.mark.parametrize(
     ("given", "said", "world", "triangle"),
     [
-        ((None, None, None), NOTHING, 2, (64, 32, 1)),
+        ((None, None, None), None, 2, (64, 32, 1)),
         (
             ("auto", "auto", "auto"),
             Phase(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2),
             2,
             (32, 8, 2),
         ),
-        ((64, None, None), NOTHING, 2, (64, 32, 1)),
-        ((64, 8, None), NOTHING, 2, (64, 8, 4)),
-        ((64, None, 4), NOTHING, 2, (64, 8, 4)),
+        ((64, None, None), None, 2, (64, 32, 1)),
+        ((64, 8, None), None, 2, (64, 8, 4)),
+        ((64, None, 4), None, 2, (64, 8, 4)),
         ((None, 8, None), Phase(max_steps=1, train_batch_size=64), 1, (64, 8, 8)),
-        ((None, None, 4), NOTHING, 1, (128, 32, 4)),
+        ((None, None, 4), None, 1, (128, 32, 4)),
         ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
     ],
 )
