@@ -26,7 +26,7 @@ from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPOR
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.reading import read_value
-from ds_trainer.files.writing import write_json
+from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
@@ -62,7 +62,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
     """
     pretrained.quiet_transformers()
     # on the disk of the output folder, so that files can be moved there
-    place = next(path for path in (job.output.absolute(), *job.output.absolute().parents) if path.is_dir())
+    place = existing_above(job.output)
     with as_user_error(f"the output folder {job.output} cannot be written"):
         aside = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
     with leaving(), aside as folder:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_trainer.files.reading import memory
+from ds_trainer.files.reading import memory_limit
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
@@ -158,7 +158,7 @@ def fit(folders: Sequence[Path], device: torch.device | None = None) -> bool:
 
     Weights on disk may be in fp16, half as large as in fp32, or in a compact file, assumed to be an eighth as large.
     """
-    room, device = memory(), device or distributed.device()
+    room, device = memory_limit(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
     return sum(bytes_on_disk(folder) * (8 if is_compact(folder) else 2) for folder in folders) <= room / 2

@@ -5,13 +5,12 @@ but a file with a random token into the output folder, which is removed. Torch i
 is noticed too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +19,18 @@ from typing import Any
 from ds_trainer.files.reading import read_file
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.tables import aligned
+from ds_trainer.files.writing import existing_above
 from ds_trainer.hosts import checks, probe
 from ds_trainer.hosts.checks import FAILED, OK, SKIPPED, WARNING, Row, judged, skipped
-from ds_trainer.hosts.hostfile import Host, environment_files, exports, is_plain, parse_environment, read_hostfile
+from ds_trainer.hosts.hostfile import (
+    Host,
+    environment_files,
+    exports,
+    is_misread,
+    is_plain,
+    parse_environment,
+    read_hostfile,
+)
 from ds_trainer.hosts.remote import PROJECT, Remote, Reply, at_once
 from ds_trainer.ranks.failures import UserError
 
@@ -63,7 +71,9 @@ def examine(job: Job) -> list[Row]:
     mistakes = check_output_folder(job.output, overwrite=True) if job.output else []
     rows += [Row("output folder", _HERE, FAILED, mistake, "give another --output_dir") for mistake in mistakes]
     with _token(None if mistakes else job.output) as token:
-        replies = at_once(lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host]), hosts)
+        replies = at_once(
+            lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host], asked=time.time()), hosts
+        )
     folder = Path(token[0]).parent if token else None
     rows += [row for host, reply in replies.items() for row in _host_rows(host, reply, here, folder)]
     if local:
@@ -84,7 +94,10 @@ def examine(job: Job) -> list[Row]:
 
 
 def environment_rows() -> tuple[list[Row], dict[str, str]]:
-    """Check `.deepspeed_env`; also returns all variables that DeepSpeed will export on the hosts."""
+    """Check what DeepSpeed will export on the hosts: `.deepspeed_env`, and variables of this shell.
+
+    Returns the rows, and the variables that arrive as they are.
+    """
     rows, configured = [], dict[str, str]()
     for path in environment_files():
         try:
@@ -95,7 +108,11 @@ def environment_rows() -> tuple[list[Row], dict[str, str]]:
         found, cure = "\n".join(mistakes) or ", ".join(values), f"correct {path}: one NAME=VALUE a line, nothing else"
         rows.append(judged(".deepspeed_env", _HERE, not mistakes, found, cure))
     rows = rows or [Row(".deepspeed_env", _HERE, OK, "does not exist")]
-    return rows, exports(os.environ, configured, PROJECT)
+    values = exports(os.environ, configured, PROJECT)
+    if misread := [name for name in values if is_misread(values[name])]:
+        found = f"{', '.join(misread)}: the hosts' shells would read the quote, backslash or $( in the value"
+        rows.append(Row("exports", _HERE, FAILED, found, "unset it, or take these characters out"))
+    return rows, {name: value for name, value in values.items() if name not in misread}
 
 
 def _launcher_rows() -> list[Row]:
@@ -120,8 +137,7 @@ def _token(output: Path | None) -> Iterator[tuple[str, str] | None]:
     if output is None:
         yield None
         return
-    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    path, text = folder / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
+    path, text = existing_above(output).absolute() / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         path.write_text(text)
         yield str(path), text

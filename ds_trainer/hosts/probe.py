@@ -28,10 +28,17 @@ _SIOCGIFADDR = 0x8915  # asks for the IPv4 address of an interface
 
 
 def facts(request: dict) -> dict:
-    """Return versions, tools, names and addresses of this host, and what it sees of `project` and of `token`."""
+    """Return versions, tools, names and addresses of this host, and what it sees of `project` and of `token`.
+
+    `clock` is the seconds by which its clock is ahead of the one that the request's `asked` was read from; the way of
+    the request is part of them.
+    """
+    # from the metadata, because a broken package cannot be imported; the first of two of a name is the one in use
+    installed = {package.metadata["Name"]: package.version for package in reversed([*metadata.distributions()])}
     return {
+        "clock": time.time() - request.get("asked", time.time()),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": {package: installed.get(package) for package in PACKAGES},
         "source": source_hash(request["project"]),
         "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
         "name": socket.gethostname(),
@@ -42,12 +49,6 @@ def facts(request: dict) -> dict:
         "known_address": request.get("known_address"),
         "output_folder": find_token(*request.get("token") or ()),
     }
-
-
-def versions() -> dict:
-    """Return the versions of the installed packages from their metadata: a broken package is not imported."""
-    installed = {found.metadata["Name"]: found.version for found in reversed([*metadata.distributions()])}
-    return {package: installed.get(package) for package in PACKAGES}
 
 
 def source_hash(project: str) -> str | None:

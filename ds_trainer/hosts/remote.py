@@ -1,7 +1,5 @@
 """Ask the hosts of a hostfile by ssh: all at once, with the variables that DeepSpeed exports, within a time limit."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shlex

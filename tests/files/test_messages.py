@@ -1,7 +1,5 @@
 """What a user wrote, shown back: short whatever it is, and still the beginning of what was written."""
 
-from __future__ import annotations
-
 import pytest
 
 from ds_trainer.files.messages import kind_of, listed, quoted, shortened, shown

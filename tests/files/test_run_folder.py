@@ -1,13 +1,15 @@
 """The run folder never loses what it did not write."""
 
-from __future__ import annotations
-
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
 
 from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.report.page import write_report
 
 
@@ -60,13 +62,42 @@ def test_overwriting_deletes_nothing_behind_a_link(tmp_path):
     assert (other / "config.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_nothing_is_written_behind_a_link(tmp_path, name):
+    """Not even where an earlier run wrote something of that name: the link came later."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    folder = RunFolder(run)
+    folder.open(overwrite=False)
+    folder.claim(name)
+    other.mkdir()
+    shutil.rmtree(run / "model", ignore_errors=True)
+    (run / "model").symlink_to(other)
+    with pytest.raises(UserError, match="leads out of the output folder by a link: remove the link"):
+        folder.claim(name)
+
+
+@pytest.mark.parametrize("name", ["../mine.txt", "model/../../mine.txt", "/mine.txt", "**/mine.txt", ".", 1])
+def test_a_list_that_names_files_outside_is_refused(tmp_path, name):
+    """Nothing is deleted: somebody else may have written the list."""
+    (tmp_path / "mine.txt").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.ds_trainer.json").write_text(json.dumps(["model", name]))
+    with pytest.raises(UserError, match="is not the list of files that a run wrote"):
+        RunFolder(tmp_path / "run").open(overwrite=True)
+    assert (tmp_path / "mine.txt").exists()
+
+
 def test_what_a_killed_run_began_to_write_is_removed(tmp_path):
-    """Files and folders; the user's own hidden files stay."""
-    (tmp_path / ".model.ab_d3fgh.tmp").mkdir()
-    for name in (".status.json.123.tmp", ".ab_d3fgh.tmp", ".mine.tmp"):
+    """Files and folders; those of an export or a report that goes on stay, and so do the user's own hidden files."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    for folder in (f".model.{process.pid}.tmp", ".export.ab_d3fgh.tmp"):
+        (tmp_path / folder).mkdir()
+    stays = {".export.ab_d3fgh.tmp", f".report.md.{os.getpid()}.tmp", ".mine.tmp"}
+    for name in (f".status.json.{process.pid}.tmp", *stays - {".export.ab_d3fgh.tmp"}):
         (tmp_path / name).write_text("")
     RunFolder(tmp_path).open(overwrite=False)
-    assert {path.name for path in tmp_path.iterdir()} == {".ds_trainer.json", ".ab_d3fgh.tmp", ".mine.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == stays | {".ds_trainer.json"}
 
 
 def test_a_foreign_file_in_the_way_is_refused(tmp_path):

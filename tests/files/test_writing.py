@@ -1,7 +1,5 @@
 """Files and folders are written as a whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The doctor of hostfiles without hosts: its rows, its table, and an ssh that is a script."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -30,6 +28,7 @@ def facts(**changes) -> dict:
     """The answer of a good host."""
     answer = {
         "python": "3.11.7",
+        "clock": 0.3,
         "source": "abc",
         "versions": {"torch": "2.13.0", "deepspeed": "0.19.8"},
         "tools": {"ninja": "/v/bin/ninja", "c++": "/usr/bin/c++"},
@@ -73,6 +72,34 @@ def test_a_fault_is_in_its_own_row_with_its_cure(check, changes, found, cure):
     assert (row.check, row.host, row.result) == (check, "ann@two", "FAILED")
     assert found in row.found
     assert cure in row.cure
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "found", "cure"),
+    [
+        ("build tools", {"tools": {"ninja": "/bin/ninja", "c++": "/c++"}}, "here /v/bin/ninja", "PATH=/v/bin:$PATH"),
+        ("clock", {"clock": -7200}, "-7,200 s from this one", "chrony"),
+    ],
+)
+def test_what_makes_hosts_compile_again_and_again_is_a_warning(check, changes, found, cure):
+    """In a shared folder of kernels: another ninja, or a clock that is ahead."""
+    (row,) = faults(**changes)
+    assert (row.check, row.result) == (check, "warning")
+    assert found in row.found
+    assert cure in row.cure
+
+
+def test_a_variable_of_the_shell_that_the_hosts_would_misread_is_a_fault(monkeypatch, tmp_path):
+    """DeepSpeed exports it between double quotes; its value, which may be a secret, is not shown."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "$(hunter2)")
+    rows, exported = doctor.environment_rows()
+    (row,) = [row for row in rows if row.result == "FAILED"]
+    assert row.check == "exports"
+    assert "MLFLOW_TRACKING_PASSWORD: the hosts' shells would read" in row.found
+    assert "hunter2" not in str(rows)
+    assert "MLFLOW_TRACKING_PASSWORD" not in exported
 
 
 def test_an_interface_cures_the_own_name():

@@ -1,7 +1,5 @@
 """The files about hosts: what of a hostfile and of `.deepspeed_env` is taken, told, and exported."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

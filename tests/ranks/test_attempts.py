@@ -1,7 +1,5 @@
 """Ranks meet those of their own attempt, whatever earlier attempts left in the store."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Remote debugging: rank 0 alone listens, at 127.0.0.1 alone, until a debugger has attached; or one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

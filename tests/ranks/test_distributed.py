@@ -1,14 +1,16 @@
 """What a rank does before it meets the others, and what they say to each other."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json
+import os
+import sys
+from types import SimpleNamespace
 
 from support.forked_ranks import ForkServer
 from support.launching import ROOT
 
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.distributed import building_kernels
 
 OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
@@ -49,6 +51,25 @@ def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
     with building_kernels():
         done.append(True)
     assert done
+
+
+def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkeypatch):
+    """A notebook's next run, and the commands that it starts, must not take the variables for a launcher's."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    described = {}
+    stub = SimpleNamespace(init_distributed=lambda **_: described.update(os.environ))
+    monkeypatch.setitem(sys.modules, "deepspeed", stub)
+    distributed.start()
+    distributed.stop()
+    assert set(names) <= described.keys()
+    assert not {*names} & os.environ.keys()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    distributed.start()
+    distributed.stop()
+    assert os.environ["RANK"] == "0"
 
 
 def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, tmp_path):

@@ -1,7 +1,5 @@
 """Which processes a rank depends on."""
 
-from __future__ import annotations
-
 import pytest
 
 from ds_trainer.ranks import launcher
