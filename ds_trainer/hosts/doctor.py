@@ -70,7 +70,7 @@ def examine(job: Job) -> list[Row]:
     remote = Remote(exported, () if local else job.ssh, job.timeout)
     mistakes = check_output_folder(job.output, overwrite=True) if job.output else []
     rows += [Row("output folder", _HERE, FAILED, mistake, "give another --output_dir") for mistake in mistakes]
-    with _token(None if mistakes else job.output) as token:
+    with contextlib.nullcontext() if mistakes or not job.output else _token(job.output) as token:
         replies = at_once(
             lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host], asked=time.time()), hosts
         )
@@ -129,14 +129,11 @@ def _launcher_rows() -> list[Row]:
 
 
 @contextlib.contextmanager
-def _token(output: Path | None) -> Iterator[tuple[str, str] | None]:
+def _token(output: Path) -> Iterator[tuple[str, str]]:
     """Write a random text to a file in the output folder, or in the nearest existing folder above it.
 
-    Yields the path and the text, or None without an output folder. The file is removed at the end.
+    Yields the path and the text. The file is removed at the end.
     """
-    if output is None:
-        yield None
-        return
     path, text = existing_above(output).absolute() / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         path.write_text(text)

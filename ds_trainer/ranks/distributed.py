@@ -121,8 +121,7 @@ def building_kernels() -> Iterator[None]:
         with contextlib.suppress(OSError):
             # torch gives a folder to every kernel, below the default place or the user's; ours holds only the lock
             folder = Path(_get_build_directory("ds_trainer", verbose=False))
-            held = os.open(folder / "users", os.O_RDWR | os.O_CREAT)
-            until_built.callback(os.close, held)
+            held = until_built.enter_context((folder / "users").open("a"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for lock in folder.parent.glob("*/lock"):

@@ -28,11 +28,11 @@ def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     try:
         with naming_lost_ranks(), out_of_memory_named(""):
             yield
-    except RankError:  # without one of its ranks a process group cannot be destroyed: that would wait for the rank
-        distributed.free_shared_memory()
-        raise
-    except BaseException:
-        distributed.stop()
+    except BaseException as error:
+        if isinstance(error, RankError) and distributed.world_size() > 1:
+            distributed.free_shared_memory()  # to destroy a process group without one of its ranks would wait for it
+        else:
+            distributed.stop()
         raise
     distributed.stop()
 

@@ -52,12 +52,9 @@ class RankWatch:
         self._roster = distributed.broadcast(distributed.gather((socket.gethostname(), os.getpid())))
         self._notices: dict[int, list[str]] = {}
         """State and text of each rank that has posted. Both threads replace the dict, and never change it."""
-        self._over = threading.Event()
+        self.over = threading.Event()
+        """Ends the thread when it is set."""
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._over.set()
 
     def explained(self, error: Exception) -> Exception:
         """Return the error to end with: this one, or a better one that names the lost rank."""
@@ -129,7 +126,7 @@ class RankWatch:
 
     def _watch(self) -> None:
         """Run the thread: once another rank has posted, post where this rank is, and end it if it hangs."""
-        while not self._over.wait(_POLL):
+        while not self.over.wait(_POLL):
             with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the board with it
                 if not self._board.add("posts", 0):
                     continue
@@ -138,7 +135,7 @@ class RankWatch:
                 if not self._board.check([f"post/{distributed.rank()}"]):
                     self._post(*_whereabouts())
                 self._read()
-            if not self._over.wait(_HUNG):
+            if not self.over.wait(_HUNG):
                 self._end()
 
     def _end(self) -> None:
@@ -177,7 +174,7 @@ def naming_lost_ranks() -> Iterator[None]:
             raise
         raise explained from error
     finally:
-        watch.close()
+        watch.over.set()
 
 
 def rendezvous(join: Callable[[], None], timeout: int) -> None:

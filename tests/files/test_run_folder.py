@@ -7,10 +7,8 @@ import subprocess
 
 import pytest
 
-from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.report.page import write_report
 
 
 def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
@@ -114,11 +112,10 @@ def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
     """A report made while a run goes on is neither lost nor in the way of the run's own, and can be overwritten."""
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
-    (folder.claim("log.jsonl")).write_text('{"phase": "a", "step": 1, "train/loss": 1.0}')
-    report_command([str(tmp_path)])
+    RunFolder(tmp_path).claim("report.md").write_text("")
     folder.write_json("all_results.json", {})
-    write_report(tmp_path)
-    assert "report.md" in json.loads((tmp_path / ".ds_trainer.json").read_text())
+    RunFolder(tmp_path).claim("report.md")
+    assert json.loads((tmp_path / ".ds_trainer.json").read_text()) == ["all_results.json", "report.md"]
     RunFolder(tmp_path).open(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [".ds_trainer.json"]
 

@@ -269,13 +269,14 @@ def test_a_wrong_hostfile_is_a_users_mistake(tmp_path, capsys, hostfile):
     assert [row["check"] for row in json.loads(capsys.readouterr().out) if row["result"] == "FAILED"] == ["hostfile"]
 
 
-def test_an_output_folder_that_cannot_be_made_is_a_fault(ask, tmp_path):
+def test_an_output_folder_that_cannot_be_made_is_a_fault(monkeypatch, tmp_path, capsys):
     """The row has the message of the training command."""
     (tmp_path / "file").write_text("")
-    code, rows = ask(
-        "localhost slots=1\n", "--output_dir", str(tmp_path / "file/out"), "--master_port", str(free_port())
-    )
-    assert code == 1
+    (tmp_path / "hostfile").write_text("localhost slots=1\n")
+    monkeypatch.setattr(doctor, "network_rows", lambda *_: [])
+    flags = ["--hostfile", str(tmp_path / "hostfile"), "--output_dir", str(tmp_path / "file/out"), "--json"]
+    assert doctor_command(flags) == 1
+    rows = json.loads(capsys.readouterr().out)
     assert [row["found"] for row in rows if row["result"] == "FAILED"] == [
         f"the output folder {tmp_path / 'file/out'} cannot be made: {tmp_path / 'file'} is a file, or read-only"
     ]
