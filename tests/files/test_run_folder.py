@@ -1,4 +1,4 @@
-"""The run folder never loses what it did not write."""
+"""The run folder never deletes a file that no run wrote."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from ds_trainer.ranks.failures import UserError
 
 
 def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
-    """Unless asked to overwrite, and a resume needs an earlier run there."""
+    """Unless it may be overwritten; and a resume needs an earlier run in it."""
     (tmp_path / "mine.txt").write_text("precious")
     assert "--overwrite_output_dir" in check_output_folder(tmp_path, overwrite=False, resume=False)[0]
     assert check_output_folder(tmp_path, overwrite=True, resume=False) == []
@@ -20,7 +20,7 @@ def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
 
 
 def test_checking_makes_nothing(tmp_path):
-    """A folder that is not there is fine, and still not there afterwards; a file in the way is told."""
+    """A missing folder is fine, and still missing afterwards; a file in the way is a mistake."""
     assert check_output_folder(tmp_path / "a" / "b", overwrite=False, resume=False) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -28,7 +28,7 @@ def test_checking_makes_nothing(tmp_path):
 
 
 def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
-    """Files of the user's, also inside the same folder, stay; the run's own go, patterns included."""
+    """The user's files stay, also in the same folders; the files of the run go, patterns included."""
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
     folder.write_json("all_results.json", {"a": 1})
@@ -43,12 +43,12 @@ def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
         (tmp_path / name).write_text("precious")
     again = RunFolder(tmp_path)
     again.open(overwrite=True)
-    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted([".ds_trainer.json", *mine])
+    remaining = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(remaining) == sorted([".ds_trainer.json", *mine])
 
 
 def test_overwriting_deletes_nothing_behind_a_link(tmp_path):
-    """A user's link out of the folder, in the place of what a run wrote."""
+    """A user has replaced a folder of the run by a link."""
     run, other = tmp_path / "run", tmp_path / "other"
     folder = RunFolder(run)
     folder.open(overwrite=False)
@@ -85,8 +85,8 @@ def test_a_list_that_names_files_outside_is_refused(tmp_path, name):
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_what_a_killed_run_began_to_write_is_removed(tmp_path):
-    """Files and folders; those of an export or a report that goes on stay, and so do the user's own hidden files."""
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path):
+    """Files and folders; those of an export or a report that still runs stay, and so do the user's hidden files."""
     process = subprocess.Popen(["true"])
     process.wait()
     for folder in (f".model.{process.pid}.tmp", ".export.ab_d3fgh.tmp"):
@@ -109,7 +109,7 @@ def test_a_foreign_file_in_the_way_is_refused(tmp_path):
 
 
 def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
-    """A report made while a run goes on is neither lost nor in the way of the run's own, and can be overwritten."""
+    """A report made during a run is neither lost nor in the way of the run's report, and can be overwritten."""
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
     RunFolder(tmp_path).claim("report.md").write_text("")

@@ -81,7 +81,7 @@ def test_a_fault_is_in_its_own_row_with_its_cure(check, changes, found, cure):
         ("clock", {"clock": -7200}, "-7,200 s from this one", "chrony"),
     ],
 )
-def test_what_makes_hosts_compile_again_and_again_is_a_warning(check, changes, found, cure):
+def test_hosts_that_would_compile_again_and_again_are_a_warning(check, changes, found, cure):
     """In a shared folder of kernels: another ninja, or a clock that is ahead."""
     (row,) = faults(**changes)
     assert (row.check, row.result) == (check, "warning")
@@ -169,7 +169,7 @@ def test_the_table_has_one_line_for_hosts_with_the_same_result():
     ],
 )
 def test_a_wrong_flag_is_a_users_mistake(flags, message, capsys):
-    """It is reported before any host is asked."""
+    """It is reported before any command runs on a host."""
     with pytest.raises((SystemExit, ValueError)) as caught:
         doctor_command(["--hostfile", "none", *flags])
     assert message in f"{caught.value}{capsys.readouterr().err}"
@@ -185,7 +185,7 @@ def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
 
 FAKE_SSH = """\
     #!/bin/bash
-    # ssh of a fake: the host before the command picks what it does
+    # a fake ssh, which acts by the name of the host
     host=${@: -2:1} command=${@: -1}
     case $host in
       denied) echo "Permission denied (publickey)." >&2; exit 255 ;;
@@ -199,7 +199,7 @@ FAKE_SSH = """\
 
 @pytest.fixture
 def ask(tmp_path):
-    """Run launch/doctor.py with the fake ssh; names of hosts are in a resolver of the test's own."""
+    """Run launch/doctor.py with a fake ssh, and a fake resolver that knows the hosts' names."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("ssh", FAKE_SSH), ("pdsh", "#!/bin/bash\n")):
@@ -228,8 +228,8 @@ def ask(tmp_path):
     return run
 
 
-def test_every_kind_of_ssh_failure_is_told_and_what_needs_it_is_skipped(ask, tmp_path):
-    """Refused, silent, without python: each its own row and cure; a login that prints things does no harm."""
+def test_every_kind_of_ssh_failure_is_reported_and_the_checks_that_need_ssh_are_skipped(ask, tmp_path):
+    """Refused, silent, without python: each has another row and cure; a login that prints things does no harm."""
     output = tmp_path / "out"
     output.mkdir()
     names = ("denied", "silent", "nopython", "noisy")
@@ -341,7 +341,7 @@ def test_the_doctor_loads_no_torch():
 
 
 def test_the_source_hash_sees_a_changed_file(tmp_path):
-    """One byte, or one name, of the library or a command; not what is compiled of it."""
+    """A changed byte, or name, of the library or a command changes it; a compiled file does not."""
     for name in ("ds_trainer/a.py", "launch/b.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")

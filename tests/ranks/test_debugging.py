@@ -26,13 +26,13 @@ LISTENING = "0A"
 
 def listening(port: int) -> set[str]:
     """The local addresses, in hex as the kernel writes them, that listen at a port."""
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == LISTENING and int(local.split(":")[1], 16) == port:
-                found.add(local.split(":")[0])
-    return found
+                addresses.add(local.split(":")[0])
+    return addresses
 
 
 class Client:

@@ -1,4 +1,4 @@
-"""What a rank does before it meets the others, and what they say to each other."""
+"""A rank before it meets the others and after it leaves them, and the collectives between them."""
 
 import ast
 import contextlib
@@ -49,7 +49,7 @@ def test_the_default_folder_is_the_same_where_a_variable_names_it(tmp_path, monk
 
 
 def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
-    """What is done inside is done, whatever became of the lock."""
+    """The work inside is done without the lock."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
     done = []
     with building_kernels():
@@ -101,7 +101,7 @@ def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, server, tmp_path
 
 
 def test_collectives_are_called_in_one_place():
-    """What `distributed.py` sees to holds for all of them; the doctor's are of a process of its own."""
+    """So the guarantees of `distributed.py` hold for all of them; the doctor's run in another process."""
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
     elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):

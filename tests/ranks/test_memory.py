@@ -1,4 +1,4 @@
-"""Memory that runs out becomes one error: what the rank held, and what can be changed."""
+"""Memory that runs out becomes one error, with the memory that the rank held and the cure."""
 
 import re
 import weakref
@@ -22,7 +22,7 @@ RUNNING_OUT = {
 
 @pytest.mark.parametrize("allocator", RUNNING_OUT)
 def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocator):
-    """Torch, numpy and Python each say it in their own way."""
+    """Torch, numpy and Python each have another error for it."""
     with pytest.raises(OutOfMemoryError) as error, out_of_memory_named(" in a test", lambda: "The cure."):
         RUNNING_OUT[allocator]()
     assert re.fullmatch(r"rank 0 \(host .+\) ran out of memory in a test: .+\. The cure\.", str(error.value))
@@ -31,7 +31,7 @@ def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocat
 
 def test_other_errors_stay_what_they_are():
     """A wrong shape is no matter of memory; an error that was reported already stays the same."""
-    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("told"), KeyError("x")):
+    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("x"), KeyError("x")):
         with pytest.raises(type(mistake)) as error, out_of_memory_named(""):
             raise mistake
         assert error.value is mistake
