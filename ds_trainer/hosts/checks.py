@@ -1,4 +1,4 @@
-"""The checks of `launch/doctor.py`: what a host answered becomes rows, each with a result and, at a fault, the cure."""
+"""The checks of `launch/doctor.py`: the answers of a host become rows, each with a result and, if need be, a cure."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ def skipped(checks: Iterable[str], hosts: Iterable[Host], why: str) -> list[Row]
 
 
 def name_rows(hosts: Sequence[Host], addresses: Mapping[Host, str | None], own_name: str) -> list[Row]:
-    """Check that each name has an address of its own, which is the loopback's only for this machine's name."""
+    """Check that each host has an address that no other has, and that is not this machine's loopback."""
     rows, first = [], dict[str, Host]()
     for host in hosts:
         address, cure = addresses[host], ""
@@ -68,7 +68,7 @@ def name_rows(hosts: Sequence[Host], addresses: Mapping[Host, str | None], own_n
 
 
 def ssh_row(host: Host, error: str) -> Row:
-    """Find the cure of ssh's own message."""
+    """Make the row of ssh; its message decides which cure is likely."""
     cure = next(cure for words, cure in _SSH_CURES.items() if words in error.lower())
     cure = cure.format(host=host.name, address=host.address)
     return judged("ssh", host.name, not error, error or "answers without a password", cure)
@@ -94,7 +94,7 @@ def fact_rows(host: Host, facts: Mapping[str, Any], here: Mapping[str, Any], fol
 
 
 def _same(check: str, host: Host, values: Mapping[str, Any], here: Mapping[str, Any], cure: str) -> Row:
-    """Check that values on a host are those of this machine; None stands for what is missing."""
+    """Check that values on a host are those of this machine; None stands for a missing one."""
     wrong = [f"{name} {values[name] or 'is missing'}, here {here[name]}" for name in here if values[name] != here[name]]
     found = "; ".join(wrong) or ", ".join(f"{name} {value}" for name, value in here.items())
     return judged(check, host.name, not wrong, found, cure)

@@ -87,7 +87,7 @@ def examine(job: Job) -> list[Row]:
     address = next(filter(None, [job.master_addr, *replies[hosts[0]].value["addresses"]]), hosts[0].address)
     network = network_rows(remote, hosts, address, job.master_port)
     if all(row.result == OK for row in network):
-        # NCCL, and a single host, do not need the host's own name: what works is no fault
+        # NCCL, and a single host, do not need the host's own name: if the all-reduce works, it is no fault
         milder = {"result": WARNING} if len(hosts) > 1 else {"result": OK, "cure": ""}
         rows = [replace(row, **milder) if (row.check, row.result) == ("own name", FAILED) else row for row in rows]
     return [*rows, *network]
@@ -154,7 +154,7 @@ def _host_rows(host: Host, reply: Reply, here: Mapping[str, Any], folder: Path |
 
 
 def network_rows(remote: Remote, hosts: Sequence[Host], address: str, port: int) -> list[Row]:
-    """Check that the ranks can meet: all hosts reach the first one at `port`, and sum a number over one rank each."""
+    """Check that the ranks can meet: all hosts reach the first one at `port`, and one rank of each sums a number."""
     first, *others = hosts
 
     def reach(host: Host) -> Reply:
