@@ -156,12 +156,13 @@ def bytes_on_disk(folder: Path) -> int:
 def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -> bool:
     """Whether the weights of all folders, in fp32, take at most about half of the memory that is free.
 
-    It is that of the host, within the limit of a container, and of the device. Weights on disk may be in fp16, half as
-    large as in fp32, or in a compact file, which is assumed to be an eighth as large.
+    It is that of the host, within the limit of a container, and of the device. In fp32 the weights are assumed to be
+    twice as large as on disk, where they may be in fp16, and eight times as large as a compact file.
     """
-    room, device = min(memory(), psutil.virtual_memory().available), device or distributed.device()
+    room, device = memory(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
+    room = min(room, psutil.virtual_memory().available)
     return sum(bytes_on_disk(folder) * (8 if is_compact(folder) else 2) for folder in folders) <= room / 2
 
 
