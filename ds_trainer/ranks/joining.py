@@ -13,6 +13,14 @@ from ds_trainer.ranks.failures import OutOfMemoryError, RankError, first_line, r
 from ds_trainer.ranks.watching import naming_lost_ranks, rendezvous
 
 
+def silence_transformers() -> None:
+    """Keep transformers from logging and drawing progress bars: this library reports itself what a user needs."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     """Join the other ranks, and leave them at the end. A rank waits at most `timeout` seconds for another.
@@ -20,10 +28,7 @@ def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     `transformers` would print its warnings on every rank, so it is silenced. An error that only reports that some rank
     is missing is replaced by one that names the rank and the cause.
     """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    silence_transformers()
     rendezvous(lambda: distributed.start(timeout), timeout)
     try:
         with naming_lost_ranks(), out_of_memory_named(""):
