@@ -26,7 +26,7 @@ from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
-from ds_trainer.ranks.joining import told_if_out
+from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
@@ -279,7 +279,7 @@ class Training:
             held = memory.held(self.bytes_held, self.plan.engine_config)
             return f"That was after step {self.progress.step} of phase {self.plan.phase.name}. {held} {cure()}"
 
-        return told_if_out(where, explanation)
+        return out_of_memory_named(where, explanation)
 
     def _resume(self, checkpoint: Path, position: CheckpointState) -> None:
         """Go on from a checkpoint, with the hyperparameters that the files have now."""

@@ -24,7 +24,7 @@ from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined, print_json, told_if_out
+from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import write_report
@@ -146,7 +146,7 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; the results also go to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
     cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
-    with told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+    with out_of_memory_named(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
         if spec.calibrated:
             calibrate_folder(model, plan.task, batch_size, spec)
         early = with_exits(plan.task.build_model(model), model).to(distributed.device()).eval()

@@ -15,7 +15,7 @@ from ds_trainer.files.checkpoint_files import DamagedCheckpointError
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, print_json, told_if_out
+from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
@@ -62,7 +62,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        with told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        with out_of_memory_named(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
@@ -74,7 +74,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     files: dict[str, Any] = {}
     saved = read_exits(Path(job.model)) if has_exits(job.model) else None
     policy = job.exit_policy(saved)
-    with told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+    with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
         if saved:
             early = with_exits(model, Path(job.model), policy).eval()

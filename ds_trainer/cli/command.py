@@ -108,10 +108,10 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 def _print_message(error: Exception) -> None:
     """Print an error on the rank that it names; before the ranks know of each other, on the first of every host."""
-    teller = getattr(error, "teller", None)
-    if distributed.local_rank() == 0 if teller is None else distributed.rank() == teller:
+    reporter = getattr(error, "reporter", None)
+    if distributed.local_rank() == 0 if reporter is None else distributed.rank() == reporter:
         sys.stdout.flush()
-        where = "" if distributed.is_main() or teller is not None else f"rank {distributed.rank()}: "
+        where = "" if distributed.is_main() or reporter is not None else f"rank {distributed.rank()}: "
         first = str(error) if isinstance(error, StoppedError) else f"error: {where}{error}"
         message = "\n".join([first, *getattr(error, "__notes__", [])])
         print(shortened(redacted(message)), file=sys.stderr, flush=True)

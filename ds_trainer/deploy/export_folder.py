@@ -29,7 +29,7 @@ from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPOR
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.reading import read_value
-from ds_trainer.files.writing import write_json
+from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
@@ -82,7 +82,7 @@ def _folder_aside(output: Path) -> Iterator[Path]:
     It lies on the disk of the output folder, so that files can be moved there. Its process locks it, and a lock ends
     with its process. `made` comes after the lock: a folder with it that nobody locks is one of a dead process.
     """
-    place = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
+    place = existing_above(output)
     for made in place.glob(".export.*.tmp/made"):
         with contextlib.suppress(OSError), _locked(made.parent):
             shutil.rmtree(made.parent)

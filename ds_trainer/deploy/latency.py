@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ds_trainer.files.reading import memory
+from ds_trainer.files.reading import memory_limit
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
@@ -159,7 +159,7 @@ def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -
     It is that of the host, within the limit of a container, and of the device. In fp32 the weights are assumed to be
     twice as large as on disk, where they may be in fp16, and eight times as large as a compact file.
     """
-    room, device = memory(), device or distributed.device()
+    room, device = memory_limit(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
     room = min(room, psutil.virtual_memory().available)

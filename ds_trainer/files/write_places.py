@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.messages import quoted
+from ds_trainer.files.writing import existing_above
 from ds_trainer.ranks.failures import UserError
 
 CACHE_VARIABLE = "DS_TRAINER_CACHE"
@@ -101,8 +102,7 @@ def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None
     if output_file and (os.path.isdir(output_file) or not os.access(output_file.absolute().parent, os.W_OK)):
         mistakes.append(f"--output_file is {output_file}: name a file in a folder that exists and can be written to")
     if predictions_dir:
-        above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
-        existing = next(path for path in above if os.path.exists(path))
+        existing = existing_above(predictions_dir)
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
             mistakes.append(f"--predictions_dir is {predictions_dir}: {existing} is no folder that can be written to")
     return mistakes

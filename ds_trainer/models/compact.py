@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.reading import memory
+from ds_trainer.files.reading import memory_limit
 from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.loading import as_user_error
@@ -103,7 +103,7 @@ def read_compact(path: Path) -> dict[str, Tensor]:
     """
     with as_user_error(f"{path} is no sound compact file"), safe_open(path, framework="np") as file:
         entries = _entries(file)
-        room, wanted = memory(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
+        room, wanted = memory_limit(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
         if wanted > room:
             raise UserError(f"it unpacks to more than this host's memory: {wanted:,} bytes on the way, of {room:,}")
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}

@@ -1,7 +1,5 @@
 """Secrets are not shown, and nothing else is changed."""
 
-from __future__ import annotations
-
 import copy
 import time
 

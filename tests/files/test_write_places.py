@@ -1,7 +1,5 @@
 """Where a recipe or an engine file can have things written: inside the output folder, unless the user allows more."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zipfile
