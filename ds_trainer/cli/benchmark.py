@@ -5,15 +5,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ds_trainer.cli.command import Mistakes, Parser
+from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.export import onnx_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_task_flags, names_task, output_path, read_task, trust_of
 from ds_trainer.config.jobs import BACKENDS, DEVICES, DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.models.model_folder import INT8, folder_mistakes
-from ds_trainer.ranks import distributed
-from ds_trainer.tasks.registry import check_data_files
 
 
 def benchmark_command(arguments: Sequence[str]) -> None:
@@ -32,8 +30,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
     mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
     task, cache_dir = None, flags.cache_dir
     if names_task(flags):
-        task, cache_dir = read_task(flags, mistakes)
-        mistakes += check_data_files(task, splits=("validation",)) if task else []
+        task, cache_dir = read_task(flags, mistakes, "validation")
     elif OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {OF_THE_TASK}: {NO_TASK}")
     values = {
@@ -84,8 +81,7 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"
     if max(flags.threads) > cores:
         yield f"--threads is {max(flags.threads)}: this process may use {cores} cores: give {cores} at most"
-    if distributed.world_size() > 1:
-        yield "a benchmark is measured by one process: start it with python, not with deepspeed"
+    yield from one_process_mistakes("a benchmark is measured")
     if {"onnxruntime", "all"} & {*flags.backends}:
         yield from onnx_mistakes("--backends onnxruntime")
     if flags.output_dir:

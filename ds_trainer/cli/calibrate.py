@@ -1,6 +1,7 @@
 """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from ds_trainer.cli.command import Mistakes, Parser
@@ -9,7 +10,6 @@ from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import CalibrateJob
 from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
-from ds_trainer.tasks.registry import check_data_files
 
 
 def calibrate_command(arguments: Sequence[str]) -> None:
@@ -26,8 +26,9 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     flags = calibrate_parser().parse_args(list(arguments))
     trust, mistakes = trust_of(flags), Mistakes()
     mistakes += model_mistakes(flags.model, trust)
-    task, cache_dir = read_task(flags, mistakes)
-    mistakes += check_data_files(task, splits=("train",)) if task else []
+    if os.path.isdir(flags.model) and not os.access(flags.model, os.W_OK):
+        mistakes.append(f"{flags.model} cannot be written to, and the thresholds are kept in it: copy the folder first")
+    task, cache_dir = read_task(flags, mistakes, "train")
     exits = mistakes.of(requested_calibration, flags, task) if task and not mistakes else None
     return mistakes.job(CalibrateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust)
 

@@ -5,8 +5,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ds_trainer.cli.command import Mistakes, Parser
+from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.exit_flags import add_policy_flags, requested_exits, saved_exits
 from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
 from ds_trainer.config.jobs import EvaluateJob
@@ -15,20 +16,19 @@ from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.registry import check_data_files
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Score a model folder or checkpoints."""
-    job = read_evaluate_job(arguments)
-    from ds_trainer.ranks.joining import print_json
+    evaluate(read_evaluate_job(arguments))
+
+
+def evaluate(job: EvaluateJob) -> dict[Any, Any]:
+    """Print the scores of a model folder or of checkpoints, write files; returns the scores (of several, by step)."""
     from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
-        if job.all_checkpoints:
-            evaluate_checkpoints(job)
-        else:
-            print_json(evaluate_folder(job))
+        return evaluate_checkpoints(job) if job.all_checkpoints else evaluate_folder(job)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
@@ -40,8 +40,7 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     if from_checkpoint and not checkpoints:
         mistakes.raise_all()
     mistakes += [] if from_checkpoint else model_mistakes(flags.model, trust)
-    task, cache_dir = read_task(flags, mistakes, checkpoints[-1] if checkpoints else None)
-    mistakes += check_data_files(task, splits=("validation",)) if task else []
+    task, cache_dir = read_task(flags, mistakes, "validation", checkpoints[-1] if checkpoints else None)
     mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
     if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
@@ -67,8 +66,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[SavedCheckpoint]:
     """Read the checkpoint that is given, or all in a folder; of all, those that cannot be read are left out."""
-    if distributed.world_size() > 1:
-        mistakes.append("a checkpoint is scored by one process: start it with python, not with deepspeed")
+    mistakes += one_process_mistakes("a checkpoint is scored")
     paths = checkpoints_in(Path(flags.model)) if flags.all_checkpoints else [Path(flags.model)]
     if not paths:
         mistakes.append(

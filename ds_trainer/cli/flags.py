@@ -9,7 +9,9 @@ from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_setting
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
+from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
+from ds_trainer.tasks.registry import check_data_files
 
 NO_TASK = "no task: give --task_name, or --recipe with a task"
 
@@ -54,17 +56,19 @@ def names_task(flags: argparse.Namespace) -> bool:
 
 
 def read_task(
-    flags: argparse.Namespace, mistakes: Mistakes, saved: SavedCheckpoint | None = None
+    flags: argparse.Namespace, mistakes: Mistakes, split: str, saved: SavedCheckpoint | None = None
 ) -> tuple[TaskSpec | None, str | None]:
-    """Read the task and its cache folder from the flags and the last phase of their recipe.
+    """Read the task and its cache folder from the flags and the last phase of their recipe; check the split's files.
 
     Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
     """
-    data = (mistakes.of(read_json, flags.recipe, "the recipe") or {}) if flags.recipe else {}
-    recipe, file = mistakes.of(parse_recipe, data) if data else None, flags.recipe or ""
-    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
     if saved and not flags.recipe:
-        recipe, spec, file = saved.recipe, saved.task, str(saved.recipe_file)
+        recipe, spec, folder = saved.recipe, saved.task, saved.run
+    else:
+        data = mistakes.of(read_json, flags.recipe, "the recipe") if flags.recipe else None
+        recipe = mistakes.of(parse_recipe, data) if data else None
+        spec = (recipe.phases[-1].task or recipe.task) if recipe else None
+        folder = Path(flags.recipe or "").parent
     task_data = spec.model_dump() if spec else {}
     given = {"name": flags.task_name, "data_dir": flags.data_dir}
     task_data |= {field: value for field, value in given.items() if value is not None}
@@ -73,9 +77,11 @@ def read_task(
     task = mistakes.of(parse_task, task_data)
     if "name" not in task_data:
         mistakes.append(NO_TASK)
-    in_file = recipe.cache_dir if recipe else None
-    roots = [Path(file).parent, *flags.allow_write]
-    return task, flags.cache_dir or mistakes.of(cache_place, in_file, in_file, roots)
+    mistakes += check_data_files(task, splits=(split,)) if task else []
+    cache_dir = recipe.cache_dir if recipe else None
+    # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
+    roots = [*([folder] if (folder / RUN_LIST).is_file() else []), *flags.allow_write]
+    return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
 
 
 def output_path(text: str) -> Path:
