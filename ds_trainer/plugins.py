@@ -5,8 +5,6 @@ has the pydantic model of its entry in the recipe as `Spec`. A plugin is code, s
 Python, and never by a recipe, which is data that may come from anywhere.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -59,7 +59,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
         write_scores(rows, job)
-    return {row.step: row.scores for row in rows}
+    return {row.step: dict(row.scores) for row in rows}
 
 
 def calibrate_exits(job: CalibrateJob) -> None:

@@ -55,9 +55,7 @@ def train(
                 value = file
             words += [f"--{name}", str(value)]
         words += [word for plugin in plugins for word in ("--plugin", plugin)]
-        job = training.read_train_job(
-            [*words, *["--overwrite_output_dir"] * overwrite, *["--resume"] * resume]
-        )
+        job = training.read_train_job([*words, *["--overwrite_output_dir"] * overwrite, *["--resume"] * resume])
     # the run writes both files to its output folder: the command that it keeps is to name files that stay
     kept = shlex.join(word.replace(folder, str(output_dir)) for word in shlex.split(job.command))
     return training.train(job.model_copy(update={"command": kept}))

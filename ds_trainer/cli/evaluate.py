@@ -4,18 +4,22 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
-from ds_trainer.cli.exit_flags import add_policy_flags, requested_exits, saved_exits
-from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
+from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
 from ds_trainer.config.jobs import EvaluateJob
+from ds_trainer.config.recipe import saved_exits
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
+
+_POLICY_FLAGS = ("early_exit_entropy", "early_exit_confidence", "patience")
+"""The flags that replace the exit policy of a model folder."""
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
@@ -44,10 +48,11 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
     if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
-    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(requested_exits, flags)
+    policy = {name: getattr(flags, name) for name in _POLICY_FLAGS if getattr(flags, name) is not None}
+    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(partial(checked_exits, **policy))
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
-    values = {"task": task, "cache_dir": cache_dir, "exits": exits, "trust": trust, "checkpoints": of_task}
-    job = mistakes.job(EvaluateJob, flags, **values)
+    values = {"task": task, "cache_dir": cache_dir, "trust": trust, "checkpoints": of_task}
+    job = mistakes.job(EvaluateJob, flags, exits=exits if policy else None, **values)
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
         job.exit_policy(saved)  # whether it fits the heads of a checkpoint shows later
     return job
@@ -60,8 +65,18 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all_checkpoints", action="store_true", help=every)
     parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
     parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
-    add_policy_flags(parser)
+    add = parser.add_mutually_exclusive_group().add_argument
+    values = "a number, or one per head with commas; replaces the folder's thresholds"
+    add("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
+    add("--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}")
+    add("--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before")
     return parser
+
+
+def _numbers(text: str) -> float | list[float]:
+    """Parse one threshold for every head, or a list with one per head."""
+    values = [float(part) for part in text.split(",")]
+    return values if len(values) > 1 else values[0]
 
 
 def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[SavedCheckpoint]:

@@ -71,13 +71,11 @@ def export_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder")
     add("--overwrite", action="store_true", help="replace the existing model, or the .onnx files")
     add("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
-    onnx = f"write {ONNX_FILE}, checked in onnxruntime; with --compact its weights are those before"
-    add("--onnx", action="store_true", help=onnx)
+    add("--onnx", action="store_true", help=f"write {ONNX_FILE}, never compact, and check it in onnxruntime")
     add("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
     add("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
-    writer = "the program that wrote the folder: movement pruning's scripts (folded), or DeeBERT's (with exit heads)"
-    add("--import_from", choices=("masked_bert", "deebert"), help=writer)
+    add("--import_from", choices=("masked_bert", "deebert"), help="written by movement pruning's scripts or DeeBERT's")
     add("--threshold", type=float, help="with --import_from masked_bert: the final threshold of its run")
     return parser
 
@@ -111,16 +109,14 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
 
 def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     folder, trust = Path(flags.model), trust_of(flags)
-    if not os.path.isdir(folder):
-        yield f"the model folder {folder} does not exist: only a folder of this machine can be exported"
-    elif flags.import_from:
+    if flags.import_from:
         # whoever names the program that wrote the folder permits its pickle, which is read as weights only
         mistakes = folder_mistakes(folder, replace(trust, allow_pickle=True))
         yield from mistakes or _foreign_mistakes(flags, read_value(folder / "config.json"))
-    else:
-        yield from folder_mistakes(folder, trust)
-        if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
-            yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
+        return
+    yield from folder_mistakes(folder, trust)
+    if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
+        yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
 
 
 def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iterator[str]:
@@ -156,24 +152,21 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield from (f"--output_dir: {mistake}" for mistake in unfit)
         return
     names = sorted(path.name for path in output.iterdir() if not is_aside(path)) if output.is_dir() else []
-    if only_onnx:
-        yield from _onnx_folder_mistakes(output, names, itself, flags.overwrite)
-    elif names and "config.json" not in names:
-        yield f"--output_dir: {output} holds something else than a model: give another"
-    elif names and not flags.overwrite:
-        yield f"--output_dir: {output} is not empty: give another, or --overwrite"
-
-
-def _onnx_folder_mistakes(output: Path, names: Sequence[str], itself: bool, overwrite: bool) -> Iterator[str]:
-    """Say why .onnx files cannot be written to an existing folder."""
+    if not only_onnx:
+        if names and "config.json" not in names:
+            yield f"--output_dir: {output} holds something else than a model: give another"
+        elif names and not flags.overwrite:
+            yield f"--output_dir: {output} is not empty: give another, or --overwrite"
+        return
     model = next((name for name in names if name == "config.json" or name.endswith(".safetensors")), None)
     if model and not itself:
         yield f"--output_dir: {output} holds another model ({model}) than the .onnx file would: give another"
+    if flags.overwrite:
+        return
     existing = [name for name in (ONNX_FILE, INT8_FILE) if name in names]
-    if existing and not overwrite:
+    if existing:
         yield f"{output} has {' and '.join(existing)} already: give another --output_dir, or --overwrite"
     try:
         read_report(output)
     except UserError as error:
-        if not overwrite:
-            yield f"{error}: give another --output_dir, or --overwrite"
+        yield f"{error}: give another --output_dir, or --overwrite"

@@ -2,8 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from ds_trainer.cli.command import Mistakes
+from pydantic import ValidationError
+
+from ds_trainer.cli.command import Mistakes, flag_mistake
+from ds_trainer.config.exit_specs import ExitsSpec
 from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_setting
@@ -11,6 +15,7 @@ from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
 NO_TASK = "no task: give --task_name, or --recipe with a task"
@@ -62,13 +67,11 @@ def read_task(
 
     Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
     """
+    data = mistakes.of(read_json, flags.recipe, "the recipe") if flags.recipe else None
+    recipe, folder = mistakes.of(parse_recipe, data) if data else None, Path(flags.recipe or "").parent
+    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
     if saved and not flags.recipe:
         recipe, spec, folder = saved.recipe, saved.task, saved.run
-    else:
-        data = mistakes.of(read_json, flags.recipe, "the recipe") if flags.recipe else None
-        recipe = mistakes.of(parse_recipe, data) if data else None
-        spec = (recipe.phases[-1].task or recipe.task) if recipe else None
-        folder = Path(flags.recipe or "").parent
     task_data = spec.model_dump() if spec else {}
     given = {"name": flags.task_name, "data_dir": flags.data_dir}
     task_data |= {field: value for field, value in given.items() if value is not None}
@@ -82,6 +85,14 @@ def read_task(
     # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
     roots = [*([folder] if (folder / RUN_LIST).is_file() else []), *flags.allow_write]
     return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
+
+
+def checked_exits(**values: Any) -> ExitsSpec:
+    """Build a specification of the values of flags; UserError names the flag whose value is not valid."""
+    try:
+        return ExitsSpec(**values)
+    except ValidationError as error:
+        raise UserError(flag_mistake(error.errors()[0])) from None
 
 
 def output_path(text: str) -> Path:

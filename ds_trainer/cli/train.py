@@ -3,6 +3,7 @@
 import argparse
 import copy
 import difflib
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.config.recipe import Phase, Recipe, parse_recipe, recipe_schema
+from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
@@ -27,15 +28,9 @@ from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
-_FIELDS = {
-    "model_name_or_path": "model.name_or_path",
-    "task_name": "task.name",
-    "data_dir": "task.data_dir",
-    "output_dir": "output_dir",
-    "cache_dir": "cache_dir",
-    "seed": "seed",
-}
-"""The flags that are fields of the recipe."""
+_FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
+_FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
+"""The recipe's fields that have a flag of their own, by flag."""
 
 
 def train_command(arguments: Sequence[str]) -> None:
@@ -56,7 +51,10 @@ def train(job: TrainJob) -> dict[str, Any]:
     os.environ.update(places)
     try:
         with trusting(job.trust):
-            return (dry_run(job) if job.dry_run else run(job)) or {}
+            if not job.dry_run:
+                return run(job)
+            dry_run(job)
+            return {}
     finally:
         for name in places:  # a notebook's next run has another output folder
             del os.environ[name]
@@ -88,15 +86,14 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         mistakes.append("no output folder: give --output_dir, or output_dir in the recipe")
     if recipe and output:
         if distributed.is_main() and not flags.dry_run:
-            mistakes += check_output_folder(output, flags.overwrite_output_dir, resume, checkpoint)
+            mistakes += check_output_folder(output, flags.overwrite, resume, checkpoint)
         roots = [output, *flags.allow_write]
         cache = mistakes.of(cache_place, recipe.cache_dir, recipe_file.get("cache_dir"), roots)
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    values: dict[str, Any] = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
-    values |= {"overwrite": flags.overwrite_output_dir, "resume": resume, "checkpoint": checkpoint}
-    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), **values)
+    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
+    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), resume=resume, trust=trust, **values)
     for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
         distributed.warn(line)
     return job
@@ -110,7 +107,7 @@ def train_parser() -> argparse.ArgumentParser:
     add("--model_name_or_path", help="model folder or hub name the first phase starts from")
     add("--output_dir", help="where everything is written")
     add("--seed", type=int)
-    existing.add_argument("--overwrite_output_dir", action="store_true", help="replace what an earlier run wrote there")
+    existing.add_argument("--overwrite_output_dir", dest="overwrite", action="store_true", help="replace earlier files")
     resume = "go on with the run in --output_dir from its newest whole checkpoint, or from CHECKPOINT; start it if new"
     existing.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help=resume)
     add("--timeout", type=int, default=1800, help="seconds that a rank waits for another before the run ends (1800)")
@@ -126,7 +123,7 @@ def _print_schema(arguments: Sequence[str]) -> None:
     """Print the recipe's JSON schema, with the tasks and techniques of the plugins that the command names."""
     add_common_flags(parser := Parser("train", ""), "")
     parser.parse_known_args(list(arguments))
-    print(recipe_schema())
+    print(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
 def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:

@@ -1,7 +1,5 @@
 """The types of a recipe's fields, each with its unit and the message for a mistake."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field

@@ -104,5 +104,4 @@ def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None
     if text[start : start + 1] in ("[", "{"):
         with contextlib.suppress(ValueError, RecursionError):
             return json.JSONDecoder().raw_decode(text, start)[1]
-    matched = pattern.match(text, start)
-    return matched.end() if matched else None
+    return matched.end() if (matched := pattern.match(text, start)) else None
