@@ -52,7 +52,7 @@ def register(tasks: Mapping[str, type[Task]] = _NONE, techniques: Mapping[str, t
 
 
 def _import(name: str) -> ModuleType:
-    """Import a plugin. Only its own absence is the user's mistake: an error inside it keeps its traceback."""
+    """Import a plugin. That it does not exist is the user's mistake; an error inside it keeps its traceback."""
     if name.endswith(".py"):
         return _import_file(Path(name))
     if str(Path.cwd()) not in sys.path:  # a script's path has the script's folder in place of the current one

@@ -1,7 +1,8 @@
-"""What a notebook calls: the commands' own work, on one process, without a launcher, from Python values.
+"""What a notebook calls: the work of the commands, in one process without a launcher, given Python values.
 
 Every function makes the command line that a user would have typed, checks it as the command does, and makes the same
-call. What is trained here is, bit by bit, what the command trains.
+call. A model trained here is, bit by bit, the one that the command trains. A checkpoint of a run can be given wherever
+a model folder can.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def train(
             words += [f"--{name}", str(value)]
         words += [word for plugin in plugins for word in ("--plugin", plugin)]
         job = training.read_train_job([*words, *["--overwrite_output_dir"] * overwrite, *["--resume"] * resume])
-    # the run writes both files to its output folder: the command that it keeps is to name files that stay
+    # the run writes both files to its output folder as well, where the command that it records can name them
     kept = shlex.join(word.replace(folder, str(output_dir)) for word in shlex.split(job.command))
     return training.train(job.model_copy(update={"command": kept}))
 

@@ -58,11 +58,11 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
     if saved is None:
         raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
     regression = isinstance(task, TextSpec) and is_regression(task)
-    criterion, patience = flags.criterion or saved.policy.criterion, flags.patience
-    if regression and criterion == "patience" and patience is None:
-        patience = saved.policy.patience
-    aim = {name: getattr(flags, name) for name in ("target_speedup", "max_drop", "per_head")}
-    spec = checked_exits(**aim, criterion=criterion, patience=patience)
+    aim = {name: getattr(flags, name) for name in ("patience", "target_speedup", "max_drop", "per_head")}
+    criterion = flags.criterion or saved.policy.criterion
+    if regression and criterion == "patience" and flags.patience is None:
+        aim["patience"] = saved.policy.patience
+    spec = checked_exits(aim | {"criterion": criterion})
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
     share = getattr(task, "held_out", 0.0)
     heads = f"the exit heads of {flags.model} were trained"

@@ -21,7 +21,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
-"""Errors of the disk and its permissions, which say all there is to know: they are printed without a traceback."""
+"""Errors of the disk or of permissions. Their messages name the file, and so no traceback is printed."""
 T = TypeVar("T")
 J = TypeVar("J", bound=BaseModel)
 

@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 
 def evaluate(job: EvaluateJob) -> dict[Any, Any]:
-    """Print the scores of a model folder or of checkpoints, write files; returns the scores (of several, by step)."""
+    """Score a model folder or checkpoints, print and write the scores, and return them: of all checkpoints, by step."""
     from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
@@ -49,10 +48,10 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
     policy = {name: getattr(flags, name) for name in _POLICY_FLAGS if getattr(flags, name) is not None}
-    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(partial(checked_exits, **policy))
+    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(checked_exits, policy) if policy else None
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
-    values = {"task": task, "cache_dir": cache_dir, "trust": trust, "checkpoints": of_task}
-    job = mistakes.job(EvaluateJob, flags, exits=exits if policy else None, **values)
+    values = {"task": task, "cache_dir": cache_dir, "exits": exits, "trust": trust, "checkpoints": of_task}
+    job = mistakes.job(EvaluateJob, flags, **values)
     if not any(checkpoint.phase.techniques.exits for checkpoint in checkpoints):
         job.exit_policy(saved)  # whether it fits the heads of a checkpoint shows later
     return job
@@ -80,7 +79,7 @@ def _numbers(text: str) -> float | list[float]:
 
 
 def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[SavedCheckpoint]:
-    """Read the checkpoint that is given, or all in a folder; of all, those that cannot be read are left out."""
+    """Read the checkpoint that the command names, or with --all_checkpoints every one that can be read."""
     mistakes += one_process_mistakes("a checkpoint is scored")
     paths = checkpoints_in(Path(flags.model)) if flags.all_checkpoints else [Path(flags.model)]
     if not paths:
@@ -93,5 +92,5 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     if not checkpoints:
         mistakes += unreadable
     elif unreadable:
-        distributed.warn("left out:\n" + "\n".join(unreadable))
+        distributed.warn("these checkpoints are not scored:\n" + "\n".join(unreadable))
     return checkpoints

@@ -1,6 +1,7 @@
 """The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,12 @@ def read_task(
     mistakes += check_data_files(task, splits=(split,)) if task else []
     cache_dir = recipe.cache_dir if recipe else None
     # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
-    roots = [*([folder] if (folder / RUN_LIST).is_file() else []), *flags.allow_write]
+    roots = [*([folder] if os.path.isfile(folder / RUN_LIST) else []), *flags.allow_write]
     return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
 
 
-def checked_exits(**values: Any) -> ExitsSpec:
-    """Build a specification of the values of flags; UserError names the flag whose value is not valid."""
+def checked_exits(values: dict[str, Any]) -> ExitsSpec:
+    """Build a specification of exits from the values of flags; UserError names the flag whose value is not valid."""
     try:
         return ExitsSpec(**values)
     except ValidationError as error:

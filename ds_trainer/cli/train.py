@@ -30,7 +30,7 @@ from ds_trainer.tasks.registry import check_data_files
 
 _FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
 _FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
-"""The recipe's fields that have a flag of their own, by flag."""
+"""The fields of the recipe that have a flag, by the flag."""
 
 
 def train_command(arguments: Sequence[str]) -> None:

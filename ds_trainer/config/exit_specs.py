@@ -64,8 +64,8 @@ class ExitsSpec(Strict):
     head_weights: list[Rate] | None = Field(
         None,
         min_length=1,
-        description='weights of the heads\' losses in the term exits.heads. Training "heads": a sum, by default of 1 '
-        "each. Training \"joint\": a mean with the model's own head as the last, by default by the layers' numbers",
+        description="weights of the heads' losses in the term exits.heads: of a sum, by default 1 each; in joint "
+        "training of a mean, which ends with the model's own head, by default the numbers of the layers",
     )
     terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")

@@ -105,7 +105,7 @@ class Phase(Strict):
     @model_validator(mode="before")
     @classmethod
     def _one_home_of_weights(cls, data: Any) -> Any:
-        """Move the weights that techniques name into the loss table; distil the terms that it weighs."""
+        """Move the weights that techniques name into the loss table; by default its entries choose their terms."""
         if not _is_nested(data):
             return data
         loss, techniques = data.get("loss"), dict(data.get("techniques") or {})
@@ -305,10 +305,10 @@ def _terms(technique: str, table: dict[str, Any]) -> list[str]:
 
 
 def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
-    """Return the loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
+    """Return the loss table of a phase with exits, in which their terms (by default "heads") weigh 1 by default.
 
-    Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
-    nothing beside them, unless the recipe gives it a weight.
+    In joint training the term exits.heads has the loss of the model's own head in it; in training of the heads alone
+    the model's own head is frozen. In both cases the task's loss weighs 0, unless the recipe gives it a weight.
     """
     if _terms("exits", table):
         return table

@@ -1,7 +1,7 @@
 """Hide secrets in what a run shows of its command and files.
 
 A secret is recognised by the name of what holds it (`api_key`, `hf_token`, `password`), as a login in a URL, by the
-form of the keys of some services, and as the value of an environment variable with such a name. Others are not found.
+form of the keys of some services, and as the value of an environment variable with such a name. Any other is shown.
 
 Every pattern begins at the start of a name or at a fixed character, so that the time is linear in the text's length.
 """
@@ -100,7 +100,7 @@ def _text(text: str) -> str:
 
 
 def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None:
-    """Return where a value ends: that of a list or an object, as JSON, is known exactly. None if there is no value."""
+    """Return the end of the value at `start`; None if there is no value. A JSON list or object ends at its bracket."""
     if text[start : start + 1] in ("[", "{"):
         with contextlib.suppress(ValueError, RecursionError):
             return json.JSONDecoder().raw_decode(text, start)[1]

@@ -101,7 +101,7 @@ def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None
     if output_file:  # a device such as /dev/stdout can be written to, though its folder cannot
         written = output_file if os.path.exists(output_file) else output_file.absolute().parent
         if os.path.isdir(output_file) or not os.access(written, os.W_OK):
-            mistakes.append(f"--output_file is {output_file}: name a file in a folder that exists and can be written to")
+            mistakes.append(f"--output_file is {output_file}: name a file in a folder that can be written to")
     if predictions_dir:
         above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
         existing = next(path for path in above if os.path.exists(path))

@@ -201,7 +201,7 @@ def test_evaluation_mistakes_come_together(tmp_path):
     ("flags", "message"),
     [
         (["--output_file", "{folder}"], "--output_file is {folder}: name a file"),
-        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in a folder"),
+        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in"),
         (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: {folder}/file is no folder"),
         (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is no folder"),
         (["--predictions_dir", "{folder}/new/below"], None),

@@ -41,6 +41,7 @@ def mistakes_of(data) -> str:
         ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
         ({"phases": [{"max_steps": 1.5}]}, ["phases.0.max_steps", "1.5"]),
         ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
+        ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": -1}]}, ["warmup_steps", "-1"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": True}]}, ["warmup_steps", "true"]),

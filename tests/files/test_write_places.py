@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT, run_python
+from support.launching import ROOT, run_script
 
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.cli.train import read_train_job
@@ -220,7 +220,8 @@ def talkative(tiny_recipe, tmp_path_factory):
     command = [str(ROOT / "launch/train.py"), "--deepspeed_config", str(folder / "engine.json")]
     command += ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder / "out")]
     code = f"import os, runpy, sys; os.chdir({str(folder / 'here')!r}); sys.argv = {command!r}; "
-    done = run_python("-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    (folder / "driver.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = run_script(str(folder / "driver.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     return done, folder
 
