@@ -90,11 +90,12 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
     layers that each sample went through. Raises UserError where the folder holds no trained model. By default weights
     are safetensors, and no code of the folder is run; `config/trust.py` says what the two permissions are.
     """
-    from ds_trainer.checkpoint_model import model_of
     from ds_trainer.techniques.exits.early_exit import load_for_inference
 
     with trusting(Trust(allow_pickle, trust_remote_code)), contextlib.ExitStack() as until_loaded:
         if is_checkpoint(str(folder)):
+            from ds_trainer.checkpoint_model import model_of  # loads DeepSpeed, which serving does not need
+
             folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), cache_place(None, None, [])))
         return load_for_inference(folder)
 

@@ -37,11 +37,12 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def export(job: ExportJob, output: TextIO) -> None:
     """Export a model folder, which is made first where the job names a checkpoint; the report goes to `output`."""
-    from ds_trainer.checkpoint_model import model_of
     from ds_trainer.deploy.export_folder import export_folder
 
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
+            from ds_trainer.checkpoint_model import model_of
+
             folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
             job = job.model_copy(update={"model": folder})
         export_folder(job, output)

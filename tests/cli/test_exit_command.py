@@ -63,7 +63,10 @@ def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
 def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
     classifier: Path, flags: list[str], tmp_path: Path, csv_folder: Path
 ) -> None:
-    """Calibration prints what it writes, and needs no validation file; a flag overrides it for one evaluation."""
+    """Calibration prints what it writes, and needs no validation file; a flag overrides it for one evaluation.
+
+    Where the disk is full, the scores are printed all the same, and the error is one line.
+    """
     folder = shutil.copytree(classifier, tmp_path / "model")
     data = shutil.copytree(csv_folder, tmp_path / "data", ignore=shutil.ignore_patterns("validation*"))
     more = ["--data_dir", str(data), "--target_speedup", "1.4", "--criterion", "confidence"]
@@ -74,8 +77,11 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
     saved = read_exits(folder)
     assert saved.calibration == told
     written = (folder / "exits.json").read_bytes()
-    done = run_script("launch/evaluate.py", str(folder), *flags, "--early_exit_entropy", "0,0,10")
-    assert done.returncode == 0, done.stderr
+    full = ["--early_exit_entropy", "0,0,10", "--output_file", "/dev/full"]
+    done = run_script("launch/evaluate.py", str(folder), *flags, *full)
+    assert done.returncode == 1, done.stderr
+    assert "error: [Errno 28] No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
     scores = json_of(done.stdout)
     assert scores["early_exit/mean_layers"] == 3
     assert scores["early_exit/expected_saving"] == 0.75
