@@ -38,9 +38,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
         "backends": BACKENDS if "all" in flags.backends else flags.backends,
         "lengths": flags.lengths or [OF_THE_TASK if task else 128],
     }
-    return mistakes.job(
-        BenchmarkJob, flags, task=task, cache_dir=cache_dir, output=flags.output_dir, trust=trust, **values
-    )
+    return mistakes.job(BenchmarkJob, flags, task=task, cache_dir=cache_dir, trust=trust, **values)
 
 
 def benchmark_parser() -> argparse.ArgumentParser:
@@ -52,12 +50,11 @@ def benchmark_parser() -> argparse.ArgumentParser:
     add("--lengths", nargs="+", metavar="N", default=[], help=lengths)
     add("--threads", nargs="+", metavar="N", type=int, default=[cores], help="of the CPU (all cores)")
     add("--devices", nargs="+", choices=DEVICES, help="by default all that this machine has")
-    dtypes = "onnxruntime runs fp32 and int8, torch all but int8"
-    add("--dtypes", nargs="+", choices=[*DTYPES, INT8], default=["fp32"], help=dtypes)
+    add("--dtypes", nargs="+", choices=[*DTYPES, INT8], default=["fp32"], help="torch: no int8; onnxruntime: no 16-bit")
     add("--backends", nargs="+", choices=(*BACKENDS, "all"), default=["torch"])
     add("--seconds", default=20, metavar="X", help="of calls at a setting, all folders together (20)")
     add("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
-    add("--output_dir", type=output_path, help="write benchmark.json, benchmark.md and the figure there")
+    add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json, benchmark.md, the figure")
     add("--eval_batch_size", default=64, metavar="N", help="for the scores (64)")
     add_task_flags(parser)
     return parser
@@ -84,5 +81,5 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     yield from one_process_mistakes("a benchmark is measured")
     if {"onnxruntime", "all"} & {*flags.backends}:
         yield from onnx_mistakes("--backends onnxruntime")
-    if flags.output_dir:
-        yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output_dir, overwrite=True))
+    if flags.output:
+        yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output, overwrite=True))

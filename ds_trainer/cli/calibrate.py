@@ -64,8 +64,7 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
         aim["patience"] = saved.policy.patience
     spec = checked_exits(aim | {"criterion": criterion})
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
-    share = getattr(task, "held_out", 0.0)
-    heads = f"the exit heads of {flags.model} were trained"
+    share, heads = getattr(task, "held_out", 0.0), f"the exit heads of {flags.model} were trained"
     if not saved.held_out:
         mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
     elif share != saved.held_out:

@@ -45,8 +45,7 @@ def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
     add("--allow_write", action="append", default=[], metavar="DIR", help=write)
     add("--plugin", action="append", default=[], metavar="MODULE", help="tasks and techniques of your own (plugins.py)")
-    pickle = "load pytorch_model.bin, as weights only, where no safetensors are"
-    add("--allow_pickle", action="store_true", help=pickle)
+    add("--allow_pickle", action="store_true", help="load pytorch_model.bin, as weights only, without safetensors")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it
