@@ -25,18 +25,22 @@ from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
-    """Score a model folder, over all ranks, or a checkpoint; return the scores by name."""
+    """Score a model folder, over all ranks, or a checkpoint; print and return the scores by name."""
     with joined(), contextlib.ExitStack() as until_scored:
         for saved in job.checkpoints:
             folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
             job = job.model_copy(update={"model": str(folder)})
         scores, files = _scored(job)
+        print_json(scores)  # before the files are written, which may fail
         distributed.on_main(lambda: _write_evaluation(job, scores, files))
     return scores
 
 
-def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase, print a table of them and write a figure. Damaged ones are left out."""
+def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
+    """Score all checkpoints of a phase, print a table of them and write a figure; return the scores by step.
+
+    Damaged checkpoints are left out.
+    """
     with joined():
         rows = []
         for saved in job.checkpoints:
@@ -55,6 +59,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
         write_scores(rows, job)
+    return {row.step: dict(row.scores) for row in rows}
 
 
 def calibrate_exits(job: CalibrateJob) -> None:

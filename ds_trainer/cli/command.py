@@ -20,8 +20,8 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Errors of the disk that no flag mends: they are printed without a traceback."""
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+"""Errors of the disk or of permissions. Their messages name the file, and so no traceback is printed."""
 T = TypeVar("T")
 J = TypeVar("J", bound=BaseModel)
 
@@ -97,6 +97,12 @@ def flag_mistake(error: Any) -> str:
     """Say what is wrong with a flag, from one of pydantic's errors about the field of that name."""
     allowed = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     return f"--{error['loc'][0]} is {shown(error['input'])}: {allowed}" if error["loc"] else allowed
+
+
+def one_process_mistakes(work: str) -> list[str]:
+    """Return the mistake of starting work under a launcher that one process does; `work` is such as "is measured"."""
+    alone = distributed.world_size() == 1
+    return [] if alone else [f"{work} by one process: start it with python, not with deepspeed"]
 
 
 def _is_of_the_disk(error: Exception) -> bool:

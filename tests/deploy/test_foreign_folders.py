@@ -276,7 +276,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Path], Any], str]] = {
     "a share of 15": (
         ("masked_bert", "--threshold", "15"),
         lambda folder: None,
-        "topK takes a share or a probability, above 0",
+        "topK takes the share to keep, above 0",
     ),
     "no number": (("masked_bert", "--threshold", "nan"), lambda folder: None, "--threshold is nan"),
     "another program's": (MASKED, of_config(model_type="bert"), 'says model_type "bert"'),
