@@ -8,7 +8,7 @@ Such constants are added to the outer layer's bias, if it has one. The model's o
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,16 @@ def check_known(model: Any) -> None:
 
 
 @torch.no_grad()
+def kept(model: Any) -> dict[str, list[list[int]]]:
+    """Return the numbers of the heads (groups that share a key and a value) and neurons that contribute.
+
+    {"heads": a list for each layer, "neurons": likewise}. UserError where the model's family is unknown.
+    """
+    check_known(model)
+    return _kept(shrunk_model.sizes_of(model), _selections(model))
+
+
+@torch.no_grad()
 def shrink(model: Any) -> Any:
     """Return a new model that holds only the heads and neurons that contribute; the given one stays as it is.
 
@@ -72,26 +82,37 @@ def shrink(model: Any) -> Any:
     contributes; UserError where the model's family is unknown.
     """
     check_known(model)
+    selections = list(_selections(model))
     before = shrunk_model.sizes_of(model)
-    sizes = copy.deepcopy(before)
-    changed: dict[str, Tensor] = {}
-    for index, (name, layer) in enumerate(layers_of(model).items()):
-        for block in blocks_of(layer):
-            if shrunk_model.is_emptied(layer.get_submodule(block.core)):
-                continue
-            selection = _selection(name, layer, block, model.config)
-            sizes[SIZES_OF[block.kind]][index] = len(selection.keep)
-            changed |= dict(_changed(model, selection))
+    sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(before, selections).items()}
     if sizes == before:
         raise NothingToCutError(
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
         )
     shrunk = _unfilled(model, sizes)
-    _fill(shrunk, model, changed)
+    _fill(shrunk, model, dict(change for _, selection in selections for change in _changed(model, selection)))
     if model.can_generate():
         shrunk.generation_config = copy.deepcopy(model.generation_config)
     return shrunk.train(model.training)
+
+
+def _selections(model: Any) -> Iterator[tuple[int, _Selection]]:
+    """Yield the selection of each block that is not empty already, with the number of its layer."""
+    for index, (name, layer) in enumerate(layers_of(model).items()):
+        for block in blocks_of(layer):
+            if not shrunk_model.is_emptied(layer.get_submodule(block.core)):
+                yield index, _selection(name, layer, block, model.config)
+
+
+def _kept(
+    sizes: Mapping[str, Sequence[int]], selections: Iterable[tuple[int, _Selection]]
+) -> dict[str, list[list[int]]]:
+    """Return the numbers that remain of each layer's `sizes`: all of them in a block that cannot be cut."""
+    numbers = {name: [list(range(size)) for size in layers] for name, layers in sizes.items()}
+    for index, selection in selections:
+        numbers[SIZES_OF[selection.block.kind]][index] = selection.keep.tolist()
+    return numbers
 
 
 def _selection(name: str, layer: nn.Module, block: Block, config: Any) -> _Selection:
