@@ -1,7 +1,5 @@
 """The loss of a phase: the named, weighted sum of the task's loss and the techniques' terms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

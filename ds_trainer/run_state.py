@@ -4,15 +4,13 @@ Going back deletes results, so it is written down before it is done: a run that 
 rest when it is resumed.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.engine.checkpoint import CheckpointState, step_of
+from ds_trainer.engine.checkpoint import WholeCheckpoint, step_of
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.phase import checkpoints_of, folder_of
@@ -57,7 +55,7 @@ def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
     folder.write_json(_RESULTS, results)
 
 
-def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, CheckpointState] | None:
+def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoint | None:
     """The checkpoint that the command names, checked, if it names one; an interrupted going back is ended first."""
     if job.checkpoint is None:
         if job.resume:

@@ -11,7 +11,8 @@ from torch import nn
 
 from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 CHECKPOINT = Path("checkpoint-4")
 
@@ -41,30 +42,32 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def training_from(notes, monkeypatch):
-    """Makes a Training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
+    """Start the training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
     ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
     settings = SimpleNamespace(restore=lambda _: None, changes_since=lambda _: "")
     for name, stub in (("start_engine", ds_engine), ("OptimizerSettings", settings)):
         monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
-    monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
     monkeypatch.setattr(phase.PhasePlan, "identity", lambda *_: {})
-    position = SimpleNamespace(step=4, evaluated=4, scores={}, techniques={"noted": {"value": 3}}, report={}, order=1)
-    best = SimpleNamespace(step=2, techniques={"noted": {"value": 2}})
+    state = CheckpointState(
+        4, 4, 1, 1, {}, evaluated=4, report={"read": "by the report"}, techniques={"noted": {"value": 3}}
+    )
+    best = replace(state, step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
-        load=lambda _, place, __: notes.append(f"load {place}"), best_saved=lambda: (Path("checkpoint-2"), best)
+        load=lambda _, place, __: notes.append(f"load {place}"),
+        best_saved=lambda: WholeCheckpoint(Path("checkpoint-2"), best),
     )
     report = SimpleNamespace(open=lambda *_: notes.append("open"))
     task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
     best_of = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_steps": 2, "eval_steps": 2}
     spec = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
-    plan = phase.PhasePlan(spec, spec.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
+    plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(10, 0, 0), {}, None, Path())
     objective = SimpleNamespace(techniques=[Noted(notes)])
-    monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
+    monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: phase.PreparedPhase(nn.Linear(1, 1), [], objective))
 
     def make(resumed: bool) -> loop.Training:
-        its = replace(plan, resumed=(CHECKPOINT, position) if resumed else None)
-        return loop.Training(its, report, checkpoints, None)
+        its = replace(plan, resumed=WholeCheckpoint(CHECKPOINT, state) if resumed else None)
+        return loop.start_training(its, report, checkpoints, None)
 
     return make
 
@@ -94,5 +97,5 @@ def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, 
     """They are built anew, and told the state that training has come to."""
     training = training_from(resumed=False)
     monkeypatch.setattr(phase.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.objective.techniques))
-    training.plan.rebuild(training.states())
+    training.plan.rebuild(training.technique_states())
     assert notes[-1] == "resume 7"

@@ -52,7 +52,7 @@ class Loop:
 
     def __init__(self, plan: PhasePlan, record: Report, stop: StopRequests) -> None:
         model, techniques = plan.build()
-        lr_factor = lr_multiplier(plan.phase.lr_scheduler_type, plan.clock.warmup, plan.clock.total)
+        lr_factor = lr_multiplier(plan.phase.lr_scheduler_type, plan.length.warmup, plan.length.total)
         self.engine = engine.start_engine(
             model, plan.groups(model, techniques), plan.engine_config, plan.base, lr_factor
         )
@@ -60,7 +60,7 @@ class Loop:
         for technique in techniques:
             technique.start(self.engine.device)
         self.objective = Objective(plan.task, techniques, plan.phase.loss)
-        self.batches, self.seed, self.report, self.stop = batches_of(plan), plan.clock.seed, record, stop
+        self.batches, self.seed, self.report, self.stop = batches_of(plan), plan.length.seed, record, stop
         self.watch = StepWatch(self.engine, plan.phase.name, plan.phase.max_skipped_steps)
 
     def steps(self) -> None:
@@ -100,7 +100,7 @@ class BareLoop:
 
 
 def batches_of(plan: PhasePlan) -> BatchPlan:
-    return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.clock.seed)
+    return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.length.seed)
 
 
 def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None) -> PhasePlan:
@@ -133,7 +133,7 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 
 def record_of(plan: PhasePlan) -> Report:
     return Report(
-        plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
+        plan.folder, plan.phase.name, plan.length.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
     )
 
 

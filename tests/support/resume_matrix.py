@@ -140,7 +140,7 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     checkpoints = Checkpoints(job.output, phase.save_total_limit, best)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
     examples = len(plan.task.examples("train"))
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
+    with Report(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:
         results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
         distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
         checkpoints.drop_passing()
@@ -162,7 +162,7 @@ def save_and_export(training: loop.Training) -> None:
     _save(training)
     plan, step = training.plan, training.progress.step
     if training.progress.saved != before and plan.folder.name == "whole":
-        rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
+        rebuild, folder = partial(plan.rebuild, training.technique_states()), plan.folder / f"exported-{step}"
         export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
 
 
@@ -184,7 +184,7 @@ def main(recipe: str, out: Path) -> None:
     models = StartingModels(first.recipe, out / "starting")
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, models, StopAfter(0))
-    models.left["finetune"] = str(first.output / "model")
+    models.add("finetune", first.output / "model")
     stopped = {case: BEST_STOPS if case in BEST else list(STOPS.values()) for case in (*CASES, *BEST)}
     for case in (*CASES, *BEST, *ONLY_WHOLE):
         for name, stops in {"whole": [], "stopped": stopped.get(case)}.items():
