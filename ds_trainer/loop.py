@@ -17,6 +17,7 @@ import torch
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
 from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState, WholeCheckpoint
+from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
@@ -72,7 +73,7 @@ def start_training(plan: PhasePlan, report: Report, checkpoints: Checkpoints, st
     with explaining_memory(" as training started", partial(memory.training_cure, plan.engine_config)):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if plan.resumed:
-            resume(plan.resumed, plan.phase.name, checkpoints, ds_engine, objective)
+            resume(plan.phase.name, plan.resumed, checkpoints, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
     report.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
@@ -93,25 +94,11 @@ def start_training(plan: PhasePlan, report: Report, checkpoints: Checkpoints, st
     )
 
 
-def resume(
-    checkpoint: WholeCheckpoint, phase: str, checkpoints: Checkpoints, ds_engine: engine.Engine, objective: Objective
-) -> None:
-    """Load a checkpoint, and go on with the hyperparameters that this run's files have, which may differ from it."""
-    of_files = engine.OptimizerSettings(ds_engine)
-    _load(checkpoint, checkpoints, ds_engine, objective)
-    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
-    of_files.restore(ds_engine)
-    distributed.info(f"{phase}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
-    # restoring keeps what a schedule has reached, so that what is in force now is neither of the two
-    changes = engine.OptimizerSettings(ds_engine).changes_since(of_checkpoint)
-    if changes:
-        distributed.info(f"{phase}: this run's files differ from the checkpoint, and win: {changes}")
-
-
-def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
+def train_step(objective: Objective, ds_engine: Engine, batches: BatchPlan, report: Report, seed: int) -> int:
     """Take the engine's next optimizer step; return how many steps it has now taken."""
     step = ds_engine.global_steps
-    seed_step(seed, step)
+    # the random state is a function of run, step and rank, so that a resumed run draws what a whole one does
+    torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
     for technique in objective.techniques:
         technique.on_step(step)
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
@@ -126,7 +113,7 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
 
 
 def micro_batches(
-    task: Task, indices: ExampleIds, ds_engine: engine.Engine, draw: int
+    task: Task, indices: ExampleIds, ds_engine: Engine, draw: int
 ) -> Iterator[tuple[Batch, dict[Unit, float]]]:
     """Yield this rank's micro-batches of one optimizer step, on its device, each with its `Forward.shares`.
 
@@ -141,9 +128,26 @@ def micro_batches(
         yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Make the random state a function of run, step and rank, so that a resumed run draws what a whole one does."""
-    torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
+def resume(
+    phase: str, checkpoint: WholeCheckpoint, checkpoints: Checkpoints, ds_engine: Engine, objective: Objective
+) -> None:
+    """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
+    of_files = engine.OptimizerSettings(ds_engine)
+    load(checkpoint, checkpoints, ds_engine, objective)
+    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
+    of_files.restore(ds_engine)
+    in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
+    distributed.info(f"{phase}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
+    changes = in_force.changes_since(of_checkpoint)
+    if changes:
+        distributed.info(f"{phase}: this run's files differ from the checkpoint, and win: {changes}")
+
+
+def load(checkpoint: WholeCheckpoint, checkpoints: Checkpoints, ds_engine: Engine, objective: Objective) -> None:
+    """Bring the engine and the techniques to the state of a checkpoint."""
+    checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+    for technique in objective.techniques:
+        technique.resume(checkpoint.state.techniques[technique.name])
 
 
 @dataclass
@@ -177,7 +181,7 @@ class Training:
     checkpoints: Checkpoints
     stop: StopRequests
     objective: Objective
-    engine: engine.Engine
+    engine: Engine
     batches: BatchPlan
     watch: StepWatch
     histograms: Histograms | None
@@ -279,7 +283,7 @@ class Training:
         if self.plan.phase.load_best_model_at_end:
             best = self.checkpoints.best_saved()
             if best:
-                _load(best, self.checkpoints, self.engine, self.objective)
+                load(best, self.checkpoints, self.engine, self.objective)
                 distributed.info(f"{name}: the model of the best checkpoint, {best.path}, is exported")
                 return best.state.step, self.score(best.state.step)
             distributed.warn(f"{name}: no checkpoint has a score of its own step, so the last step is exported")
@@ -327,13 +331,13 @@ class Training:
         return {technique.name: technique.state() for technique in self.objective.techniques}
 
 
-def _load(
-    checkpoint: WholeCheckpoint, checkpoints: Checkpoints, ds_engine: engine.Engine, objective: Objective
-) -> None:
-    """Bring the engine and the techniques to the state of a checkpoint."""
-    checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
+    """Write a record of the steps since the last one, with what the engine and the techniques read now."""
+    distributed.bound_freed_memory()
+    readings = engine.readings(ds_engine)
     for technique in objective.techniques:
-        technique.resume(checkpoint.state.techniques[technique.name])
+        readings |= technique.readings()
+    report.flush(ds_engine.global_steps, readings)
 
 
 def _explaining_memory(
@@ -346,12 +350,3 @@ def _explaining_memory(
         return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure()}"
 
     return told_if_out(where, explanation)
-
-
-def flush(report: Report, objective: Objective, ds_engine: engine.Engine) -> None:
-    """Write a record of the steps since the last one, with what the engine and the techniques read now."""
-    distributed.bound_freed_memory()
-    readings = engine.readings(ds_engine)
-    for technique in objective.techniques:
-        readings |= technique.readings()
-    report.flush(ds_engine.global_steps, readings)

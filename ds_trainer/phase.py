@@ -28,7 +28,7 @@ from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
-"""Optimizers, in lower case as DeepSpeed reads them, that move a weight whose own gradient is zero, by others'."""
+"""Optimizers, in lower case as DeepSpeed reads them, that move a weight by the gradients of other weights."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,8 @@ class PhaseModel:
     length: PhaseLength
 
     @property
-    def teacher(self) -> str | None:
-        """The folder, or hub name, of the teacher."""
-        return self.techniques.distill.teacher if self.techniques.distill else None
-
-    @property
     def change(self) -> Change:
-        """What is done to the folded model before it is saved."""
+        """The function that changes the folded model before it is saved."""
         return cut_where_empty if self.phase.shrink else as_it_is
 
     def build(self) -> tuple[nn.Module, list[Technique]]:
@@ -72,7 +67,7 @@ class PhaseModel:
 
 
 class PreparedPhase(NamedTuple):
-    """What a phase trains, as it is before the engine takes it."""
+    """The model of a phase with its techniques, its parameter groups and its loss, as the engine is to take them."""
 
     model: nn.Module
     groups: list[Group]
@@ -81,7 +76,7 @@ class PreparedPhase(NamedTuple):
 
 @dataclass(frozen=True)
 class PhasePlan(PhaseModel):
-    """A phase with everything resolved that its training needs: what DeepSpeed is given, and where results go."""
+    """A phase with all that its training needs: what DeepSpeed is given, where results go, and where it goes on."""
 
     engine_config: Mapping[str, Any]
     base: Hyperparameters
@@ -159,15 +154,13 @@ def plan_phase(
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, phase, world)
-    total = phase.max_steps or _steps_of_epochs(phase, len(task.examples("train")), numbers.train_batch_size, resumed)
+    taken, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)
+    remaining = steps_for(phase.num_train_epochs or 0, len(task.examples("train")), numbers.train_batch_size, seen)
+    total = phase.max_steps or taken + max(0, remaining)
     length = PhaseLength(total, steps_of(phase.warmup_steps, total), recipe.seed)
+    width = task.hidden_size(source)
     config = resolve_engine_file(
-        job.engine_config,
-        phase,
-        world,
-        hidden_size=task.hidden_size(source),
-        total_steps=total,
-        warmup_steps=length.warmup,
+        job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
     )
     betas = (numbers.adam_beta1, numbers.adam_beta2)
     base = Hyperparameters(numbers.learning_rate, numbers.weight_decay, betas, numbers.adam_epsilon)
@@ -195,12 +188,6 @@ def checkpoints_of(phase: Phase, job: TrainJob) -> Checkpoints:
     """Return the checkpoints of a phase, whose folder may not exist yet."""
     best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
     return Checkpoints(folder_of(phase, job), phase.save_total_limit, best)
-
-
-def _steps_of_epochs(phase: Phase, examples: int, batch_size: int, resumed: WholeCheckpoint | None) -> int:
-    """Return the steps of the whole phase, of which those up to the checkpoint may have had another batch size."""
-    step, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)
-    return step + max(0, steps_for(phase.num_train_epochs or 0, examples, batch_size, seen))
 
 
 def _check_is_elementwise(optimizer: str) -> None:

@@ -29,13 +29,7 @@ from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, StartingModels
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits.exit_evaluation import (
-    calibrate_folder,
-    evaluate_exits,
-    flat_scores,
-    load_with_exits,
-    without_curves,
-)
+from ds_trainer.techniques.exits import exit_evaluation
 
 
 def run(job: TrainJob) -> dict[str, Any]:
@@ -93,11 +87,12 @@ def rehearse(job: TrainJob) -> list[dict[str, Any]]:
 
 
 def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict[str, Any]:
-    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+    teacher = models.teacher(phase)
+    plan = plan_phase(job, phase, models.start(phase), teacher)
     for split in plan.task.splits:  # a mistake in one would otherwise show after the training
         plan.task.examples(split)
-    if plan.teacher and not models.is_teacher_trained_first(phase):
-        plan.task.check_trained(plan.teacher)
+    if teacher and not models.is_teacher_trained_first(phase):
+        plan.task.check_trained(teacher)
     models.add(phase.name, plan.source)
     model, groups, _ = plan.prepare()
     return {
@@ -106,13 +101,8 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
         "engine_file": plan.engine_config,
         "parameter_groups": [
-            {
-                "name": group.name,
-                "parameters": group.size,
-                "learning_rate": group.learning_rate,
-                "weight_decay": group.weight_decay,
-            }
-            for group in groups
+            {"name": g.name, "parameters": g.size, "learning_rate": g.learning_rate, "weight_decay": g.weight_decay}
+            for g in groups
         ],
         "frozen_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "bytes_per_rank": plan.bytes_per_rank(model, groups),
@@ -158,10 +148,10 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
         results = train(plan, report, checkpoints_of(phase, job), stop)
         if phase.techniques.exits:
             exits = _measure_exits(plan, phase.techniques.exits)
-            scores = flat_scores(plan.task, exits)
+            scores = exit_evaluation.flat_scores(plan.task, exits)
             report.write_scores(plan.length.total, scores)
             results["eval"] |= scores  # of the exported model, in place of those in training's precision
-            results["exits"] = without_curves(exits)
+            results["exits"] = exit_evaluation.without_curves(exits)
         return results
 
 
@@ -171,23 +161,23 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
     with told_if_out(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
         if spec.calibrated:
-            calibrate_folder(model, plan.task, batch_size, spec)
-        results = evaluate_exits(load_with_exits(plan.task, model), plan.task, batch_size)
+            exit_evaluation.calibrate_folder(model, plan.task, batch_size, spec)
+        early = exit_evaluation.load_with_exits(plan.task, model)
+        results = exit_evaluation.evaluate_exits(early, plan.task, batch_size)
     distributed.on_main(partial(write_json, plan.folder / "eval" / EXITS_FILE, results))
     return results
 
 
 def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
     """Add to every phase's results what its model costs, all measured in turns; a failure is only a warning."""
-    folders = {phase.name: folder_of(phase, job) / "model" for phase in job.recipe.phases}
-    existing = distributed.on_main(lambda: [name for name, path in folders.items() if (path / "config.json").is_file()])
     try:
         subjects = {}
         for phase in job.recipe.phases:
-            if phase.name in existing:
-                task = build_task(task_of(phase, job.recipe), folders[phase.name], job.recipe.cache_dir)
+            model = folder_of(phase, job) / "model"
+            if distributed.on_main((model / "config.json").is_file):  # that of an earlier session may be deleted
+                task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
                 task.examples(task.splits[0])  # collective, unlike the measurement
-                subjects[phase.name] = TimedModel(folders[phase.name], task)
+                subjects[phase.name] = TimedModel(model, task)
         for name, costs in distributed.on_main(lambda: compare(subjects)).items():
             results[name] |= costs
     except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run
