@@ -1,8 +1,8 @@
 """Make the model folder of a checkpoint: the one that its run would have exported at that step.
 
-No engine is started. An engine would need the ranks and the precision of the run, or a conversion to the present ones,
-only to return the weights that the checkpoint holds. What follows is the export at the end of a run (`export.py`), so
-that the folder has the same bits for every ZeRO stage and number of ranks. One process does all of it.
+No engine is started: it would need the ranks and the precision of the run, only to return weights that the files hold
+as well. The weights are read from the files, and exported as at the end of a run (`deploy/export.py`), so that the
+folder has the same bits for every ZeRO stage and number of ranks. One process does all of it.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Make the model folder of a checkpoint for as long as the context lasts; yields it and the export's report."""
+    """Make the model folder of a checkpoint for as long as the context lasts; yield it and the export's report."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
@@ -46,9 +46,9 @@ def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Pa
 
 
 def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
-    """Write the model folder that the run would have exported at the checkpoint's step; returns the export's report.
+    """Write the model folder that the run would have exported at the checkpoint's step; return the export's report.
 
-    Raise UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
+    Raises UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
     from is missing.
     """
     phase, state = saved.phase, saved.position

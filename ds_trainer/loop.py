@@ -16,7 +16,7 @@ import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState, WholeCheckpoint
+from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
 from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
@@ -37,14 +37,14 @@ SETTLE_EVERY = 100
 """After so many steps the loss terms that wait on the device are summed up, however far the next record is."""
 
 
-def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> dict[str, Any]:
+def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]:
     """Train one phase and export its model; return the results of training, evaluation and export, on every rank.
 
     When a rank is asked to stop, all ranks save what was trained so far and raise StoppedError.
     """
-    training = start_training(plan, report, checkpoints, stop)
+    training = start_training(plan, report, stop)
     try:
-        with training.explaining_memory(" in training", partial(memory.training_cure, plan.engine_config)):
+        with training.explaining_memory(" in training", memory.training_cure(plan.engine_config)):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
             while training.progress.step < plan.length.total:
                 training.take_step()
@@ -52,14 +52,14 @@ def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopR
                 training.evaluate_if_due()
                 training.save_if_due()
                 stop.check()
-            checkpoints.drop_oldest()
+            plan.checkpoints.drop_oldest()
             step, evaluation = training.choose()
     except StoppedError as reason:
         raise training.stopped(reason) from None
     return training.finish(step, evaluation)
 
 
-def start_training(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> Training:
+def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Training:
     """Bring a phase to where its next step begins: step 0, or the step of the checkpoint that it goes on from.
 
     The order matters. The engine takes the model with the techniques attached. The checkpoint is loaded before the
@@ -70,10 +70,10 @@ def start_training(plan: PhasePlan, report: Report, checkpoints: Checkpoints, st
     progress = Progress.of(plan.resumed.state) if plan.resumed else Progress()
     # the bytes are counted before the engine starts, since ZeRO-3 empties the parameters
     explaining_memory = partial(_explaining_memory, plan, progress, plan.bytes_per_rank(model, groups))
-    with explaining_memory(" as training started", partial(memory.training_cure, plan.engine_config)):
+    with explaining_memory(" as training started", memory.training_cure(plan.engine_config)):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if plan.resumed:
-            resume(plan.phase.name, plan.resumed, checkpoints, ds_engine, objective)
+            resume(plan, plan.resumed, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
     report.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
@@ -81,7 +81,6 @@ def start_training(plan: PhasePlan, report: Report, checkpoints: Checkpoints, st
     return Training(
         plan=plan,
         report=report,
-        checkpoints=checkpoints,
         stop=stop,
         objective=objective,
         engine=ds_engine,
@@ -128,24 +127,22 @@ def micro_batches(
         yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
-def resume(
-    phase: str, checkpoint: WholeCheckpoint, checkpoints: Checkpoints, ds_engine: Engine, objective: Objective
-) -> None:
+def resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
     """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
     of_files = engine.OptimizerSettings(ds_engine)
-    load(checkpoint, checkpoints, ds_engine, objective)
+    load(plan, checkpoint, ds_engine, objective)
     of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
     of_files.restore(ds_engine)
     in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
-    distributed.info(f"{phase}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
+    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
     changes = in_force.changes_since(of_checkpoint)
     if changes:
-        distributed.info(f"{phase}: this run's files differ from the checkpoint, and win: {changes}")
+        distributed.info(f"{plan.phase.name}: this run's files differ from the checkpoint, and win: {changes}")
 
 
-def load(checkpoint: WholeCheckpoint, checkpoints: Checkpoints, ds_engine: Engine, objective: Objective) -> None:
+def load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
     """Bring the engine and the techniques to the state of a checkpoint."""
-    checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+    plan.checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
     for technique in objective.techniques:
         technique.resume(checkpoint.state.techniques[technique.name])
 
@@ -178,7 +175,6 @@ class Training:
 
     plan: PhasePlan
     report: Report
-    checkpoints: Checkpoints
     stop: StopRequests
     objective: Objective
     engine: Engine
@@ -188,7 +184,7 @@ class Training:
     identity: Mapping[str, Any]
     """What a run that goes on from this one's checkpoints must have in common with it."""
     progress: Progress
-    explaining_memory: Callable[[str, Callable[[], str]], AbstractContextManager[None]]
+    explaining_memory: Callable[[str, str], AbstractContextManager[None]]
 
     def take_step(self) -> None:
         """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
@@ -227,7 +223,7 @@ class Training:
         last = progress.step >= self.plan.length.total
         progress.evaluated, progress.evaluation = progress.step, evaluation if last else Evaluation(scores)
         if progress.saved == progress.step:  # by a stop in the midst of this evaluation
-            self.checkpoints.write_scores(progress.step, scores)
+            self.plan.checkpoints.write_scores(progress.step, scores)
 
     def save_if_due(self) -> None:
         if self.plan.is_to_save(self.progress.step):
@@ -254,7 +250,7 @@ class Training:
             phase=redacted(self.plan.phase.model_dump()),
         )
         with self.report.paused():
-            if self.checkpoints.save(self.engine, state):
+            if self.plan.checkpoints.save(self.engine, state):
                 progress.saved = progress.step
 
     def score(self, step: int) -> Evaluation:
@@ -266,8 +262,8 @@ class Training:
 
         phase, techniques = self.plan.phase, self.objective.techniques
         at_end = self.progress.step >= self.plan.length.total or phase.load_best_model_at_end
-        batch_size, config = phase.per_device_eval_batch_size, self.plan.engine_config
-        cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, config)
+        batch_size = phase.per_device_eval_batch_size
+        cure = memory.evaluation_cure("per_device_eval_batch_size", batch_size, self.plan.engine_config)
         for technique in techniques:
             technique.on_step(step)
         self.engine.eval()
@@ -281,9 +277,9 @@ class Training:
         """Return the step whose weights are exported, the last or that of the best checkpoint, and its evaluation."""
         name, progress = self.plan.phase.name, self.progress
         if self.plan.phase.load_best_model_at_end:
-            best = self.checkpoints.best_saved()
+            best = self.plan.checkpoints.best_saved()
             if best:
-                load(best, self.checkpoints, self.engine, self.objective)
+                load(self.plan, best, self.engine, self.objective)
                 distributed.info(f"{name}: the model of the best checkpoint, {best.path}, is exported")
                 return best.state.step, self.score(best.state.step)
             distributed.warn(f"{name}: no checkpoint has a score of its own step, so the last step is exported")
@@ -341,12 +337,12 @@ def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
 
 
 def _explaining_memory(
-    plan: PhasePlan, progress: Progress, bytes_held: Mapping[str, int], where: str, cure: Callable[[], str]
+    plan: PhasePlan, progress: Progress, bytes_held: Mapping[str, int], where: str, cure: str
 ) -> AbstractContextManager[None]:
     """Let an error for lack of memory inside say how far the phase had come, what the rank held, and what to change."""
 
     def explanation() -> str:
         held = memory.held(bytes_held, plan.engine_config)
-        return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure()}"
+        return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure}"
 
     return told_if_out(where, explanation)

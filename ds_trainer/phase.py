@@ -124,6 +124,10 @@ class PhasePlan(PhaseModel):
         return engine.bytes_per_rank(trained, frozen, self.engine_config, distributed.world_size())
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        return checkpoints_of(self.phase, self.folder)
+
+    @property
     def lr_factor(self) -> Callable[[int], float]:
         """The function from the optimizer step to the factor on every group's rate."""
         return lr_multiplier(self.phase.lr_scheduler_type, self.length.warmup, self.length.total)
@@ -184,10 +188,10 @@ def folder_of(phase: Phase, job: TrainJob) -> Path:
     return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
 
 
-def checkpoints_of(phase: Phase, job: TrainJob) -> Checkpoints:
-    """Return the checkpoints of a phase, whose folder may not exist yet."""
+def checkpoints_of(phase: Phase, folder: Path) -> Checkpoints:
+    """Return the checkpoints of a phase that writes into a folder, which may not exist yet."""
     best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
-    return Checkpoints(folder_of(phase, job), phase.save_total_limit, best)
+    return Checkpoints(folder, phase.save_total_limit, best)
 
 
 def _check_is_elementwise(optimizer: str) -> None:

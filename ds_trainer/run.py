@@ -50,7 +50,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 status.phase(phase.name, plan.folder)
                 results[phase.name] = _run_phase(job, plan, stop)
                 distributed.on_main(partial(write_results, folder, results))
-                checkpoints_of(phase, job).drop_passing()
+                plan.checkpoints.drop_passing()
             models.add(phase.name, folder_of(phase, job) / "model")
         if job.recipe.report:
             _add_costs(job, results)
@@ -116,7 +116,7 @@ def _plan_and_claim(
 
     Where the command names a checkpoint of this phase, the run goes back to it once the plan shows that it can.
     """
-    checkpoints = checkpoints_of(phase, job)
+    checkpoints = checkpoints_of(phase, folder_of(phase, job))
     distributed.on_main(checkpoints.clear_asides)
     if named and named.path.parent != checkpoints.folder:
         named = None
@@ -145,7 +145,7 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
     phase = plan.phase
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
-        results = train(plan, report, checkpoints_of(phase, job), stop)
+        results = train(plan, report, stop)
         if phase.techniques.exits:
             exits = _measure_exits(plan, phase.techniques.exits)
             scores = exit_evaluation.flat_scores(plan.task, exits)

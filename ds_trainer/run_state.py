@@ -71,7 +71,7 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoin
             f"{folder.path / _GOING_BACK} names: give --resume alone first"
         )
     phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
-    return checkpoints_of(phase, job).named(job.checkpoint)
+    return checkpoints_of(phase, folder_of(phase, job)).named(job.checkpoint)
 
 
 def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
@@ -91,7 +91,7 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
     write_results(folder, {name: value for name, value in _read_results(folder).items() if name in before})
     for phase in job.recipe.phases[number:]:
         last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
-        checkpoints_of(phase, job).supersede(after=last)
+        checkpoints_of(phase, folder_of(phase, job)).supersede(after=last)
         sync_folder(folder_of(phase, job))
         drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
     note.unlink()

@@ -63,13 +63,14 @@ def training_from(notes, monkeypatch):
     task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
     best_of = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_steps": 2, "eval_steps": 2}
     spec = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
+    monkeypatch.setattr(phase.PhasePlan, "checkpoints", checkpoints)
     plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(10, 0, 0), CONFIG, None, Path())
     objective = SimpleNamespace(techniques=[Noted(notes)])
     monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: phase.PreparedPhase(nn.Linear(1, 1), [], objective))
 
     def make(resumed: bool) -> loop.Training:
         its = replace(plan, resumed=WholeCheckpoint(CHECKPOINT, state) if resumed else None)
-        return loop.start_training(its, report, checkpoints, None)
+        return loop.start_training(its, report, None)
 
     return make
 

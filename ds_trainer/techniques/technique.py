@@ -77,7 +77,7 @@ class Technique:
         """Release what `start` has loaded."""
 
     def on_step(self, step: int) -> None:
-        """Prepare optimizer step `step`, counted from 0, before its first forward; in training collective."""
+        """Prepare optimizer step `step`, counted from 0, before its first forward; collective in training."""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of it beside parameters and step; collective.
