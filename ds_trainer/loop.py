@@ -73,7 +73,7 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
     with explaining_memory(" as training started", memory.training_cure(plan.engine_config)):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if plan.resumed:
-            resume(plan, plan.resumed, ds_engine, objective)
+            _resume(plan, plan.resumed, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
     report.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
@@ -125,26 +125,6 @@ def micro_batches(
         counts = task.counts(examples, rows).items()
         shares = {unit: count * world * accumulation / max(1, totals[unit]) for unit, count in counts}
         yield task.collate(examples, rows, draw).to(ds_engine.device), shares
-
-
-def resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
-    """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
-    of_files = engine.OptimizerSettings(ds_engine)
-    load(plan, checkpoint, ds_engine, objective)
-    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
-    of_files.restore(ds_engine)
-    in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
-    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
-    changes = in_force.changes_since(of_checkpoint)
-    if changes:
-        distributed.info(f"{plan.phase.name}: this run's files differ from the checkpoint, and win: {changes}")
-
-
-def load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
-    """Bring the engine and the techniques to the state of a checkpoint."""
-    plan.checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
-    for technique in objective.techniques:
-        technique.resume(checkpoint.state.techniques[technique.name])
 
 
 @dataclass
@@ -279,7 +259,7 @@ class Training:
         if self.plan.phase.load_best_model_at_end:
             best = self.plan.checkpoints.best_saved()
             if best:
-                load(self.plan, best, self.engine, self.objective)
+                _load(self.plan, best, self.engine, self.objective)
                 distributed.info(f"{name}: the model of the best checkpoint, {best.path}, is exported")
                 return best.state.step, self.score(best.state.step)
             distributed.warn(f"{name}: no checkpoint has a score of its own step, so the last step is exported")
@@ -315,9 +295,9 @@ class Training:
         return StoppedError(f"stopped at {place}: {reason}{lost}")
 
     def check_finite(self) -> None:
-        """Raise NonFiniteLossError on every rank if the loss or the gradients of a step since the last check are not.
+        """Raise NonFiniteLossError on every rank if a step since the last check had a loss or gradients not finite.
 
-        The error names the first such step. Where both are not finite there, it names the loss, which is the cause.
+        The error names the first such step, and its loss if that is not finite, since it is the cause then.
         """
         self.report.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
@@ -334,6 +314,26 @@ def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
     for technique in objective.techniques:
         readings |= technique.readings()
     report.flush(ds_engine.global_steps, readings)
+
+
+def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+    """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
+    of_files = engine.OptimizerSettings(ds_engine)
+    _load(plan, checkpoint, ds_engine, objective)
+    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
+    of_files.restore(ds_engine)
+    in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
+    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
+    changes = in_force.changes_since(of_checkpoint)
+    if changes:
+        distributed.info(f"{plan.phase.name}: this run's files differ from the checkpoint, and win: {changes}")
+
+
+def _load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+    """Bring the engine and the techniques to the state of a checkpoint."""
+    plan.checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+    for technique in objective.techniques:
+        technique.resume(checkpoint.state.techniques[technique.name])
 
 
 def _explaining_memory(

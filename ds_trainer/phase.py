@@ -85,23 +85,19 @@ class PhasePlan(PhaseModel):
     """The checkpoint to go on from."""
 
     def prepare(self) -> PreparedPhase:
-        """Build all of the phase that needs no engine. Raises UserError for what the user got wrong."""
-        model, techniques = self.build()
-        groups = self.groups(model, techniques)
-        return PreparedPhase(model, groups, Objective(self.task, techniques, self.phase.loss))
+        """Build all of the phase that needs no engine; the parameters that the rules freeze are frozen.
 
-    def groups(self, model: nn.Module, techniques: Sequence[Technique]) -> list[Group]:
-        """Group the model's parameters, and freeze those that the rules freeze.
-
-        Raises UserError where the engine file's scheduler would set one rate on groups of different ones.
+        Raises UserError for what does not go together, such as a scheduler of the engine file that would set one rate
+        on groups of different ones.
         """
+        model, techniques = self.build()
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
         rules.sort(key=lambda rule: rule.params == "*")  # one technique's "all the rest" must not win over another's
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
         mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
         if mistakes:
             raise UserError("\n".join(mistakes))
-        return groups
+        return PreparedPhase(model, groups, Objective(self.task, techniques, self.phase.loss))
 
     def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
         """Return what a run must have in common with an earlier one to go on from its checkpoint; collective.
