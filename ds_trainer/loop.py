@@ -295,7 +295,7 @@ class Training:
         return StoppedError(f"stopped at {place}: {reason}{lost}")
 
     def check_finite(self) -> None:
-        """Raise NonFiniteLossError on every rank if a step since the last check had a loss or gradients not finite.
+        """Raise NonFiniteLossError on every rank if the loss or the gradients of a step were not finite.
 
         The error names the first such step, and its loss if that is not finite, since it is the cause then.
         """

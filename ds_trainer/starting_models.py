@@ -1,4 +1,4 @@
-"""The models that phases start from and learn from: the recipe's, those of earlier phases, and those a run makes first.
+"""The models that phases start from and learn from: the recipe's, those of earlier phases, and those made for a run.
 
 A run makes a new model where the recipe has a config for one, and a student where a phase asks for one.
 """
@@ -24,10 +24,10 @@ _INITIAL = "initial_model"
 
 @dataclass
 class StartingModels:
-    """Resolves what the phases of a recipe refer to into folders and hub names; `add` must name each phase's model.
+    """Gives the model that each phase of a recipe starts from, and its teacher, as folders or hub names.
 
-    `start` and `teacher` make the models that do not exist yet, in `folder`, on every host that does not see that of
-    rank 0. They are collective.
+    Models that do not exist yet are made in `folder`, on every host that does not see the folder of rank 0: `start` and
+    `teacher` are collective. Phases are to be taken in order, and the model of each is to be added for the later ones.
     """
 
     recipe: Recipe
@@ -93,7 +93,7 @@ class StartingModels:
 
 
 class MadeModels(StartingModels):
-    """The same for a run that is only read: it returns the folders of the models that the run made, and makes none."""
+    """The same for a run that is only read: gives the folders of the models that the run made, and makes none."""
 
     def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
         return str(self.folder / name)

@@ -5,8 +5,6 @@ To write one, subclass `Technique`, override the hooks it needs, and add the cla
 `distill/distill.py` one with loss terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
