@@ -36,7 +36,7 @@ def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
-        rehearse(job)
+        rehearse_phases(job)
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
         named = checkpoint_to_go_back_to(folder, job)
@@ -65,11 +65,11 @@ def dry_run(job: TrainJob) -> None:
     """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
     with joined():
         print_json(redacted({"recipe": job.recipe.model_dump()}))
-        for description in rehearse(job):
+        for description in rehearse_phases(job):
             print_json(redacted(description))
 
 
-def rehearse(job: TrainJob) -> list[dict[str, Any]]:
+def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
     """Build every phase before any is run, so that a mistake in the last one shows now; return what `dry_run` prints.
 
     A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
