@@ -1,7 +1,5 @@
 """A phase that starts, or goes on from a checkpoint, is put together in an order that matters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a run makes to start from is made once, whole, and again where it would be another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
