@@ -50,7 +50,18 @@ def training_from(notes, monkeypatch):
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
     monkeypatch.setattr(phase.PhasePlan, "identity", lambda *_: {})
     state = CheckpointState(
-        4, 4, 1, 1, {}, evaluated=4, report={"read": "by the report"}, techniques={"noted": {"value": 3}}
+        step=4,
+        examples=4,
+        batch_size=1,
+        order_batch_size=1,
+        identity={},
+        asked=True,
+        evaluated=4,
+        scores={},
+        report=None,
+        techniques={"noted": {"value": 3}},
+        total=10,
+        phase={},
     )
     best = replace(state, step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
