@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
@@ -26,6 +25,7 @@ from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
@@ -38,8 +38,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Make the model folder of a checkpoint for as long as the context lasts; yield it and the export's report."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    silence_transformers()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
         folder = Path(aside, saved.path.name)
         yield folder, export_checkpoint(saved, cache_dir, folder)

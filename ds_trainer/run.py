@@ -12,7 +12,7 @@ from typing import Any
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
-from ds_trainer.deploy.latency import TimedModel, compare
+from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint
 from ds_trainer.files.redaction import redacted
@@ -178,7 +178,7 @@ def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
                 task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
                 task.examples(task.splits[0])  # collective, unlike the measurement
                 subjects[phase.name] = TimedModel(model, task)
-        for name, costs in distributed.on_main(lambda: compare(subjects)).items():
+        for name, costs in distributed.on_main(lambda: measure_costs(subjects)).items():
             results[name] |= costs
     except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run
         distributed.warn(f"the models of the run are not measured: {error}")

@@ -13,6 +13,14 @@ from ds_trainer.ranks.failures import OutOfMemoryError, RankError, first_line, r
 from ds_trainer.ranks.watching import rendezvous, watched
 
 
+def silence_transformers() -> None:
+    """Keep transformers from logging and drawing progress bars: this library reports itself what a user needs."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     """Join the other ranks, which may keep each other waiting for `timeout` seconds, and leave them at the end.
@@ -20,10 +28,7 @@ def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     `transformers` is silenced, which would print on every rank what this library prints on one. An error that only
     reports that a rank is missing is replaced by one that names the rank and the cause.
     """
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    silence_transformers()
     rendezvous(lambda: distributed.start(timeout), timeout)
     try:
         with watched(), told_if_out(""):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
-from torch import nn
+from transformers import BertConfig, PreTrainedModel
 
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.deploy.latency import in_turns
@@ -41,21 +41,21 @@ ROWS = 16
 BASE = Hyperparameters(5e-5)
 
 
-class Encoder(nn.Module):
-    """The layers of a model alone: (rows, tokens, hidden) to the same."""
+class Encoder(PreTrainedModel):
+    """The layers of a model alone: (rows, tokens, hidden) to `last_hidden_state` of the same shape."""
+
+    config_class = BertConfig
+    _supports_sdpa = True
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
+        super().__init__(model.config)
         self.layers = model.encoder
-        self.config = model.config
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layers(hidden).last_hidden_state
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.layers(hidden)
 
 
 def config_of(flags: argparse.Namespace) -> Any:
-    from transformers import BertConfig
-
     return BertConfig(**bert_shape(flags.hidden, flags.layers, heads=12))
 
 
