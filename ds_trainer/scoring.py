@@ -1,7 +1,5 @@
 """Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path
@@ -17,10 +15,9 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits.early_exit import with_exits
-from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
 from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
@@ -74,19 +71,16 @@ def calibrate_exits(job: CalibrateJob) -> None:
 def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
     task = build_task(job.task, job.model, job.cache_dir)
-    task.check_trained(job.model)
-    model = task.build_model(job.model).to(distributed.device()).eval()
-    files: dict[str, Any] = {}
     saved = read_exits(Path(job.model)) if has_exits(job.model) else None
     policy = job.exit_policy(saved)
     with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
-        evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+        evaluation = score_folder(task, job.model, job.batch_size)
+        files = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
         if saved:
-            early = with_exits(model, Path(job.model), policy).eval()
+            early = load_with_exits(task, Path(job.model), policy)
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
-    predictions = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
-    return evaluation.scores, predictions | files
+    return evaluation.scores, files
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The rules of the architecture: imports run one way between packages, and files, functions and packages stay small."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

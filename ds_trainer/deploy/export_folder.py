@@ -41,7 +41,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
@@ -152,7 +152,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
     model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
-    scores = {"model": _score_of_folder(job, task, job.model)} if task else {}
+    scores = {"model": score_folder(task, job.model, job.batch_size).scores} if task else {}
     batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
     report: dict[str, Any] = {}
     if job.checkpoint:
@@ -167,7 +167,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         compared = onnx_file.compare(model, onnx_file.by_torch(packed), batches)
         report["compact"] = {"file": COMPACT_FILE, **written, **compared}
         if task:
-            scores["compact"] = _score_of_folder(job, task, made)
+            scores["compact"] = score_folder(task, made, job.batch_size).scores
     if job.onnx:
         report |= _onnx(job, model, batches, made)
         for name in ("onnx", "int8"):
@@ -246,10 +246,3 @@ def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
     for some in (order[:1], order[-1:], order[:: max(1, len(order) // 8)][:8]):
         inputs = task.collate(examples, some).inputs
         yield {name: value for name, value in inputs.items() if name not in task.own_inputs}
-
-
-@torch.no_grad()
-def _score_of_folder(job: ExportJob, task: Task, folder: Path) -> dict[str, float]:
-    task.check_trained(folder)
-    model: Any = task.build_model(folder).to(distributed.device()).eval()
-    return evaluate(lambda batch: model(**batch.inputs), task, job.batch_size).scores

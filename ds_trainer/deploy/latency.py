@@ -22,6 +22,7 @@ from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
 from ds_trainer.tasks.data import spread
+from ds_trainer.tasks.evaluation import load_on_device
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.early_exit import with_exits
 from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
@@ -174,11 +175,10 @@ def _with_the_last_data(models: Mapping[str, TimedModel]) -> dict[str, TimedMode
 
 def _forwards(timed: TimedModel) -> dict[str, Inference]:
     """The ways to run a folder's model, loaded once: to its end, and with early exits where it has them."""
-    device = distributed.device()
-    model: Any = timed.task.build_model(timed.folder).to(device).eval()
+    model = load_on_device(timed.task, timed.folder)
     if not has_exits(timed.folder):
         return {"latency": eager(model)}
-    early = with_exits(model, timed.folder).to(device).eval()
+    early = with_exits(model, timed.folder).eval()
     return {"latency": eager(early.model), "early_exit_latency": eager(early)}
 
 

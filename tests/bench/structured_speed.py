@@ -31,7 +31,7 @@ from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)
@@ -122,7 +122,7 @@ class Training:
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config_of(flags))
         spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
-        self.techniques = [Prune(spec, Clock(1000, 0, seed=1), task=None)] if scored else []
+        self.techniques = [Prune(spec, PhaseLength(1000, 0, seed=1), task=None)] if scored else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]

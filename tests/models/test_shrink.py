@@ -30,7 +30,7 @@ from torch import nn
 from ds_trainer.deploy.export import cut_where_empty, save_folded
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
-from ds_trainer.models.shrink import NothingToCutError, shrink
+from ds_trainer.models.shrink import NothingToCutError, kept, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -236,9 +236,9 @@ def test_a_gate_alone_makes_no_neuron_constant() -> None:
         mlp.gate_proj.bias[:2] = 0
         mlp.up_proj.weight[6:8] = 0
         mlp.up_proj.bias[7] = 0
-    shrunk = shrink(masked)
-    kept = [2, 3, 4, 5, 6, *range(8, 24)]
-    assert torch.equal(shrunk.model.layers[0].mlp.down_proj.weight, mlp.down_proj.weight[:, kept])
+    shrunk, numbers = shrink(masked), [2, 3, 4, 5, 6, *range(8, 24)]
+    assert kept(masked)["neurons"][0] == numbers
+    assert torch.equal(shrunk.model.layers[0].mlp.down_proj.weight, mlp.down_proj.weight[:, numbers])
     torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
 
 
