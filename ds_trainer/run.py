@@ -18,6 +18,7 @@ from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.deploy.latency import TimedModel, compare
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import CheckpointState
+from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
@@ -84,6 +85,7 @@ def _rehearsed(job: TrainJob) -> Iterator[PhasePlan]:
         models = StartingModels(job.recipe, aside)
         for phase in job.recipe.phases:
             plan = plan_phase(job, phase, models.start(phase), models.teacher(phase))
+            rehearse(plan.engine_config, plan.base)
             for split in plan.task.splits:  # a mistake in one would otherwise show after the training
                 plan.task.examples(split)
             if plan.teacher and not models.teacher_is_to_come(phase):

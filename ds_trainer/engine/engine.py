@@ -18,7 +18,6 @@ from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_opti
 from ds_trainer.engine.saved_states import SCALER
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
 
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
@@ -33,30 +32,38 @@ def start_engine(
     base: Hyperparameters,
     lr_factor: Callable[[int], float],
 ) -> Engine:
-    """Hand the model to DeepSpeed and return its engine. Raises UserError with DeepSpeed's words where it refuses.
+    """Hand the model to DeepSpeed and return its engine, with what DeepSpeed leaves out without ZeRO.
 
     An `optimizer` block of the resolved engine file builds that optimizer over our groups; without one, torch AdamW is
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
     """
+    engine = initialize(model, groups, config, base, lr_factor)
+    if not engine.zero_optimization():
+        _mend_without_zero(engine)
+    return engine
+
+
+def initialize(
+    model: nn.Module,
+    groups: Sequence[Group],
+    config: Mapping[str, Any],
+    base: Hyperparameters,
+    lr_factor: Callable[[int], float],
+) -> Engine:
+    """Return the engine as DeepSpeed makes it; the arguments are those of `start_engine`."""
     import deepspeed
 
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     in_file = "optimizer" in config
-    try:
-        with distributed.building_kernels():
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                config=dict(config),
-                optimizer=None if in_file else build_optimizer(groups, base),
-                model_parameters=as_torch(groups, base) if in_file else None,
-                lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
-            )
-    # DeepSpeed has no type of its own for the errors by which it refuses a config
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {error or repr(error)}") from error
-    if not engine.zero_optimization():
-        _mend_without_zero(engine)
+    with distributed.building_kernels():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            config=dict(config),
+            optimizer=None if in_file else build_optimizer(groups, base),
+            model_parameters=as_torch(groups, base) if in_file else None,
+            lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
+        )
     return engine
 
 
@@ -220,11 +227,13 @@ def stop_engine(engine: Engine) -> None:
 
     A program has to ask for the summary of the engine file's `comms_logger`: it is printed here.
     """
-    if engine.config.get("comms_logger", {}).get("enabled"):
-        import deepspeed
+    import deepspeed
+    from deepspeed.runtime import torch_autocast
 
+    if engine.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     engine.destroy()
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else ZeRO goes on with this autocast under the next engine
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 The check works on the text alone, before torch is loaded, so that a mistake shows within seconds. It reports unknown
 keys, wrong types and ranges (`keys.py`), keys that have no effect in ds_trainer (`verdicts.py`), values that differ
 between the engine file and the recipe, and combinations that DeepSpeed accepts although it then ignores a part of them
-or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`engine.start_engine`).
+or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`rehearsal.py`).
 """
 
 import copy
