@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
@@ -33,8 +34,6 @@ from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder
 from ds_trainer.techniques.technique import Clock, Technique
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextlib.contextmanager
@@ -63,7 +62,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         task = build_task(saved.task, source, cache_dir)
         clock = Clock(total, steps_of(phase.warmup_steps, total), identity["the seed"])
         plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
-        weights = weights_of(saved.path, _DTYPES[identity["the precision"]])
+        weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
         rebuild = partial(_rebuilt, plan, position["techniques"], weights, saved.path)
         results = export_state_dict(weights, rebuild, task, step, folder, plan.change)
     if phase.techniques.exits and phase.techniques.exits.calibrated:

@@ -163,12 +163,10 @@ def plan_phase(
         total_steps=total,
         warmup_steps=clock.warmup,
     )
-    betas = (numbers.adam_beta1, numbers.adam_beta2)
-    base = Hyperparameters(numbers.learning_rate, numbers.weight_decay, betas, numbers.adam_epsilon)
     if phase.techniques.keep_zeros:
         _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
     techniques = phase.techniques.taught_by(teacher)
-    plan = PhasePlan(phase, techniques, task, source, clock, config, base, folder_of(phase, job), resumed)
+    plan = PhasePlan(phase, techniques, task, source, clock, config, numbers.optimizer, folder_of(phase, job), resumed)
     if resumed:
         check_fits(*resumed, plan.identity(plan.prepare()[1]))
         before, now = resumed[1].batch_size, numbers.train_batch_size

@@ -44,7 +44,7 @@ def rehearse(config: Mapping[str, Any], base: Hyperparameters) -> None:
 
 
 def _group_count(config: Mapping[str, Any]) -> int:
-    """Return how many groups a scheduler with one rate per group expects; `scheduler_mistakes` compares the real ones."""
+    """Return how many groups a scheduler with a rate for each expects; `scheduler_mistakes` knows the real ones."""
     params = value_at(config, "scheduler.params") or {}
     return max((len(value) for value in params.values() if isinstance(value, list)), default=1)
 

@@ -16,6 +16,7 @@ from ds_trainer.engine.engine_file import (
     resolve_engine_file,
     settled_numbers,
 )
+from ds_trainer.engine.optim import Hyperparameters
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -289,7 +290,7 @@ def test_the_files_numbers_win_where_the_recipe_is_silent():
     """settled_numbers gives the file's learning rate and betas, and a value for every field."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}}
     numbers = settled_numbers(config, Phase(max_steps=1, adam_epsilon=1e-6), 1)
-    assert (numbers.learning_rate, numbers.adam_beta1, numbers.adam_epsilon) == (1e-4, 0.8, 1e-6)
+    assert numbers.optimizer == Hyperparameters(1e-4, 0.0, (0.8, 0.9), 1e-6)
     assert None not in vars(numbers).values()
 
 
