@@ -74,7 +74,7 @@ def _prune(block: dict[str, Any], missing: list[str]) -> tuple[dict[str, Any], i
         missing += [f"{kind} beside snip_momentum: a phase prunes in one way" for kind in kinds if "sparse" not in kind]
         missing.append(_SNIP_MOMENTUM)
         return _blocks(sparse), sparse.get("schedule_offset", 0)
-    groups: dict[tuple[str, float, int, str], dict[str, dict[str, str]]] = {}
+    first, granularity = None, {}
     for kind in kinds:
         shared = block[kind]["shared_parameters"]
         method = "topK" if shared.get("method", "topk" if kind == "head_pruning" else "l1") == "topk" else "magnitude"
@@ -82,13 +82,14 @@ def _prune(block: dict[str, Any], missing: list[str]) -> tuple[dict[str, Any], i
             grains = _granularity(f"{kind}.{name}", kind, group, missing)
             unit = "whole" if {"head", "neuron"} & set(grains.values()) else kind
             settings = (method, group["params"].get("dense_ratio", 0.5), shared.get("schedule_offset", 0), unit)
-            groups.setdefault(settings, {})[f"{kind}.{name}"] = grains
-    if not groups:
+            first = first or (f"{kind}.{name}", settings)
+            if settings == first[1]:
+                granularity |= grains
+            else:
+                missing.append(f"{kind}.{name} beside {first[0]}: {_ONE_WAY}")
+    if first is None:
         return {}, 0
-    (settings, first), *others = groups.items()
-    missing += [f"{path} beside {next(iter(first))}: {_ONE_WAY}" for _, paths in others for path in paths]
-    granularity = {key: grain for grains in first.values() for key, grain in grains.items()}
-    method, density, start, _ = settings
+    method, density, start, _ = first[1]
     return {"pruning_method": method, "granularity": granularity, "final_threshold": density}, start
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_trainer.engine import reshard
 from ds_trainer.engine.keys import precision_of, zero_stage
 from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_optimizer
-from ds_trainer.engine.saved_states import SCALER
+from ds_trainer.engine.saved_states import dynamic_scale
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 
@@ -37,20 +37,6 @@ def start_engine(
     An `optimizer` block of the resolved engine file builds that optimizer over our groups; without one, torch AdamW is
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
     """
-    engine = initialize(model, groups, config, base, lr_factor)
-    if not engine.zero_optimization():
-        _mend_without_zero(engine)
-    return engine
-
-
-def initialize(
-    model: nn.Module,
-    groups: Sequence[Group],
-    config: Mapping[str, Any],
-    base: Hyperparameters,
-    lr_factor: Callable[[int], float],
-) -> Engine:
-    """Return the engine as DeepSpeed makes it; the arguments are those of `start_engine`."""
     import deepspeed
 
     _hide_secrets()
@@ -64,6 +50,8 @@ def initialize(
             model_parameters=as_torch(groups, base) if in_file else None,
             lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
         )
+    if not engine.zero_optimization():
+        _mend_without_zero(engine)
     return engine
 
 
@@ -105,10 +93,9 @@ class OptimizerSettings:
             group.update(settings)
         self._restore_rates(engine, loaded)
         for name, value in self._wrapper.items():
-            state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
+            state = dynamic_scale(vars(vars(optimizer)[name])) if name in _SCALERS else None
             setattr(optimizer, name, value)
-            if state.get("dynamic", state.get("dynamic_loss_scale")):  # it goes on where the checkpoint had it
-                reshard.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
+            reshard.set_scaler(optimizer, state)  # the scale itself goes on where the checkpoint had it
 
     def changes_since(self, older: OptimizerSettings) -> str:
         """Describe how these settings differ from older ones of the same engine, for the log; "" where they do not."""

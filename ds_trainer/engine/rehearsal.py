@@ -7,16 +7,19 @@ disk or a server (NVMe, the log in to a monitor).
 
 import copy
 import logging
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ds_trainer.engine.engine import initialize, stop_engine
+from ds_trainer.engine.engine import start_engine, stop_engine
 from ds_trainer.engine.keys import flag_at, value_at
 from ds_trainer.engine.optim import Group, Hyperparameters
 from ds_trainer.ranks.failures import UserError
 
+_PACKAGE = Path(__file__).parents[1]
 _WIDTH = 64  # DeepSpeed quantizes weights in groups of 8, and cuts them among the ranks
 _MONITORS = {"tensorboard": "tb", "wandb": "wandb", "comet": "comet"}
 """The monitors that need a package, with DeepSpeed's short name."""
@@ -32,15 +35,16 @@ def rehearse(config: Mapping[str, Any], base: Hyperparameters) -> None:
     logging.disable(logging.WARNING)  # the start of training prints the same warnings
     try:
         _check_monitors(config)
-        engine = initialize(model, groups, _without_traces(config), base, lambda step: 1.0)
-    # DeepSpeed has no type of its own for the errors by which it refuses a file. The stand-in is always the same, so
-    # that only the file can be wrong; the start of training, which has other causes, lets errors keep their traceback.
+        stop_engine(start_engine(model, groups, _without_traces(config), base, lambda step: 1.0))
+    # DeepSpeed has no type of its own for the errors by which it refuses a file
     except (AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(raised_in).is_relative_to(_PACKAGE):
+            raise  # a bug of ours, which needs its traceback
         reason = str(error) or repr(error)
         raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {reason}") from error
     finally:
         logging.disable(logging.NOTSET)
-    stop_engine(engine)
 
 
 def _group_count(config: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.engine_files import HUGGING_FACE
 
 from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
@@ -20,33 +21,6 @@ from ds_trainer.engine.optim import Hyperparameters
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-
-# The ZeRO-3 file of Hugging Face's documentation, short of its sizes.
-HUGGING_FACE = {
-    "fp16": {"enabled": "auto", "loss_scale": "auto"},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "total_num_steps": "auto",
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-}
 
 
 def write(folder, text):

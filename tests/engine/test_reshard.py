@@ -20,10 +20,15 @@ STAGES = range(4)
 TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}
 """Relative tolerance of the losses after loading: other ranks add in another order, and bf16 and fp16 round."""
 MATRIX = ("fp32", "bf16", "fp16")
+CHAINED = chosen(MATRIX, lambda precision: precision == "fp16")
+SAME_RANKS = chosen(
+    [(p, source, target) for p in MATRIX for source, target in ((2, 3), (3, 0), (0, 1))],
+    lambda way: way in (("fp32", 2, 3), ("bf16", 3, 0), ("fp16", 0, 1)),
+)
 WAYS = {"robin": "22 23 10 01", "skipped": "20 32", "offload": "32 23", "fused": "02 20 00"}
 SPECIAL = [(kind, int(source), int(target)) for kind, ways in WAYS.items() for source, target in ways.split()]
-"""Beside all pairs of stages, source's and target's: DeepSpeed's other order of parameters, every step skipped so far,
-optimizer states on the CPU, DeepSpeed's own optimizer."""
+"""Pairs of stages, source's and target's, beside those of MATRIX: DeepSpeed's other order of parameters, every step
+skipped so far, optimizer states on the CPU, DeepSpeed's own optimizer."""
 
 
 def name_of(precision: str, stage: int, ranks: int) -> str:
@@ -31,8 +36,16 @@ def name_of(precision: str, stage: int, ranks: int) -> str:
 
 
 def pairs_from(ranks: int) -> list[list]:
-    """All pairs of stages in fp32; in 16 bit each stage once as source and as target."""
-    ways = chosen(product(MATRIX, STAGES, STAGES), lambda way: way[0] == "fp32" or (way[1] - way[2]) % 4 == ranks)
+    """Return pairs in which each stage is a source once and a target once; in fp32 also those that keep the stage.
+
+    Reading knows nothing of the target stage, nor filling of the source's.
+    """
+
+    def is_chosen(way: tuple[str, int, int]) -> bool:
+        precision, source, target = way
+        return (source - target) % 4 == ranks or (precision == "fp32" and source == target)
+
+    ways = chosen(product(MATRIX, STAGES, STAGES), is_chosen)
     return [[name_of(p, source, ranks), target] for p, source, target in ways] + [
         [name_of(p, source, ranks), target] for p, source, target in SPECIAL
     ]
@@ -43,10 +56,10 @@ def runs(tmp_path_factory):
     """Write sources with 2 ranks; load them with 1 rank, and write its sources; load those with 2 ranks."""
     folder = tmp_path_factory.mktemp("universal")
     sources = [*product(MATRIX, STAGES), *dict.fromkeys((p, stage) for p, stage, _ in SPECIAL)]
-    start = {p: name_of(p, 2, 2) for p in MATRIX}
-    chain_to_1 = [[start[p], 3, start[p] + "+1"] for p in MATRIX]
-    chain_to_2 = [[start[p] + "+1", 2, start[p] + "+2"] for p in MATRIX] + [[start[p] + "+2", 0] for p in MATRIX]
-    across = [[name_of(p, a, 2), b] for p, (a, b) in product(MATRIX, [(2, 3), (3, 0), (0, 1)])]
+    start = {p: name_of(p, 2, 2) for p in CHAINED}
+    chain_to_1 = [[start[p], 3, start[p] + "+1"] for p in CHAINED]
+    chain_to_2 = [[start[p] + "+1", 2, start[p] + "+2"] for p in CHAINED] + [[start[p] + "+2", 0] for p in CHAINED]
+    across = [[name_of(p, a, 2), b] for p, a, b in SAME_RANKS]
     plans = [
         (2, {"sources": sources, "pairs": across}),
         (1, {"sources": sources, "pairs": pairs_from(2) + chain_to_1, "refused": name_of("fp32", 1, 2)}),
@@ -78,7 +91,7 @@ class TestOtherRanksAndStages:
         }
 
     def test_the_run_goes_on(self, kind, launch, runs):
-        """The next three steps have the losses of the run that was not interrupted, of the same global batch."""
+        """The next two steps have the losses of the run that was not interrupted, of the same global batch."""
         for load in loads_of(runs, launch, kind):
             assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[kind]), load["source"]
 
@@ -98,7 +111,7 @@ def test_another_stage_with_the_same_ranks(precision, runs):
 def test_a_chain_returns_the_bits(runs):
     """2 ranks, stage 2 -> 1 rank, stage 3 -> 2 ranks, stage 2 -> stage 0: each saved by the engine that loaded it."""
     chained = [load for load in runs[1][2]["loaded"] if "+" in load["source"]]
-    assert len(chained) == 2 * len(MATRIX)
+    assert len(chained) == 2 * len(CHAINED)
     for load in chained:
         assert load["different"] == []
         assert load["losses"] == pytest.approx(load["expected"], rel=TOLERANCE[load["source"].split("-")[0]])

@@ -25,7 +25,7 @@ from ds_trainer.engine import engine, reshard
 from ds_trainer.engine.optim import Group, Hyperparameters
 from ds_trainer.ranks import distributed
 
-MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 6
+MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 5
 BASE = Hyperparameters(1e-2, 0.1)
 TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
 
