@@ -83,8 +83,8 @@ def load(engine: Engine, checkpoint: Path) -> None:
     set_scaler(engine.optimizer, saved.scaler())
     if engine.lr_scheduler is not None and saved.model["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved.model["lr_scheduler"])
-    for count in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, count, saved.model[count])
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, saved.model[name])
 
 
 def slices(engine: Engine) -> Iterator[Slice]:
@@ -186,7 +186,7 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
     # parameters are in one flat tensor, or DeepSpeed's FusedAdam counts on the last of them only. A group's count is
     # the largest of those saved, since the counts of parameters that had no gradient at first are behind.
     counts_each = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
-    counts: dict[Any, State] = {}
+    step_counts: dict[Any, State] = {}
     for parameter in saved.parameters():
         part = parts.get(parameter.name)
         if part is None:
@@ -198,12 +198,12 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
             if key != "fp32" and key not in states[part.master]:
                 states[part.master][key] = torch.zeros_like(part.master)
             _put(part, part.master.data if key == "fp32" else states[part.master][key], parameter.tensor(key))
-        count = counts.setdefault(part.master if counts_each else part.group, {})
+        count = step_counts.setdefault(part.master if counts_each else part.group, {})
         for key, value in parameter.scalars().items():
             count[key] = max(count.get(key, value), value)
     for part in parts.values():
-        for key, value in counts[part.master if counts_each else part.group].items():
-            states[part.master][key] = _count(value, _base(engine), part.master.device)
+        for key, value in step_counts[part.master if counts_each else part.group].items():
+            states[part.master][key] = _step_count(value, _base(engine), part.master.device)
 
 
 def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
         place.view(-1)[part.start : part.start + part.length].copy_(values)
 
 
-def _count(value: Any, optimizer: Any, device: torch.device) -> Any:
+def _step_count(value: Any, optimizer: Any, device: torch.device) -> Any:
     """Return a step count as the optimizer keeps it: DeepSpeed's have a number, torch's a tensor per parameter."""
     if _is_deepspeeds(optimizer):
         return int(value)

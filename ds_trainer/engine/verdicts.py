@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.engine.compression_block import recipe_for
 from ds_trainer.engine.keys import is_auto, key_table, offloads, precision_of, value_at, zero_stage
 
 
@@ -28,10 +27,8 @@ def verdict_table() -> dict[str, Any]:
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
     """Report each refused key that requests something, in a file as it was read."""
-    for path, name, value in _requests(config, key_table()["keys"]):
+    for path, name, _ in _requests(config, key_table()["keys"]):
         instead = verdict_table()["refused"].get(name)
-        if name == "compression_training":
-            instead = f"DeepSpeed has deleted it; {recipe_for(value)}"
         if instead:
             yield f"{path} is refused, remove it: {instead}"
 

@@ -25,45 +25,49 @@ SAME_RANKS = chosen(
     [(p, source, target) for p in MATRIX for source, target in ((2, 3), (3, 0), (0, 1))],
     lambda way: way in (("fp32", 2, 3), ("bf16", 3, 0), ("fp16", 0, 1)),
 )
-WAYS = {"robin": "22 23 10 01", "skipped": "20 32", "offload": "32 23", "fused": "02 20 00"}
-SPECIAL = [(kind, int(source), int(target)) for kind, ways in WAYS.items() for source, target in ways.split()]
-"""Pairs of stages, source's and target's, beside those of MATRIX: DeepSpeed's other order of parameters, every step
-skipped so far, optimizer states on the CPU, DeepSpeed's own optimizer."""
+WAYS = {
+    2: {"robin": "22 10", "skipped": "20", "offload": "32", "fused": "20 00"},
+    1: {"robin": "22 01", "skipped": "32", "offload": "23", "fused": "02"},
+}
+"""Pairs of stages, source's and target's, by the ranks of the source, beside those of MATRIX: DeepSpeed's other order
+of parameters, every step skipped so far, optimizer states on the CPU, DeepSpeed's own optimizer."""
 
 
 def name_of(precision: str, stage: int, ranks: int) -> str:
     return f"{precision}-zero{stage}-ranks{ranks}"
 
 
-def pairs_from(ranks: int) -> list[list]:
-    """Return pairs in which each stage is a source once and a target once; in fp32 also those that keep the stage.
+def ways_from(ranks: int) -> list[tuple[str, int, int]]:
+    """Return pairs in which each stage is a source once and a target once: in fp32 the same stage, else another.
 
     Reading knows nothing of the target stage, nor filling of the source's.
     """
 
     def is_chosen(way: tuple[str, int, int]) -> bool:
         precision, source, target = way
-        return (source - target) % 4 == ranks or (precision == "fp32" and source == target)
+        return (source - target) % 4 == (0 if precision == "fp32" else ranks)
 
-    ways = chosen(product(MATRIX, STAGES, STAGES), is_chosen)
-    return [[name_of(p, source, ranks), target] for p, source, target in ways] + [
-        [name_of(p, source, ranks), target] for p, source, target in SPECIAL
-    ]
+    special = [(kind, int(a), int(b)) for kind, ways in WAYS[ranks].items() for a, b in ways.split()]
+    return chosen(product(MATRIX, STAGES, STAGES), is_chosen) + special
+
+
+def sources_of(ways: list[tuple[str, int, int]]) -> list[tuple[str, int]]:
+    return [*dict.fromkeys((precision, source) for precision, source, _ in ways)]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Write sources with 2 ranks; load them with 1 rank, and write its sources; load those with 2 ranks."""
     folder = tmp_path_factory.mktemp("universal")
-    sources = [*product(MATRIX, STAGES), *dict.fromkeys((p, stage) for p, stage, _ in SPECIAL)]
+    loads = {n: [[name_of(p, source, n), target] for p, source, target in ways_from(n)] for n in (1, 2)}
     start = {p: name_of(p, 2, 2) for p in CHAINED}
     chain_to_1 = [[start[p], 3, start[p] + "+1"] for p in CHAINED]
     chain_to_2 = [[start[p] + "+1", 2, start[p] + "+2"] for p in CHAINED] + [[start[p] + "+2", 0] for p in CHAINED]
     across = [[name_of(p, a, 2), b] for p, a, b in SAME_RANKS]
     plans = [
-        (2, {"sources": sources, "pairs": across}),
-        (1, {"sources": sources, "pairs": pairs_from(2) + chain_to_1, "refused": name_of("fp32", 1, 2)}),
-        (2, {"pairs": pairs_from(1) + chain_to_2}),
+        (2, {"sources": sources_of(ways_from(2)), "pairs": across}),
+        (1, {"sources": sources_of(ways_from(1)), "pairs": loads[2] + chain_to_1, "refused": name_of("fp32", 1, 2)}),
+        (2, {"pairs": loads[1] + chain_to_2}),
     ]
     found = []
     for ranks, plan in plans:
