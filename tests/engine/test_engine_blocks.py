@@ -1,4 +1,4 @@
-"""Optimizer, scheduler and ZeRO blocks: which mistakes are found in the file, and which are left to DeepSpeed."""
+"""Optimizer, scheduler and ZeRO blocks: the mistakes that the check of the text reports, before DeepSpeed is loaded."""
 
 import pytest
 
@@ -101,5 +101,5 @@ def test_what_flattens_and_what_does_not_is_deepspeeds_behaviour():
         for _ in range(5):
             schedule.step()
         flat = len({group["lr"] for group in optimizer.param_groups}) == 1
-        told = scheduler_mistakes({"scheduler": {"type": kind, "params": params}}, [1e-5, 1e-2])
-        assert flat == bool(told), (kind, params)
+        mistakes = scheduler_mistakes({"scheduler": {"type": kind, "params": params}}, [1e-5, 1e-2])
+        assert flat == bool(mistakes), (kind, params)

@@ -29,14 +29,14 @@ def write(folder, text):
     return path
 
 
-def resolve(config, said=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
+def resolve(config, phase=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
     return resolve_engine_file(
-        config, said, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
+        config, phase, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
     )
 
 
-def the_mistake(config, said=None, world_size=1):
-    mistakes = check_engine_file(config, said, world_size)
+def the_mistake(config, phase=None, world_size=1):
+    mistakes = check_engine_file(config, phase, world_size)
     assert len(mistakes) == 1, mistakes
     return mistakes[0]
 
@@ -109,7 +109,7 @@ def test_every_mistake_comes_at_once():
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "world", "triangle"),
+    ("given", "phase", "world", "triangle"),
     [
         ((None, None, None), None, 2, (64, 32, 1)),
         (
@@ -126,11 +126,11 @@ def test_every_mistake_comes_at_once():
         ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
     ],
 )
-def test_two_batch_numbers_give_the_third(given, said, world, triangle):
+def test_two_batch_numbers_give_the_third(given, phase, world, triangle):
     """train = micro x accumulation x ranks holds in the resolved file, whichever of the numbers are given."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
-    resolved = resolve(config, said, world)
+    resolved = resolve(config, phase, world)
     assert tuple(resolved[key] for key in keys) == triangle
 
 
@@ -149,7 +149,7 @@ def test_batch_contradictions_show_the_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("config", "said", "places"),
+    ("config", "phase", "places"),
     [
         ({"train_micro_batch_size_per_gpu": 8}, Phase(max_steps=1, per_device_train_batch_size=16), ("8", "16")),
         (
@@ -170,10 +170,10 @@ def test_batch_contradictions_show_the_arithmetic():
         ({"bf16": {"enabled": False}}, Phase(max_steps=1, bf16=True), ("bf16.enabled is false", "bf16 is true")),
     ],
 )
-def test_two_different_numbers_name_both_places(config, said, places):
+def test_two_different_numbers_name_both_places(config, phase, places):
     """A value in the file and another in the recipe is one mistake that names both places and both values."""
-    mistake = the_mistake(config, said)
-    assert "in my file" in check_engine_file(config, said, 1, name="my file")[0]
+    mistake = the_mistake(config, phase)
+    assert "in my file" in check_engine_file(config, phase, 1, name="my file")[0]
     for place in (*places, "in the engine file", "in the recipe"):
         assert place in mistake
 
@@ -187,10 +187,10 @@ def test_absent_clipping_is_deepspeeds_default_in_writing():
 
 def test_hugging_face_autos_are_filled():
     """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    said = Phase(
+    phase = Phase(
         max_steps=1, per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
     )
-    resolved = resolve(HUGGING_FACE, said, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
+    resolved = resolve(HUGGING_FACE, phase, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
     assert resolved["optimizer"]["params"] == {
         "lr": 3e-5,
         "betas": [0.9, 0.98],
@@ -198,6 +198,7 @@ def test_hugging_face_autos_are_filled():
         "weight_decay": 0.1,
     }
     assert resolved["scheduler"]["params"] == {
+        "last_batch_iteration": -1,
         "total_num_steps": 500,
         "warmup_min_lr": 0,
         "warmup_max_lr": 3e-5,

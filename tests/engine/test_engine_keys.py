@@ -126,5 +126,5 @@ def test_the_table_is_what_deepspeed_says():
 @pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", "steps_per_print"])
 def test_numbers_beyond_every_float_are_mistakes(key, number):
     """A number beyond every float is a mistake that names its key: whole numbers in JSON have no limit."""
-    found = check_engine_file({key: number}, NOTHING, 1)
-    assert [mistake for mistake in found if key in mistake]
+    mistakes = check_engine_file({key: number}, NOTHING, 1)
+    assert [mistake for mistake in mistakes if key in mistake]

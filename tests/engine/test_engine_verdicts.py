@@ -271,7 +271,7 @@ IDLE_IN_FILES = {f"{section}{name}": files for files, section, names in IDLE_KEY
 def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
     """Added to FILES with another value than the default, a key is named in those of IDLE_KEYS and in no other."""
     *parents, last = path.split(".")
-    told = []
+    idle_in = []
     for name, config in copy.deepcopy(FILES).items():
         block = config
         for parent in parents:
@@ -279,8 +279,8 @@ def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
         if isinstance(block, dict):
             switched = bool(parents) and "enabled" in KNOWN[parents[0]].get("keys", {})
             block |= {last: other_than_default(entry_of(path))} | ({"enabled": True} if switched else {})
-            told += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
-    assert ", ".join(told) == IDLE_IN_FILES[path]
+            idle_in += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
+    assert ", ".join(idle_in) == IDLE_IN_FILES[path]
 
 
 def test_the_default_of_the_offloaded_moments_is_not_idle():

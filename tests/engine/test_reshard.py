@@ -1,7 +1,5 @@
 """A checkpoint under another number of ranks or ZeRO stage: the same bits, and a run that goes on as before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,20 +67,20 @@ def runs(tmp_path_factory):
         (1, {"sources": sources_of(ways_from(1)), "pairs": loads[2] + chain_to_1, "refused": name_of("fp32", 1, 2)}),
         (2, {"pairs": loads[1] + chain_to_2}),
     ]
-    found = []
+    results = []
     for ranks, plan in plans:
         done = run_deepspeed(
-            ranks, "tests/support/reshard_worker.py", str(folder), json.dumps(plan | {"out": f"{len(found)}.json"})
+            ranks, "tests/support/reshard_worker.py", str(folder), json.dumps(plan | {"out": f"{len(results)}.json"})
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads((folder / f"{len(found)}.json").read_text()))
-    return folder, found
+        results.append(json.loads((folder / f"{len(results)}.json").read_text()))
+    return folder, results
 
 
 def loads_of(runs, launch: int, kind: str) -> list[dict]:
-    found = [load for load in runs[1][launch]["loaded"] if load["source"].startswith(f"{kind}-")]
-    assert found
-    return found
+    loads = [load for load in runs[1][launch]["loaded"] if load["source"].startswith(f"{kind}-")]
+    assert loads
+    return loads
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
@@ -224,5 +222,5 @@ def test_kinds_of_checkpoint_that_cannot_be_read(runs, tmp_path):
 
 def shard_of(folder):
     """The second rank's optimizer states."""
-    (found,) = folder.glob("*zero_pp_rank_1_*_optim_states.pt")
-    return found
+    (path,) = folder.glob("*zero_pp_rank_1_*_optim_states.pt")
+    return path

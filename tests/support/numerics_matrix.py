@@ -3,8 +3,6 @@
 `deepspeed --num_gpus N tests/support/numerics_matrix.py OUT` runs every case of CASES and writes what every rank saw.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -227,10 +225,10 @@ def run(case: Case) -> dict[str, Any]:
                 weights = {n: safe_get_full_fp32_param(p) for p, n in under.param_names.items()}
                 seen["weights"] = {n: None if w is None else w.flatten().tolist() for n, w in weights.items()}
             seen["losses"].append(one_step(under, step, case.factor))
-            found = engine.readings(under)
-            seen["rates"].append(next(iter(found.values())))
-            seen["scales"].append(found["train/loss_scale"])
-            seen["norms"].append(found.get("train/grad_norm"))
+            readings = engine.readings(under)
+            seen["rates"].append(next(iter(readings.values())))
+            seen["scales"].append(readings["train/loss_scale"])
+            seen["norms"].append(readings.get("train/grad_norm"))
             if step == 1:
                 seen["histograms"] = {tag: asdict(histogram) for tag, histogram in histograms.take().items()}
             watch.after_step()
