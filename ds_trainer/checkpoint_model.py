@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
@@ -31,8 +32,6 @@ from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder
 from ds_trainer.techniques.technique import PhaseLength, Technique
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextlib.contextmanager
@@ -60,7 +59,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         task = build_task(saved.task, source, cache_dir)
         length = PhaseLength(total, steps_of(phase.warmup_steps, total), identity["the seed"])
         built = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, length)
-        weights = weights_of(saved.path, _DTYPES[identity["the precision"]])
+        weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
         rebuild = partial(_rebuilt, built, state["techniques"], weights, saved.path)
         results = export_state_dict(weights, rebuild, task, step, folder, built.change)
     if phase.techniques.exits and phase.techniques.exits.calibrated:

@@ -162,12 +162,11 @@ def plan_phase(
     config = resolve_engine_file(
         job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
     )
-    betas = (numbers.adam_beta1, numbers.adam_beta2)
-    base = Hyperparameters(numbers.learning_rate, numbers.weight_decay, betas, numbers.adam_epsilon)
     if phase.techniques.keep_zeros:
         _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
     techniques = phase.techniques.taught_by(teacher)
-    plan = PhasePlan(phase, techniques, task, source, length, config, base, folder_of(phase, job), resumed)
+    folder = folder_of(phase, job)
+    plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
         check_fits(*resumed, plan.identity(plan.prepare().groups))
         before, now = resumed.state.batch_size, numbers.train_batch_size

@@ -15,6 +15,7 @@ from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint
+from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
@@ -89,6 +90,7 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
 def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict[str, Any]:
     teacher = models.teacher(phase)
     plan = plan_phase(job, phase, models.start(phase), teacher)
+    rehearse(plan.engine_config, plan.base)
     for split in plan.task.splits:  # a mistake in one would otherwise show after the training
         plan.task.examples(split)
     if teacher and not models.is_teacher_trained_first(phase):

@@ -23,7 +23,7 @@ BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The names of the flag and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
+"""Our names of dtypes, and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
 
 
 _DISTINCT = AfterValidator(lambda values: tuple(dict.fromkeys(values)))

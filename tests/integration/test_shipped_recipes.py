@@ -156,8 +156,8 @@ def test_the_optimizer_of_distilbert_is_the_originals() -> None:
     """It gets Adam's betas and epsilon, the rate and the clipping, for BERT and for GPT-2."""
     for name in ("mlm_distilbert", "clm_distilgpt2"):
         numbers = settled_numbers({}, phase_of(recipe_of(name), "distil"), 1)
-        assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.98, 1e-6)
-        assert (numbers.learning_rate, numbers.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
+        assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.98), 1e-6)
+        assert (numbers.optimizer.lr, numbers.optimizer.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
 
 
 def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> None:
@@ -165,9 +165,9 @@ def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> N
     for name, rate, batch in (("squad_distil", 5e-5, 8), ("glue_deebert", 2e-5, 8)):
         for phase in recipe_of(name).phases:
             numbers = settled_numbers({}, phase, 1)
-            assert (numbers.learning_rate, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
-            assert (numbers.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
-            assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.999, 1e-8)
+            assert (numbers.optimizer.lr, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
+            assert (numbers.optimizer.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
+            assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.999), 1e-8)
 
 
 def write_task(folder: Path, rows: int) -> list[str]:
