@@ -8,6 +8,8 @@ with the ids of the ranks, then with how they ended.
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -23,6 +25,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from support.launching import ROOT, environment, forget_port, free_port
+
+
+LOADED_ONCE = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's check of an optimizer: 2 s of torch.compile
+    "transformers.models.bert.modeling_bert",
+    "ds_trainer.cli.train",
+    "ds_trainer.run",
+    "ds_trainer.scoring",
+    "ds_trainer.tasks.text.text_task",
+)
+"""The modules that a run loads, so that no rank loads them again."""
 
 
 class ForkedRanks:
@@ -158,11 +172,14 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    import deepspeed  # noqa: F401 - loaded once for all ranks
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
+    from deepspeed.comm.torch import build_shm_op
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import ds_trainer.cli.train
-    import ds_trainer.run
-    import ds_trainer.scoring  # noqa: F401
+    build_shm_op()  # compiled by now, it still asks ninja
+    get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
+    gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
     say("ready")
     pids: list[int] = []
