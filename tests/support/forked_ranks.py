@@ -26,7 +26,6 @@ from typing import NoReturn
 
 from support.launching import ROOT, environment, forget_port, free_port
 
-
 LOADED_ONCE = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's check of an optimizer: 2 s of torch.compile
