@@ -69,11 +69,11 @@ class ForkedRanks:
 
     def codes(self) -> list[int]:
         """The ranks' exit codes, once all have ended; negative for a signal."""
-        return self.server.codes()
+        return self.server.codes(self.pids)
 
 
 class ForkServer:
-    """Starts one run after the other. To be used as a context."""
+    """Starts runs, one after the other or several at once. To be used as a context."""
 
     def __enter__(self) -> ForkServer:
         self.process = subprocess.Popen(
@@ -85,12 +85,12 @@ class ForkServer:
             text=True,
         )
         self.ports: list[int] = []
-        self.pids: list[int] = []
+        self.running: set[int] = set()
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.pids:  # of a test that failed
+        for pid in self.running:  # of a test that failed
             if _state(pid) not in ("", "Z"):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
@@ -112,8 +112,9 @@ class ForkServer:
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
         self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
-        self.pids = self._answer()
-        return ForkedRanks(self, self.pids, log, output)
+        pids = self._answer()
+        self.running.update(pids)
+        return ForkedRanks(self, pids, log, output)
 
     def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a script to its end on so many ranks, or on 0 as a process without ranks.
@@ -125,16 +126,19 @@ class ForkServer:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
             self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
-            self.pids = self._answer()
-            code, self.pids = self._answer(), []
+            pids = self._answer()
+            self.running.update(pids)
+            code = self._answer()
+            self.running.difference_update(pids)
             texts = [file.read_text(errors="replace") for file in files]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
         return subprocess.CompletedProcess(["--master_port", str(self.ports[-1]), *words], code, *texts)
 
-    def codes(self) -> list[int]:
-        self._ask("codes")
-        codes, self.pids = self._answer(), []
+    def codes(self, pids: list[int]) -> list[int]:
+        self._ask({"end": pids})
+        codes = self._answer()
+        self.running.difference_update(pids)
         return codes
 
     def _ask(self, request) -> None:
@@ -181,18 +185,16 @@ def _serve() -> None:
     gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
     say("ready")
-    pids: list[int] = []
     for line in sys.stdin:
         request = json.loads(line)
-        if request == "codes":
-            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+        if "end" in request:
+            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]])
         elif "script" in request:
             pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
             say(pids)
             say(_end_of(pids, request["timeout"]))
         else:
-            pids = [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
-            say(pids)
+            say([_fork(_be_rank, request, rank) for rank in range(request["ranks"])])
 
 
 def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:
