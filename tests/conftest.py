@@ -30,6 +30,8 @@ def pytest_configure(config):
     """Tell the modules of tests, and the drivers that they start, whether every combination is run."""
     if config.getoption("--exhaustive"):
         os.environ[EXHAUSTIVE] = "1"
+    # pytest-xdist would start with the modules of many tests, which are the short ones
+    config.option.loadscopereorder = False
 
 
 def pytest_sessionfinish():
@@ -37,7 +39,8 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs ../shared where it is not there."""
+    """Start with the modules that take minutes, and skip what needs ../shared where it is not there."""
+    items.sort(key=lambda item: item.path.parent.name != "integration")
     if SHARED.is_dir():
         return
     for item in items:

@@ -25,7 +25,7 @@ from support.forked_ranks import ForkServer
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
 from support.words import WORDS
 
-EVERY, STEPS = 4, 12 if "--quick" in sys.argv else 60
+EVERY, STEPS = 4, 8 if "--quick" in sys.argv else 60
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,

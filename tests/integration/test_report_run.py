@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.launching import run_deepspeed, run_python
+from support.launching import run_deepspeed, run_script
 
 from ds_trainer.checkpoint_model import export_checkpoint
 from ds_trainer.config.saved_checkpoint import read_checkpoint
@@ -122,7 +122,7 @@ def test_a_folder_is_calibrated_again_on_two_ranks(output, tmp_path):
         model = tmp_path / str(ranks)
         shutil.copytree(output / "model", model)
         arguments = ("launch/calibrate.py", str(model), *command)
-        done = run_python(*arguments) if ranks == 1 else run_deepspeed(2, *arguments)
+        done = run_script(*arguments) if ranks == 1 else run_deepspeed(2, *arguments)
         assert done.returncode == 0, done.stderr[-3000:]
         saved = json.loads((model / "exits.json").read_text())
         assert saved["policy"]["criterion"] == "confidence"
@@ -142,7 +142,7 @@ def test_overwriting_leaves_nothing_of_the_report_and_the_exits(output, tmp_path
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe | {"phases": recipe["phases"][:1], "report": False}))
     command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(path))
-    done = run_python(*command, "--output_dir", str(again), "--overwrite_output_dir", "--set", "phases.0.max_steps=2")
+    done = run_script(*command, "--output_dir", str(again), "--overwrite_output_dir", "--set", "phases.0.max_steps=2")
     assert done.returncode == 0, done.stderr[-3000:]
     left = {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
     assert not [name for name in left if "exit" in name or name.startswith(("report", "compress/"))]
@@ -156,6 +156,6 @@ def test_a_measurement_that_fails_does_not_end_the_run(output, tmp_path):
     shutil.copytree(output, again)
     shutil.rmtree(again / "compress" / "model")
     command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(again / "recipe.json"))
-    done = run_python(*command, "--output_dir", str(again), "--resume")
+    done = run_script(*command, "--output_dir", str(again), "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     assert (again / "report.md").is_file()

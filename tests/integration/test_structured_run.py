@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import run_python
+from support.launching import run_script
 from support.trained_runs import becomes_model, read, train
 
 import ds_trainer
@@ -104,7 +104,7 @@ def test_its_folders_are_measured_side_by_side(run, tmp_path):
     """By the command, with the score on the run's task."""
     folders = [str(run / phase / "model") for phase in ("dense", "filled")]
     flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
-    done = run_python("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
+    done = run_script("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     found = read(tmp_path / "benchmark.json")
     labels = ["dense/model", "filled/model"]

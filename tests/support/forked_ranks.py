@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -24,6 +25,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from support.launching import ROOT, environment, forget_port, free_port
+
+LOADED_ONCE = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's check of an optimizer: 2 s of torch.compile
+    "transformers.models.bert.modeling_bert",
+    "ds_trainer.cli.train",
+    "ds_trainer.run",
+    "ds_trainer.scoring",
+    "ds_trainer.tasks.text.text_task",
+)
+"""The modules that a run loads, so that no rank loads them again."""
 
 
 class ForkedRanks:
@@ -57,11 +69,11 @@ class ForkedRanks:
 
     def codes(self) -> list[int]:
         """The ranks' exit codes, once all have ended; negative for a signal."""
-        return self.server.codes()
+        return self.server.codes(self.pids)
 
 
 class ForkServer:
-    """Starts one run after the other. To be used as a context."""
+    """Starts runs, one after the other or several at once. To be used as a context."""
 
     def __enter__(self) -> ForkServer:
         self.process = subprocess.Popen(
@@ -73,12 +85,12 @@ class ForkServer:
             text=True,
         )
         self.ports: list[int] = []
-        self.pids: list[int] = []
+        self.running: set[int] = set()
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.pids:  # of a test that failed
+        for pid in self.running:  # of a test that failed
             if _state(pid) not in ("", "Z"):
                 os.kill(pid, signal.SIGKILL)
         self.process.kill()
@@ -100,8 +112,9 @@ class ForkServer:
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
         self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
-        self.pids = self._answer()
-        return ForkedRanks(self, self.pids, log, output)
+        pids = self._answer()
+        self.running.update(pids)
+        return ForkedRanks(self, pids, log, output)
 
     def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a script to its end on so many ranks, or on 0 as a process without ranks.
@@ -113,16 +126,19 @@ class ForkServer:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
             self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
-            self.pids = self._answer()
-            code, self.pids = self._answer(), []
+            pids = self._answer()
+            self.running.update(pids)
+            code = self._answer()
+            self.running.difference_update(pids)
             texts = [file.read_text(errors="replace") for file in files]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
         return subprocess.CompletedProcess(["--master_port", str(self.ports[-1]), *words], code, *texts)
 
-    def codes(self) -> list[int]:
-        self._ask("codes")
-        codes, self.pids = self._answer(), []
+    def codes(self, pids: list[int]) -> list[int]:
+        self._ask({"end": pids})
+        codes = self._answer()
+        self.running.difference_update(pids)
         return codes
 
     def _ask(self, request) -> None:
@@ -159,26 +175,29 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - loaded once for all ranks, with torch's compiler
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
+    from deepspeed.comm.torch import build_shm_op
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import ds_trainer.cli.train
-    import ds_trainer.run
-    import ds_trainer.scoring  # noqa: F401
+    from ds_trainer.ranks.distributed import building_kernels
 
-    gc.freeze()  # DeepSpeed collects garbage at each start under ZeRO 3, and would go through all that is loaded here
+    with building_kernels():
+        build_shm_op()  # compiled by now, it still asks ninja
+    get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
+    gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
+
     say("ready")
-    pids: list[int] = []
     for line in sys.stdin:
         request = json.loads(line)
-        if request == "codes":
-            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+        if "end" in request:
+            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]])
         elif "script" in request:
             pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
             say(pids)
             say(_end_of(pids, request["timeout"]))
         else:
-            pids = [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
-            say(pids)
+            say([_fork(_be_rank, request, rank) for rank in range(request["ranks"])])
 
 
 def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:

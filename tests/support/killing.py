@@ -32,9 +32,10 @@ class Kill:
 
 
 def arguments(recipe: Path, every: int, steps: int) -> list[str]:
-    """A run that saves every so many steps, and says at each where it is."""
+    """A run that saves every so many steps, and says at each where it is; its gradients are reduced all at once."""
     return [
         *("--recipe", str(recipe), "--set", "report=false", "--set", "tensorboard=false"),
+        *("--set", "zero_optimization.reduce_bucket_size=1000000"),
         *("--set", f"phases.{PHASE}.max_steps={steps}", "--set", f"phases.{PHASE}.save_steps={every}"),
     ]
 
@@ -47,7 +48,7 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
     found: list[Kill] = []
     while len(found) < kills:
         run = server.run(2, output, *words, "--resume")
-        more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 10)
+        more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 4)
         if len(found) % 2:
             going_on = run.wait_until(lambda wanted=more: _saving(output) and len(_whole(output)) >= wanted)
             time.sleep(rng.uniform(0, 0.03))

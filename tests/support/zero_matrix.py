@@ -34,7 +34,7 @@ from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
 
-ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 6
+ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 4
 CLIP = 0.5
 BASE = Hyperparameters(1e-3, 0.01)
 METHODS = {
