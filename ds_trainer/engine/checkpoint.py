@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
@@ -26,15 +26,16 @@ from ds_trainer.ranks.failures import UserError
 class CheckpointState:
     """How far a phase has come, as `complete.json` keeps it under "position" beside the list of files.
 
-    The fields are the keys on disk. Those with a default are missing from checkpoints of older versions.
+    The fields are the keys on disk, except that `order_batch_size` is "order". Those with a default are missing from
+    checkpoints of older versions.
     """
 
     step: int
     examples: int
     """Seen so far, from the start of the phase."""
     batch_size: int
-    order: int
-    """The batch size by which the order of the examples is cut: that of the first run of the phase."""
+    order_batch_size: int
+    """The batch size of the phase's first run. The order of the examples stays that of batches of this size."""
     identity: Mapping[str, Any]
     """What a resumed run must have in common with this one: the name for messages -> the value."""
     world_size: int = 0
@@ -51,6 +52,13 @@ class CheckpointState:
     """The steps of the phase, which its schedules follow."""
     phase: Mapping[str, Any] = field(default_factory=dict)
     """The phase as the recipe had it: a later `--resume` may have another recipe."""
+
+
+class WholeCheckpoint(NamedTuple):
+    """A checkpoint whose files are all as they were written."""
+
+    path: Path
+    state: CheckpointState
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,9 @@ class Checkpoints:
         state = replace(state, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
 
         def rename() -> None:
-            write_marker(aside, sums, asdict(state))
+            on_disk = asdict(state)
+            on_disk["order"] = on_disk.pop("order_batch_size")
+            write_marker(aside, sums, on_disk)
             if target.exists():
                 shutil.rmtree(target)  # of a future that a resumed run has left
             aside.rename(target)
@@ -172,25 +182,25 @@ class Checkpoints:
         best = max(keys, key=lambda path: keys[path], default=None)
         return best if best and keys[best] > -math.inf else None
 
-    def best_saved(self) -> tuple[Path, CheckpointState] | None:
+    def best_saved(self) -> WholeCheckpoint | None:
         """Return the checkpoint of the best score that is still whole; collective."""
         return self._first_whole(self.best_one)
 
-    def newest(self) -> tuple[Path, CheckpointState] | None:
+    def newest(self) -> WholeCheckpoint | None:
         """Return the newest checkpoint that is still whole; collective."""
         return self._first_whole(lambda: next(reversed(self.all()), None))
 
-    def _first_whole(self, choose: Callable[[], Path | None]) -> tuple[Path, CheckpointState] | None:
+    def _first_whole(self, choose: Callable[[], Path | None]) -> WholeCheckpoint | None:
         """Verify the checkpoint that rank 0 chooses; rename a damaged one to `damaged-N` and choose again."""
         while checkpoint := distributed.on_main(choose):
             state, damage = _verified(checkpoint)
             if state:
-                return checkpoint, state
+                return WholeCheckpoint(checkpoint, state)
             distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
             distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
         return None
 
-    def named(self, checkpoint: Path) -> tuple[Path, CheckpointState]:
+    def named(self, checkpoint: Path) -> WholeCheckpoint:
         """Return the checkpoint that the user has named; collective. Raises UserError where it is damaged."""
         state, damage = _verified(checkpoint)
         if state is None:
@@ -198,7 +208,7 @@ class Checkpoints:
                 f"--resume {checkpoint}: the checkpoint is damaged ({damage}), and the run is left as it was: name "
                 f"another, or none for the newest"
             )
-        return self.folder / checkpoint.name, state
+        return WholeCheckpoint(self.folder / checkpoint.name, state)
 
     def load(self, engine: Any, checkpoint: Path, state: CheckpointState) -> None:
         """Make the engine go on from a checkpoint, whatever ranks and ZeRO stage wrote it; collective."""
@@ -245,10 +255,10 @@ def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int
     """Return state and files of a checkpoint, or the error in its marker."""
     try:
         sums, state = read_marker(checkpoint)
-        return CheckpointState(**state), sums, None
+        return CheckpointState(order_batch_size=state.pop("order"), **state), sums, None
     except ValueError as error:
         return None, {}, str(error)
-    except TypeError:
+    except (KeyError, TypeError):
         return None, {}, f"{MARKER} is of another version of this library"
 
 

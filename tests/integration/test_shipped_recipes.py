@@ -19,7 +19,7 @@ from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.phase import plan_phase
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 RECIPES = sorted((ROOT / "ds_configs" / "recipes").glob("*.json"))
 SMALL, LARGE = 2_500, 70_000
@@ -132,7 +132,9 @@ def test_every_recipe_holds_on_small_and_large_tasks(path: Path) -> None:
             total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, batch)
             assert total > 0
             if phase.techniques.prune:
-                threshold_schedule(phase.techniques.prune, Clock(total, steps_of(phase.warmup_steps, total), seed=0))
+                threshold_schedule(
+                    phase.techniques.prune, PhaseLength(total, steps_of(phase.warmup_steps, total), seed=0)
+                )
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
@@ -199,10 +201,10 @@ def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
     source = str(tmp_path / "model")
     plan = plan_phase(job, prune, source, teacher=source)
     built, groups, _ = plan.prepare()
-    assert plan.clock.total == 469  # 6 epochs of 2,500 by 32
-    assert plan.clock.warmup == 76  # 0.163 of them
+    assert plan.length.total == 469  # 6 epochs of 2,500 by 32
+    assert plan.length.warmup == 76  # 0.163 of them
     frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in built.named_parameters() if ".embeddings." in name}
     assert len(frozen) == 5  # words, positions, token types, the norm's weight and bias
     assert {group.learning_rate for group in groups} == {3e-5, 1e-2}
-    assert plan_phase(job, teacher, source).clock.total == 235
+    assert plan_phase(job, teacher, source).length.total == 235
