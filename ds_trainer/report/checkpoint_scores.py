@@ -24,7 +24,7 @@ _SCORES, _FIGURE = "checkpoints.json", "checkpoints.png"
 
 @dataclass(frozen=True)
 class CheckpointScores:
-    """The scores of one checkpoint, by the names of an evaluation, and the weights that its model has kept."""
+    """The scores of one checkpoint by name, and the weights that its model has kept."""
 
     step: int
     scores: Mapping[str, float]
@@ -39,7 +39,7 @@ class CheckpointScores:
 
 
 def scores_table(rows: Sequence[CheckpointScores]) -> str:
-    """Show the checkpoints side by side; the scores of single exit heads are only in the file."""
+    """Return a table with a row for each checkpoint. The scores of single exit heads are only in the file."""
     return aligned(
         [
             {"step": f"{row.step:,}"}
@@ -51,7 +51,7 @@ def scores_table(rows: Sequence[CheckpointScores]) -> str:
 
 
 def write_scores(rows: Sequence[CheckpointScores], job: EvaluateJob) -> None:
-    """Write file and figure to the phase's folder, as a part of the run, or where the flags of the command say."""
+    """Write the file and the figure to the folder of the phase, or to the places that the command's flags name."""
     newest = job.checkpoints[-1]
     scores = [{"step": row.step, "scores": row.scores, "density": row.density} for row in rows]
     value = {"phase": newest.phase.name, "checkpoints": scores}
@@ -69,7 +69,7 @@ def write_scores(rows: Sequence[CheckpointScores], job: EvaluateJob) -> None:
 
 
 def scores_over_steps(phase: str, rows: Sequence[CheckpointScores]) -> Figure:
-    """Draw a panel for each metric, with a line for every split and for early exit, and the density below them."""
+    """Draw a panel for each metric, with a line for each split and for early exit, and below them the density."""
     metrics = [name for name in rows[0].scores if "/" not in name]
     figure = drawing.new_figure(800, 200 + 180 * len(metrics), f"{phase}: checkpoints")
     panels = drawing.add_panels(figure, len(metrics) + 1, 1, sharex=True)

@@ -1,7 +1,7 @@
-"""Figures, drawn without a display, and the look that all of them share.
+"""Draw figures without a display, and give them a common look.
 
-Matplotlib draws them with Agg and through its objects: no pyplot, no state shared with a notebook. It comes with the
-extra `plots` and is loaded when the first figure is made.
+Matplotlib draws them with Agg and through its objects, without pyplot, whose state a notebook would share. It comes
+with the extra `plots`, and is loaded when the first figure is made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOWER_IS_BETTER = ("perplexity", "loss")
 
 
 def check_installed() -> None:
-    """Raise UserError, with the way out, where Matplotlib cannot be loaded."""
+    """Raise UserError with the way out if Matplotlib cannot be loaded."""
     try:
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
@@ -43,12 +43,12 @@ def check_installed() -> None:
 
 
 def new_figure(width: int, height: int, title: str) -> Figure:
-    """Make a figure of so many pixels, without panels."""
+    """Return a new figure without panels; its size is in pixels."""
     check_installed()
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # Agg cuts off what is behind the decimal point, and width / dpi * dpi may be a little less than width
+    # Agg rounds down to whole pixels, and width / dpi * dpi may be a little less than width
     inches = ((width + 0.1) / _DPI, (height + 0.1) / _DPI)
     figure = Figure(figsize=inches, dpi=_DPI, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     figure.suptitle(label(title, 80), fontsize=12)
@@ -76,7 +76,7 @@ def pixels(figure: Figure) -> Pixels:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Draw a figure into a file, .png or .svg by its extension, which appears whole or not at all."""
+    """Save a figure as .png or .svg, by the file's extension. The file appears whole or not at all."""
     with file_aside(path) as aside:
         figure.savefig(aside, format=path.suffix[1:])
 
@@ -100,14 +100,14 @@ def score_name(metric: str) -> str:
 
 
 def limit_scores(axes: Axes, scores: Sequence[float]) -> None:
-    """Show at least 2 points, or 2 % of a score above 1, so that noise does not look like a result."""
+    """Let the axis span at least 0.02, or 2 % of a score above 1, so that noise does not look like a result."""
     middle, span = (max(scores) + min(scores)) / 2, max(scores) - min(scores)
     half = max(1.3 * span, 0.02 * max(1, *map(abs, scores))) / 2
     axes.set_ylim(middle - half, middle + half)
 
 
 def label(text: str, most: int = 28) -> str:
-    """Shorten a text and let Matplotlib draw it as it is: no formulas, no hidden labels."""
+    """Shorten a text and escape characters that have a meaning for Matplotlib."""
     short = text if len(text) <= most else text[: most // 2] + "…" + text[1 - most // 2 :]
     return (" " if short.startswith("_") else "") + short.replace("$", r"\$")
 

@@ -1,15 +1,17 @@
 """The record of a training phase: `log.jsonl`, TensorBoard, and a progress bar or plain lines on the console.
 
-Every flush writes one JSON object to the log, and TensorBoard and the console show the same object. Loss terms stay on
-the device until a flush or a check for values that are not finite; each of these costs one reduction over the ranks and
-one synchronisation. Only rank 0 writes.
+Every flush writes one JSON object to the log; TensorBoard and the console show the same object. Loss terms stay on the
+device until a flush, or until a check for values that are not finite. Each of these costs one reduction over the ranks
+and one synchronisation. Only rank 0 writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ class Report:
     """The record of one phase. Close it, or use it as a context."""
 
     trained_on: Sequence[Mapping[str, Any]] = ()
-    """Versions, hosts and devices of every session: of this run, and of those that it resumes."""
+    """The versions, hosts and devices of this session and of the sessions that it resumes."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Report:
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
         self._log: FileIO | None = None
+        self._log_is_complete = True
         self._events: Any = None
         self._bar: Any = None
         if distributed.is_main() and sys.stderr.isatty():
@@ -69,13 +72,13 @@ class Report:
                 sink.close()
 
     def open(self, step: int, evaluated: int, state: Mapping[str, Any] | None = None) -> None:
-        """Begin at `step`, where the last evaluation was that of step `evaluated`, with the `state` saved there.
+        """Begin at `step`, after an evaluation at step `evaluated`, with the `state` of a checkpoint.
 
         Records of later steps and evaluations are dropped from the log, since they will be written again.
         """
         if state is not None:
             self._names, self._sums = tuple(state["names"]), _Sums(**state.get("settled", {}))
-            self._sums.add(state.get("pending", ()))  # which checkpoints of an older version have
+            self._sums.add(state.get("pending", ()))  # only checkpoints of an older version have it
             self._counts = dict(state["counts"])
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
@@ -94,7 +97,7 @@ class Report:
             self._bar.update(step)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that `open` needs to continue as if there had been no stop; the same on all ranks."""
+        """Return JSON values, equal on all ranks, with which `open` continues as if the run had not been stopped."""
         self._sum_up()
         return {
             "names": list(self._names),
@@ -109,18 +112,18 @@ class Report:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside, on an evaluation or a save, out of the throughput."""
+        """Exclude the time that is spent inside, for an evaluation or a save, from the throughput."""
         start = time.perf_counter()
         try:
             yield
-        finally:  # a stop during an evaluation is followed by a save
+        finally:  # also if a run is stopped during an evaluation: it then saves its state
             self._since += time.perf_counter() - start
 
     def add(self, step: int, terms: Mapping[str, Tensor], batch: Batch) -> None:
-        """Take one micro-batch's unweighted terms; nothing leaves the device."""
+        """Keep one micro-batch's unweighted terms, on the device."""
         self._names = tuple(terms)
         self._pending.append(_MicroBatch(step, batch.ids, torch.stack(list(terms.values())).float()))
-        world = distributed.world_size()  # every rank has as many examples, and about as many tokens
+        world = distributed.world_size()  # all ranks have equally many examples, and about equally many tokens
         self._counts["examples"] += len(batch.ids) * world
         self._counts["tokens"] += batch.tokens * world
 
@@ -148,8 +151,8 @@ class Report:
     def check_finite(self, until: int | None = None) -> None:
         """Raise NonFiniteLossError, on every rank, if a term since the last check is not finite; collective.
 
-        The terms are then kept as sums, so that what waits for a record does not grow. `until` excludes terms of the
-        steps after that one (counted from 1), since they may be its consequence.
+        The terms are then kept as sums, so that memory does not grow until the next flush. With `until`, only the steps
+        up to that one (counted from 1) are blamed, since later terms may be a consequence.
         """
         pending = [micro for micro in self._pending if until is None or micro.step < until]
         if self._sum_up():
@@ -160,7 +163,7 @@ class Report:
             raise NonFiniteLossError(_non_finite_message(self.phase, places))
 
     def _sum_up(self) -> bool:
-        """Replace the pending terms by their sums, of their means over the ranks; return whether all are finite."""
+        """Add the pending terms, averaged over the ranks, to the sums; return whether all sums are finite."""
         if self._pending:
             terms = torch.stack([micro.terms for micro in self._pending]).double()
             self._sums.add(distributed.mean(terms).tolist())
@@ -168,7 +171,7 @@ class Report:
         return all(map(math.isfinite, self._sums.terms))
 
     def _first_non_finite(self, pending: Sequence[_MicroBatch]) -> tuple[int, int, str, float, list[int]] | None:
-        """Return step (from 1), rank, term, value and example ids of this rank's first term that is not finite."""
+        """Return the first term of this rank that is not finite: step (from 1), rank, term, value and example ids."""
         for micro in pending:
             for name, value in zip(self._names, micro.terms.tolist(), strict=True):
                 if not math.isfinite(value):
@@ -178,16 +181,23 @@ class Report:
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Append a record, with the epoch, to `log.jsonl` and TensorBoard.
 
-        A full disk costs the record and not the run: readers of the log leave out a line that is cut short.
+        On a full disk the record is lost, and the training continues.
         """
         if self._log is None:
             return
         record = {"epoch": self._epoch(), **record}
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}  # JSON has no inf
+        line = json.dumps({"phase": self.phase, "step": step, **finite}).encode() + b"\n"
+        end = self._log.seek(0, os.SEEK_END)
         try:
-            self._log.write(json.dumps({"phase": self.phase, "step": step, **finite}).encode() + b"\n")
+            if self._log.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            distributed.warn(f"the record of step {step} cannot be written: {error}. Training continues")
+            with contextlib.suppress(OSError):
+                self._log.truncate(end)  # the next record must not continue a line that was cut short
+            if self._log_is_complete:
+                distributed.warn(f"the record of step {step} cannot be written: {error}. Training continues")
+            self._log_is_complete = False
         if self._events is not None:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
@@ -212,7 +222,7 @@ class Report:
             distributed.info(line)
 
     def totals(self) -> dict[str, float]:
-        """Return epochs, mean loss over examples, seconds without evaluation and saving, examples/s over all ranks."""
+        """Return epochs, mean loss over examples, seconds except evaluations and saves, and examples/s of all ranks."""
         return {
             "epochs": self._epoch(),
             "train_loss": self._loss_sum / max(self._total_examples, 1),
@@ -221,7 +231,7 @@ class Report:
         }
 
     def _epoch(self) -> float:
-        """Return how often each training example was seen: a whole number at the end of an epoch."""
+        """Return how many epochs are done, with a fraction for the current one."""
         return (self._total_examples + self._counts["examples"]) / self._training_examples
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
@@ -249,15 +259,15 @@ class _MicroBatch:
 
 @dataclass
 class _Sums:
-    """How many micro-batches were summed up since the last flush, and the sum of each term over them."""
+    """The number of micro-batches since the last flush that were summed up, and the sum of each term over them."""
 
     micro_batches: int = 0
     terms: list[float] = field(default_factory=list)
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the terms of more micro-batches, one after the other.
+        """Add the terms of more micro-batches, one after another.
 
-        In this order the rounding does not depend on where the rows were split, and so not on where a run was stopped.
+        So the rounding does not depend on how the rows are split into calls, which differs if a run was stopped.
         """
         for row in rows:
             self.terms = [total + value for total, value in zip(self.terms or [0.0] * len(row), row, strict=True)]
@@ -265,7 +275,7 @@ class _Sums:
 
 
 def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None:
-    """Drop a phase's records beyond a step, its scores beyond `evaluated`, and lines that a killed run cut short."""
+    """Drop a phase's records after `step`, its scores after `evaluated`, and lines that a killed run cut short."""
     if not log.is_file():
         return
     kept = []
@@ -291,7 +301,7 @@ def results_table(results: Mapping[str, Any]) -> str:
 
 
 def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float, list[int]]]) -> str:
-    """Name the first step with a term that is not finite, its terms by rank and examples, and the way out."""
+    """Return a message with the first step whose loss is not finite, the terms, ranks and examples, and the way out."""
     step = places[0][0]
     terms = [
         f"the term {name} is {value} on rank {rank}, for the training examples {', '.join(map(str, ids))}"
@@ -307,7 +317,7 @@ def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float,
 
 
 def _memory(prefix: str) -> dict[str, int]:
-    """Return the most bytes that each rank has held since the last record; collective, and waits for no accelerator."""
+    """Return the most bytes that each rank has held since the last record; collective, without a synchronisation."""
     peaks = machine.peak_memory()
     ranks = distributed.numbers_of_all(list(peaks.values()))
     return {

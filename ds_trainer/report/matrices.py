@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_trainer.ranks.failures import UserError
 
-Counts: TypeAlias = Mapping[str, Mapping[str, int]]
+KeptCounts: TypeAlias = Mapping[str, Mapping[str, int]]
 """The numbers of `kept` and `total` weights of each linear layer of the encoder, by name."""
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -33,11 +33,11 @@ _HEADS = {"query": 0, "key": 0, "value": 0, "output": 1}
 """The dimension of a weight, (out, in), along which the heads lie, by role."""
 
 
-def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> dict[str, dict[int, Array]]:
-    """Return the kept share of each matrix, by role and layer: (heads,) where heads are known, else (1,).
+def kept_shares(counts: KeptCounts, model: Path, before: Mapping[str, int] | None) -> dict[str, dict[int, Array]]:
+    """Return the kept share of each matrix, by role and layer: (heads,) if the heads are known, otherwise (1,).
 
-    `before` has the number of weights of each matrix before heads and neurons were cut out, where they were: then the
-    shares are of these numbers, and of whole matrices, since the remaining weights do not show which heads they were.
+    If heads and neurons were cut out, `before` has the number of weights that each matrix had. The shares are then
+    shares of these numbers, one for each matrix, since the remaining weights do not show which heads they belonged to.
     """
     shares: dict[str, dict[int, Array]] = {}
     heads, size = (0, 0) if before or not any(role_of(name) in _HEADS for name in counts) else _heads_of(model)
@@ -50,7 +50,7 @@ def kept_shares(counts: Counts, model: Path, before: Mapping[str, int] | None = 
             if len(kept) % size == 0:
                 share = kept.reshape(len(kept) // size, -1).mean(1)
         shares.setdefault(role, {})[int(layer_of(name) or 0)] = share
-    roles = dict.fromkeys([*_ROLES.values(), *shares])  # as they come in a layer
+    roles = dict.fromkeys([*_ROLES.values(), *shares])  # in the order in which a layer uses them
     return {role: shares[role] for role in roles if role in shares}
 
 
@@ -60,16 +60,13 @@ def layer_of(name: str) -> str:
 
 
 def role_of(name: str) -> str:
-    """Return the role of a linear layer inside its layer: in the words of attention, where its family is known."""
+    """Return the role of a matrix, such as "query", if its model family is known; otherwise its name in its layer."""
     inside = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
     return _ROLES.get(inside, inside)
 
 
 def _heads_of(model: Path) -> tuple[int, int]:
-    """Return how many heads a layer has and the size of one, by the model's config.
-
-    Zeros where the config has neither.
-    """
+    """Return the number of heads of a layer and the size of a head, or zeros if the model's config has neither."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_attention_heads") or config.get("n_heads") or 0
     hidden = config.get("hidden_size") or config.get("dim") or 0
@@ -77,10 +74,7 @@ def _heads_of(model: Path) -> tuple[int, int]:
 
 
 def _nonzero(model: Path, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return where a weight of a model folder is not zero: (out, in).
-
-    Raise UserError where the folder does not have the weight.
-    """
+    """Return where a weight of a model folder is not zero, (out, in); UserError if the folder lacks the weight."""
     from safetensors import safe_open
 
     for file in sorted(model.glob("*.safetensors")):

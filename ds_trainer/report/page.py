@@ -1,6 +1,6 @@
-"""The report of a run, made from its output folder alone: figures, `report.md`, and `report.html` as one file.
+"""The report of a run: figures, `report.md`, and `report.html` as a single file, made from the output folder alone.
 
-A figure or a section that fails becomes a warning and a line on the page.
+A figure or a section that cannot be made becomes a warning and a line on the page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Cells = dict[str, str]
-"""A part of a phase's column in the table of results: cells by the titles of their rows."""
+"""A part of the column of a phase in the table of results: the cells by the titles of their rows."""
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARKUP = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]<>|#&!~$]")
@@ -41,25 +41,22 @@ _WORDS = {
     "mean_layers": "mean layers",
     "expected_saving": "share of layers used",
 }
-"""The parts of a score's name, in words."""
+"""Words for the parts of a score's name."""
 
 
 def make_report(folder: Path) -> None:
-    """Draw every figure that a run's files allow into `plots/`, and write `report.md` and `report.html`.
+    """Draw every figure for which a run has data into `plots/`, and write `report.md` and `report.html`.
 
-    Raises UserError where the folder holds no run, a file is broken, or the report cannot be written.
+    Raises UserError if the folder holds no run, a file is broken, or the report cannot be written.
     """
     try:
         _write(read_run(folder))
     except UserError:
         raise
-    except OSError as error:
-        raise UserError(f"the report of {folder} cannot be made: {error}") from error
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"the report of {folder} cannot be made: its recipe.json, all_results.json or log.jsonl has values that no "
-            f"run writes: put the files back as they were"
-        ) from error
+    except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
+        broken = "recipe.json, all_results.json or log.jsonl has values that no run writes: restore these files"
+        cause = error if isinstance(error, OSError) else broken
+        raise UserError(f"the report of {folder} cannot be made: {cause}") from error
     distributed.info(f"report: {folder / 'report.md'}")
 
 
@@ -70,7 +67,7 @@ def write_report(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Plot:
-    """A figure of a report: its name, the phase it belongs to, its caption, and how it is drawn, if it has data."""
+    """A figure of the report: its name, its phase, its caption, and a function that draws it if it has data."""
 
     name: str
     phase: str
@@ -99,27 +96,22 @@ def _write(run: RunFiles) -> dict[_Plot, Figure]:
     figures = _tried("the report has no figures", partial(_draw, run, folder, failures), failures) or {}
     page = _page(run, list(figures), failures)
     write_whole(folder.claim("report.md"), page)
-    try:
-        import markdown_it  # noqa: F401
-    except ImportError as error:
-        distributed.warn(f"there is no report.html, only report.md: it needs markdown-it-py ({error}): {INSTALL}")
-    else:
-        write_whole(folder.claim("report.html"), _html(run, page))
+    if (text := _html(run, page)) is not None:
+        write_whole(folder.claim("report.html"), text)
     return figures
 
 
 def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, Figure]:
     """Draw and save every figure that has its data."""
+
+    def drawn(plot: _Plot) -> Figure | None:
+        if (figure := plot.draw()) is not None:
+            save(figure, folder.claim(f"plots/{plot.name}.png"))
+        return figure
+
     check_installed()
-    wanted = _all_plots(run, failures)
-    figures = {plot: _tried(f"plot {plot.name}", partial(_saved, plot, folder), failures) for plot in wanted}
+    figures = {plot: _tried(f"plot {plot.name}", partial(drawn, plot), failures) for plot in _all_plots(run, failures)}
     return {plot: figure for plot, figure in figures.items() if figure is not None}
-
-
-def _saved(plot: _Plot, folder: RunFolder) -> Figure | None:
-    if (figure := plot.draw()) is not None:
-        save(figure, folder.claim(f"plots/{plot.name}.png"))
-    return figure
 
 
 def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
@@ -133,7 +125,7 @@ def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
 
 
 def _plots(run: RunFiles, phase: str) -> list[_Plot]:
-    """Return the figures that every phase may have, if its log or its model has the data."""
+    """Return the figures that any phase may have, if its log or its model has the data."""
     records, result = run.records.get(phase, []), run.results.get(phase, {})
     weights = result.get("weights", {})
     counts, before = weights.get("layers", {}), weights.get("before", {}).get("layers")
@@ -152,14 +144,13 @@ def _plots(run: RunFiles, phase: str) -> list[_Plot]:
 
 
 def _exit_plots(run: RunFiles, phase: str) -> list[_Plot]:
-    exits = run.exits(phase)
-    drawn = []
+    exits, drawn = run.exits(phase), []
     for index, split in enumerate(exits.get("splits", {})):
-        end = "" if index == 0 else f"_{_for_file(split)}"
-        caption = f"score against speed-up where samples of {split} leave early.{_calibration(exits)}"
-        drawn.append(_plot(phase, f"exits{end}", caption, plots.exit_curves, split, exits))
-        caption = f"where samples of {split} leave under the chosen policy."
-        drawn.append(_plot(phase, f"exit_histogram{end}", caption, plots.exit_histogram, split, exits))
+        end = f"_{_for_file(split)}" if index else ""
+        score = f"score against speed-up if samples of {split} leave early.{_calibration(exits)}"
+        leave = f"where samples of {split} leave under the chosen policy."
+        drawn.append(_plot(phase, f"exits{end}", score, plots.exit_curves, split, exits))
+        drawn.append(_plot(phase, f"exit_histogram{end}", leave, plots.exit_histogram, split, exits))
     return drawn
 
 
@@ -172,18 +163,20 @@ def _for_file(name: str) -> str:
 
 
 def _calibration(exits: Mapping[str, Any]) -> str:
-    """Return a sentence on how the thresholds were chosen, if they were calibrated."""
+    """Return a sentence about the calibration of the thresholds, or nothing if they were not calibrated."""
     calibration = exits.get("calibration")
     if not calibration:
         return ""
-    threshold = calibration.get("threshold")
-    one = "The policy" if threshold is None else f"The threshold {threshold:.3g}"
-    chosen = "A threshold for each head" if calibration.get("thresholds") else one
+    threshold, chosen = calibration.get("threshold"), "The policy"
+    if calibration.get("thresholds"):
+        chosen = "A threshold for each head"
+    elif threshold is not None:
+        chosen = f"The threshold {threshold:.3g}"
     return f" {chosen} was set on {calibration['examples']:,} examples of {calibration['split']}."
 
 
 def _score_by_density(run: RunFiles) -> Figure | None:
-    """Compare the last phase with those of the same task, by the main metric and the encoder weights kept."""
+    """Draw the main metric and the kept encoder weights of the last phase and of those with the same task."""
 
     def task(phase: str) -> Any:
         return run.spec(phase).get("task") or run.recipe.get("task")
@@ -196,7 +189,7 @@ def _score_by_density(run: RunFiles) -> Figure | None:
 
 
 def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
-    """Return the page in Markdown. Text from the run's files is escaped or fenced."""
+    """Return the page in Markdown; text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
     if task:
@@ -220,7 +213,7 @@ def _title(run: RunFiles) -> str:
 
 
 def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield the command and the resolved files, by title. The run has written them without their secrets."""
+    """Yield the command and the resolved files with their titles. The run has written them without secrets."""
     command = run.folder / "command.json"
     if command.is_file():
         yield "Command", str(_tried("command.json", lambda: read_object(command)["command"]))
@@ -231,7 +224,7 @@ def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _table(run: RunFiles) -> str:
-    """Show the phases side by side, in Markdown."""
+    """Return a Markdown table with a column for each phase."""
     if not run.results:
         return "No phase has finished."
     columns = {phase: _cells(run, phase) for phase in run.results}
@@ -244,7 +237,7 @@ def _table(run: RunFiles) -> str:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """Say where the phases were trained, where latencies were measured, and which exits have changed since."""
+    """Return notes on where phases were trained, where latencies were measured, and which exits changed since."""
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     for phase, result in run.results.items():
@@ -261,7 +254,7 @@ def _notes(run: RunFiles) -> list[str]:
 
 
 def _session(session: Mapping[str, Any]) -> str:
-    """Name hosts, devices and versions, in a line."""
+    """Return hosts, devices and versions in a line."""
     hosts = (
         f"{host} ({', '.join(f'{ranks} x {device}' for device, ranks in devices.items())})"
         for host, devices in session["hosts"].items()
@@ -272,7 +265,7 @@ def _session(session: Mapping[str, Any]) -> str:
 def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
     """Return a phase's column of the table, in groups: techniques, scores, sizes, times, training."""
     result = run.results[phase]
-    timed = "early_exit/speedup" if result.get("exits") else None  # stands by batch size among the times
+    timed = "early_exit/speedup" if result.get("exits") else None  # the times have it for each batch size
     scores = {}
     for name, value in result.get("eval", {}).items():
         repeats = OF_ONE_EXIT.search(name) and not name.endswith("early_exit/expected_saving")
@@ -282,9 +275,7 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
             scores[name] = _number(value)
     training = {}
     if trained := result.get("train"):
-        training["training"] = f"{trained['train_seconds']:,.0f} s"
-        if "epochs" in trained:  # older versions did not write it
-            training["epochs"] = f"{trained['epochs']:,.2f}"
+        training = {"training": f"{trained['train_seconds']:,.0f} s", "epochs": _number(trained.get("epochs"))}
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
     return _techniques(result, run.spec(phase)), scores, _sizes(result), _times(result), training
@@ -331,14 +322,20 @@ def _number(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line: entities, which a table does not escape again."""
+    """Return text that Markdown shows unchanged, on one line. It uses entities, which tables do not escape again."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", " ".join(text.split()))
 
 
-def _html(run: RunFiles, page: str) -> str:
-    """Return the page as one HTML file that loads nothing from the network; HTML in the Markdown is shown as text."""
-    from markdown_it import MarkdownIt
+def _html(run: RunFiles, page: str) -> str | None:
+    """Return the page as one HTML file that loads nothing from the network; None, with a warning, without a renderer.
 
+    HTML in the Markdown is shown as text.
+    """
+    try:
+        from markdown_it import MarkdownIt
+    except ImportError as error:
+        distributed.warn(f"only report.md is written: report.html needs markdown-it-py ({error}): {INSTALL}")
+        return None
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
     renderer.add_render_rule("fence", _folded)
     tokens = renderer.parse(page)
@@ -357,7 +354,7 @@ def _folded(_renderer: Any, tokens: Sequence[Any], index: int, _options: Any, _e
 
 
 def _tried(name: str, call: Callable[[], T], failures: list[str] | None = None) -> T | None:
-    """Return the call's value; after an error None, and the cause is a warning and one more of the failures."""
+    """Return the call's value. After an error return None, warn, and add the cause to the failures."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001  (a report never ends a run, whatever is wrong with it)

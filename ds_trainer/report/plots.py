@@ -1,7 +1,7 @@
 """The figures of a run: each function turns plain data, as the run's files hold them, into a figure.
 
-A function returns None where its data are missing or hold nothing to compare, and raises ValueError for data that
-contradict themselves. `page` decides which figures a report has and what they are called.
+A function returns None if its data are missing or hold nothing to compare, and raises ValueError if they contradict
+themselves. `page` decides which figures a report has, and their names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from ds_trainer.report import drawing
 from ds_trainer.report.drawing import COLOURS, LEGEND, colours, dress, label
-from ds_trainer.report.matrices import Array, Counts, kept_shares, layer_of, role_of
-from ds_trainer.report.run_files import Records
+from ds_trainer.report.matrices import Array, KeptCounts, kept_shares, layer_of, role_of
+from ds_trainer.report.run_files import LogRecords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,15 +26,14 @@ Series: TypeAlias = "tuple[Array, Array]"
 """Steps and the values at these steps."""
 
 _ROOM = 2
-"""An unweighted term is drawn if it makes the panel of losses at most so many times as high as the loss needs."""
+"""An unweighted term is drawn if the panel of losses becomes at most this many times as high as without it."""
 _SPEED_UPS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-_UNITS = ((1e9, " (billions)"), (1e6, " (millions)"), (1e3, " (thousands)"), (1, ""))
 
 
-def losses(phase: str, records: Records) -> Figure | None:
+def losses(phase: str, records: LogRecords) -> Figure | None:
     """Draw the loss and each term, unweighted and times its weight, above the learning rates, over optimizer steps.
 
-    Unweighted terms that would squash the lines of the loss are named in the legend only.
+    Unweighted terms that would squash the lines of the loss appear in the legend only.
     """
     steps, loss = _series(records, "train/loss")
     if not np.isfinite(loss).any():
@@ -51,7 +50,7 @@ def losses(phase: str, records: Records) -> Figure | None:
     return figure
 
 
-def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
+def densities(phase: str, records: LogRecords, counts: KeptCounts) -> Figure | None:
     """Draw the share of encoder weights that is kept, over steps: overall, by layer, and by kind of matrix."""
     steps, overall = _series(records, "prune/density")
     if not np.isfinite(overall).any():
@@ -76,11 +75,11 @@ def densities(phase: str, records: Records, counts: Counts) -> Figure | None:
     return figure
 
 
-def kept_weights(phase: str, counts: Counts, model: Path, before: Mapping[str, int] | None = None) -> Figure | None:
+def kept_weights(phase: str, counts: KeptCounts, model: Path, before: Mapping[str, int] | None = None) -> Figure | None:
     """Draw a heat map, layers by matrices, of the share of weights in a model folder that are not zero.
 
-    Query, key, value and output have a cell for each head, every other matrix has one. Where heads and neurons were
-    cut out, every matrix has one cell: its share of the weights `before`. Heads that a layer has lost are grey.
+    Query, key, value and output have a cell for each head, every other matrix has one cell. If heads and neurons were
+    cut out, every matrix has one cell, the share of its weights `before`. Heads that a layer has lost are grey.
     """
     shares = kept_shares(counts, model, before)
     if not shares:
@@ -92,45 +91,46 @@ def kept_weights(phase: str, counts: Counts, model: Path, before: Mapping[str, i
     ratios = [max(width, 0.45 * max(widths.values())) for width in widths.values()]
     panels = drawing.add_panels(figure, 1, len(shares), sharey=True, width_ratios=ratios)
     most = max(float(np.max(cells)) for by_layer in shares.values() for cells in by_layer.values())
-    top = max(0.1, math.ceil(most * 10 - 1e-6) / 10)
     for axes, (role, by_layer) in zip(panels, shares.items(), strict=True):
         rows = [by_layer.get(layer, np.empty(0)) for layer in layers]
         grid = np.array([np.pad(row, (0, widths[role] - len(row)), constant_values=np.nan) for row in rows])
-        image = axes.imshow(100 * grid, aspect="auto", vmin=0, vmax=100 * top, cmap=_colour_map())
+        image = axes.imshow(100 * grid, aspect="auto", vmin=0, vmax=100 * most or 1, cmap=_colour_map())
         axes.set_title(label(role).replace(" ", "\n", 1).replace(".", "\n"), fontsize=9)
         heads = sorted({0, widths[role] // 2, widths[role] - 1}) if widths[role] > 1 else []
         axes.set_xticks(heads, [str(head + 1) for head in heads])
         axes.set_xlabel("head" if heads else "")
         axes.tick_params(left=False, labelsize=9)
-    every = -(-len(layers) // 12)
-    panels[0].set_yticks(range(0, len(layers), every), [str(layer + 1) for layer in layers[::every]])
+    panels[0].set_yticks(range(len(layers)), [str(layer + 1) for layer in layers])
     panels[0].set_ylabel("layer")
     figure.colorbar(image, ax=panels, label="kept (%)", fraction=0.05)
     return figure
 
 
 def score_by_density(metric: str, phases: Mapping[str, tuple[int, float]]) -> Figure | None:
-    """Draw each phase's score against the number of encoder weights it has kept; None where all kept as many."""
+    """Draw the score of each phase against the encoder weights that it has kept; None if all have kept equally many.
+
+    The legend has each number as a share of the largest.
+    """
+    from matplotlib.ticker import EngFormatter
+
     phases = {name: (kept, score) for name, (kept, score) in phases.items() if math.isfinite(score)}
     if len({kept for kept, _ in phases.values()}) < 2:
         return None
     figure, axes = drawing.one_panel(800, 400, f"{metric} against size")
     most = max(kept for kept, _ in phases.values())
-    scale, unit = next((scale, unit) for scale, unit in _UNITS if scale <= most)
     looks = zip(colours(phases), drawing.markers(phases), strict=True)
     for (name, (kept, score)), (colour, marker) in zip(phases.items(), looks, strict=True):
-        axes.plot(kept / scale, score, marker, color=colour, markersize=9, label=label(name))
-    axes.set_xlim(0, 1.05 * most / scale)
+        axes.plot(kept, score, marker, color=colour, markersize=9, label=f"{label(name)}: {100 * kept / most:.0f} %")
+    axes.set_xlim(0, 1.05 * most)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     drawing.limit_scores(axes, [score for _, score in phases.values()])
-    dress(axes, f"encoder weights kept{unit}", drawing.score_name(metric))
-    shares = axes.secondary_xaxis("top", functions=_times(100 * scale / most))
-    shares.set_xlabel("share of the largest phase's (%)")
+    dress(axes, "encoder weights kept", drawing.score_name(metric))
     axes.legend(**LEGEND)
     return figure
 
 
-def agreement(phase: str, records: Records, final: float | None) -> Figure | None:
-    """Draw the share of training examples that get the teacher's answer, over steps, and `final`, of validation."""
+def agreement(phase: str, records: LogRecords, final: float | None) -> Figure | None:
+    """Draw the share of training examples with the teacher's answer, over steps, and `final`, that of validation."""
     steps, values = _series(records, "distill/agreement")
     if not np.isfinite(values).any():
         return None
@@ -147,8 +147,8 @@ def agreement(phase: str, records: Records, final: float | None) -> Figure | Non
 def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | None:
     """Draw the main score against the expected speed-up, layers / mean layers used: a line for each exit criterion.
 
-    Points show each layer's head alone, and the policy that the phase has chosen. Scores that are not finite are left
-    out. `exits` is the content of `eval/exits.json`.
+    Points show the head of each layer alone, and the policy of the phase. Scores that are not finite are left out.
+    `exits` is the content of `eval/exits.json`.
     """
     results, layers = exits["splits"][split], exits["num_layers"]
     chosen, curves = results["early_exit"], results.get("curves", {})
@@ -171,32 +171,29 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
 
 
 def exit_histogram(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | None:
-    """Draw how many samples leave at each layer under the chosen policy, and their share."""
+    """Draw the share of the samples that leave at each layer under the chosen policy."""
     counts = exits["splits"][split]["early_exit"].get("exit_counts")
     total = sum(counts.values()) if counts else 0
     if not total:
         return None
     figure, axes = drawing.one_panel(800, 360, f"{phase}: where the samples of {split} leave")
     layers = [str(layer) for layer in exits["layers"]]
-    leaving = [counts.get(layer, 0) for layer in layers]
-    bars = axes.bar(layers, leaving, color=COLOURS[0])
+    bars = axes.bar(layers, [100 * counts.get(layer, 0) / total for layer in layers], color=COLOURS[0])
     if len(layers) <= 12:
-        axes.bar_label(bars, [f"{100 * count / total:.0f} %" for count in leaving], padding=2, fontsize=9)
+        axes.bar_label(bars, fmt="%.0f %%", padding=2, fontsize=9)
     axes.margins(y=0.12)
-    dress(axes, "layer", "samples")
-    shares = axes.secondary_yaxis("right", functions=_times(100 / total))
-    shares.set_ylabel("share (%)")
+    dress(axes, "layer", f"share of {total:,} samples (%)")
     return figure
 
 
-def _series(records: Records, name: str) -> Series:
+def _series(records: LogRecords, name: str) -> Series:
     """Return the values logged under a name; a value that was not finite is NaN, which is drawn as a gap."""
     rows = [(record["step"], record[name]) for record in records if name in record]
     steps, values = np.array(rows, float).reshape(-1, 2).T  # which makes NaN of None
     return steps, values
 
 
-def _names(records: Records, prefix: str) -> list[str]:
+def _names(records: LogRecords, prefix: str) -> list[str]:
     """Return the names logged under a prefix, without it, in the order of their first appearance."""
     return list(dict.fromkeys(name[len(prefix) :] for record in records for name in record if name.startswith(prefix)))
 
@@ -207,7 +204,7 @@ def _points(layers: int, points: Iterable[tuple[float, float | None]]) -> Array:
     return np.array(sorted(finite), float).reshape(-1, 2)
 
 
-def _rates(axes: Axes, records: Records) -> None:
+def _rates(axes: Axes, records: LogRecords) -> None:
     """Draw the learning rate of each parameter group; groups with the same rates throughout share a line."""
     groups: dict[bytes, list[str]] = {}
     series = {name: _series(records, f"train/lr/{name}") for name in _names(records, "train/lr/")}
@@ -226,12 +223,11 @@ def _rates(axes: Axes, records: Records) -> None:
         axes.legend(**LEGEND)
 
 
-def _terms(axes: Axes, records: Records) -> None:
-    """Draw each term times its weight, dashed, and unweighted, dotted, where the weight is not 1 and there is room."""
+def _terms(axes: Axes, records: LogRecords) -> None:
+    """Draw each term times its weight, dashed, and unweighted, dotted, if the weight is not 1 and there is room."""
     names = _names(records, "train/term/")
     terms = {name: _series(records, f"train/term/{name}") for name in names}
-    keys = {name: f"train/weight/{name}" for name in names}
-    weights = {name: next((row[key] for row in reversed(records) if key in row), 1.0) for name, key in keys.items()}
+    weights = {name: _series(records, f"train/weight/{name}")[1][-1] for name in names}
     palette = dict(zip(names, colours(names), strict=True))
     for name, (steps, term) in terms.items():
         weight = weights[name]
@@ -248,7 +244,7 @@ def _terms(axes: Axes, records: Records) -> None:
             axes.plot([], [], " ", label=label(f"off the scale: {name}", 34))
 
 
-def _means(matrices: Mapping[str, Series], counts: Counts, group_of: Callable[[str], str]) -> dict[str, Series]:
+def _means(matrices: Mapping[str, Series], counts: KeptCounts, group_of: Callable[[str], str]) -> dict[str, Series]:
     """Return the mean density of each group of matrices, weighted by their numbers of weights."""
     groups: dict[str, list[str]] = {}
     for name in matrices:
@@ -276,22 +272,16 @@ def _density_by_layer(figure: Figure, axes: Axes, layers: Mapping[str, Series]) 
 
 
 def _speed_axis(axes: Axes, layers: int, heads: Array) -> None:
-    """Show speed-ups on a logarithmic scale; heads carry their layer's number where there is room for it."""
-    from matplotlib.patheffects import withStroke
-
+    """Show speed-ups on a logarithmic scale, with the layer's number above each head."""
     axes.set_xscale("log")
     ticks = [tick for tick in _SPEED_UPS if tick <= layers]
     axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlim(0.95, 1.1 * layers)
-    style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
-    last = -math.inf
-    for speed_up, score in heads:
-        place = math.log(speed_up) / math.log(layers + 1)
-        if place - last > 0.035:
-            number = axes.annotate(f"{layers / speed_up:.0f}", (speed_up, score), (0, 6), **style)
-            number.set_path_effects([withStroke(linewidth=2, foreground="white")])
-            last = place
+    if layers <= 12:  # the numbers of more layers would overlap
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+        for speed_up, score in heads:
+            axes.annotate(f"{layers / speed_up:.0f}", (speed_up, score), (0, 6), **style)
 
 
 def _policy_name(policy: Mapping[str, Any]) -> str:
@@ -304,11 +294,6 @@ def _policy_name(policy: Mapping[str, Any]) -> str:
 def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:
     """Draw a line with gaps where values are NaN; few points are marked, since one alone would not be seen."""
     axes.plot(steps, values, marker="." if len(steps) <= 15 else "", **options)
-
-
-def _times(factor: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Return the functions from an axis to its secondary axis, and back."""
-    return lambda x: x * factor, lambda x: x / factor
 
 
 def _colour_map() -> Any:

@@ -13,11 +13,11 @@ from ds_trainer.files.reading import read_file, read_value
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-Records: TypeAlias = Sequence[Mapping[str, Any]]
-"""What one phase has logged: one record a step, in order; a value that was not finite is None."""
+LogRecords: TypeAlias = Sequence[Mapping[str, Any]]
+"""The log of one phase: one record for each step, in order. A value that was not finite is None."""
 
 OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full_seconds|expected_saving)$)")
-"""Scores that a table of phases leaves out: those of single exit heads, and those that repeat another score."""
+"""Matches scores that a table of phases leaves out: those of single exit heads, and those that repeat another score."""
 
 _MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
 
@@ -31,8 +31,8 @@ def encoder_weights(result: Mapping[str, Any]) -> tuple[int, int] | None:
     return weights["encoder"]["kept"], whole
 
 
-def peak_memory(records: Records) -> dict[str, tuple[float, str]]:
-    """Return the most bytes that any rank has held, and the number of that rank, by kind of memory."""
+def peak_memory(records: LogRecords) -> dict[str, tuple[float, str]]:
+    """Return, by kind of memory, the most bytes that any rank has held, and the number of that rank."""
     peaks: dict[str, tuple[float, str]] = {}
     for record in records:
         for name, held in record.items():
@@ -43,12 +43,12 @@ def peak_memory(records: Records) -> dict[str, tuple[float, str]]:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of an output folder; results and records are by phase."""
+    """The contents of an output folder's files; results and records are by phase."""
 
     folder: Path
     recipe: Mapping[str, Any]
     results: Mapping[str, Any]
-    records: Mapping[str, Records]
+    records: Mapping[str, LogRecords]
 
     @property
     def phases(self) -> list[str]:
@@ -56,24 +56,21 @@ class RunFiles:
         return list(dict.fromkeys([*self.results, *self.records]))
 
     def folder_of(self, phase: str) -> Path:
-        """Return where a phase writes its model and its evaluation: the last one into the output folder itself."""
+        """Return the folder of a phase's model and evaluation; for the last phase it is the output folder itself."""
         planned = [spec["name"] for spec in self.recipe.get("phases", [])] or self.phases
         return self.folder if phase == planned[-1] else self.folder / phase
 
     def spec(self, phase: str) -> Mapping[str, Any]:
-        """Return the phase as it stands in the recipe; empty where the recipe does not have it."""
+        """Return the section of a phase in the recipe; an empty one if the recipe does not have this phase."""
         return next((spec for spec in self.recipe.get("phases", []) if spec["name"] == phase), {})
 
     def exits(self, phase: str) -> dict[str, Any]:
-        """Return the results of a phase's exits, with the curves where its evaluation wrote them.
-
-        Empty without exits.
-        """
+        """Return the results of a phase's exits, with curves if its evaluation wrote them; empty without exits."""
         file = self.folder_of(phase) / "eval" / EXITS_FILE
         return read_object(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
 
     def calibrated_again(self, phase: str) -> bool:
-        """Whether the exits of a phase's model differ from those that were evaluated."""
+        """Return whether the exits of a phase's model were changed after the evaluation."""
         file, evaluated = self.folder_of(phase) / "model" / EXITS_FILE, self.exits(phase)
         if not evaluated or not file.is_file():
             return False
@@ -82,7 +79,7 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read the small files of an output folder. Raises UserError where it holds no run, or a file is broken."""
+    """Read the small files of an output folder. Raises UserError if it holds no run, or a file is broken."""
     recipe, results, log = (folder / name for name in ("recipe.json", "all_results.json", "log.jsonl"))
     if not (results.is_file() or log.is_file()):
         why = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
@@ -103,8 +100,8 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_log(file: Path) -> dict[str, Records]:
-    """Read each phase's records, one a step: where a resumed run has logged a step again, the last record counts."""
+def _read_log(file: Path) -> dict[str, LogRecords]:
+    """Read the records of each phase, one for each step. If a resumed run logged a step again, its later values win."""
     lines = read_file(file).decode("utf-8", errors="replace").splitlines()
     records = {number: _record(line) for number, line in enumerate(lines, start=1)}
     if broken := [number for number, record in records.items() if not record]:
@@ -116,7 +113,7 @@ def _read_log(file: Path) -> dict[str, Records]:
 
 
 def _record(line: str) -> dict[str, Any]:
-    """Return a line of the log as a record; empty where it is none, as the last line of a run that was killed."""
+    """Parse a line of the log; return an empty record for a broken line, such as the last one of a killed run."""
     try:
         record = json.loads(line)
     except ValueError:

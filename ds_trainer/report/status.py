@@ -1,7 +1,8 @@
-"""`status.json` in the output folder, and the last line of a run: its state, and what a resumed run starts from.
+"""`status.json` in the output folder, and the last line of a run: its state, and from where a resumed run starts.
 
-An exit code of 0 from DeepSpeed's launcher does not prove that a run is done: a run killed by a signal may give 0 too.
-`"state": "finished"` does. After a run was killed, the state remains "running", with the id of a process that is gone.
+The state "finished" proves that a run is done. An exit code of 0 from DeepSpeed's launcher does not, since a run that
+was killed by a signal may give 0, too. The state of a killed run remains "running", with the id of a process that is
+gone.
 """
 
 import contextlib
@@ -20,32 +21,32 @@ STATUS_FILE = "status.json"
 
 
 class RunStatus:
-    """The state of this run. Every rank has one; rank 0 writes it, or the rank that reports the loss of rank 0."""
+    """The state of this run. Every rank has this object; rank 0 writes the file, or the rank that reports its loss."""
 
     def __init__(self, output: Path) -> None:
         self._output, self._phase, self._checkpoints = output, "", Path()
         self._begun = False
 
     def begin(self) -> None:
-        """Note that from here on the folder belongs to this run."""
+        """Record that the folder belongs to this run from now on."""
         self._begun = True
         if distributed.is_main():
             self._write("running")
 
     def phase(self, name: str, folder: Path) -> None:
-        """Note that a phase begins, with its checkpoints in `folder`."""
+        """Record that a phase begins, with its checkpoints in `folder`."""
         self._phase, self._checkpoints = name, folder
         self.begin()
 
     def finished(self, model: Path) -> None:
-        """Note that the run is done, and its model is in `model`."""
+        """Record that the run is done, and that its model is in `model`."""
         if distributed.is_main():
             self._write("finished", exit_code=0, model=str(model))
         distributed.info(f"finished: {model}")
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record an error that ends the run, and add to its message what a resumed run starts from."""
+        """Record an error that ends the run, and add to its message from where a resumed run starts."""
         try:
             yield
         except Exception as error:
@@ -54,12 +55,12 @@ class RunStatus:
                 state = "stopped" if isinstance(error, StoppedError) else "failed"
                 with contextlib.suppress(OSError):
                     self._write(state, exit_code=exit_code(error), message=str(error), left=start)
-                # as `add_note` of Python 3.11
+                # the same as `add_note`, which Python 3.10 does not have
                 error.__notes__ = [*getattr(error, "__notes__", []), f"{state}: {start}"]
             raise
 
     def _next_start(self) -> str:
-        """Say where the next `--resume` starts."""
+        """Return a sentence about where the next `--resume` starts."""
         if not self._phase:
             return "no phase was begun; --resume starts the first that is not finished"
         saved = Checkpoints(self._checkpoints).all()

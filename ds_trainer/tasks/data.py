@@ -1,10 +1,8 @@
 """Tokenised examples: cached once, memory-mapped, and dealt out to steps and ranks by length.
 
-The content of a batch is a pure function of the optimizer step: a run resumes at its step, and nothing else needs
-saving. Reading files (`records.py`), tokenising and collating (the families) are elsewhere.
+The content of a batch is a pure function of the optimizer step, so that a run can resume from the number of its step
+alone. Files are read in `records.py`; the families of tasks tokenise and collate.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -32,14 +30,17 @@ _INDEX = "index.json"
 Array = NDArray[Any]
 ExampleIds = NDArray[np.int64]
 """Indices of examples in their split."""
+Chunk = Mapping[str, Sequence[Sequence[int]]]
+"""Columns of tokens of some examples; all columns of an example have the same length."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """A tokenised split.
+    """A tokenised split of n examples.
 
-    The examples lie one behind another in the flat arrays of `tokens`, cut by `offsets` (n + 1,) int64. `fields` hold
-    one value, or one array of a fixed shape, for each example (labels, for instance). `notes` are any JSON values.
+    Each array of `tokens` holds one column of all examples, concatenated; example i is the slice from `offsets[i]` to
+    `offsets[i + 1]`, int64. Each array of `fields` has one entry for each example (labels, for instance). `notes` are
+    any JSON values.
     """
 
     offsets: Array
@@ -79,13 +80,8 @@ class Examples:
         return padded | {"attention_mask": mask.astype(np.int64)}
 
 
-def pack(
-    chunks: Iterable[Mapping[str, Sequence[Sequence[int]]]],
-    dtypes: Mapping[str, Any],
-    fields: Mapping[str, Array],
-    notes: Mapping[str, Any] | None = None,
-) -> Examples:
-    """Flatten token columns that come in chunks of examples; an example is equally long in all its columns."""
+def pack(chunks: Iterable[Chunk], dtypes: Mapping[str, Any]) -> Examples:
+    """Concatenate the columns of tokens that come in chunks; `dtypes` names the columns."""
     flat: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
     lengths: list[int] = [0]
     for chunk in chunks:
@@ -93,13 +89,13 @@ def pack(
         for name, parts in flat.items():
             parts.append(np.fromiter(chain.from_iterable(chunk[name]), dtypes[name]))
     tokens = {name: np.concatenate(parts) for name, parts in flat.items()}
-    return Examples(np.cumsum(lengths, dtype=np.int64), tokens, fields, notes or {})
+    return Examples(np.cumsum(lengths, dtype=np.int64), tokens)
 
 
 def spread(count: int, limit: int | None) -> Sequence[int]:
-    """Choose at most `limit` of `count` indices, evenly spaced; all where there is no limit.
+    """Choose at most `limit` of `count` indices, evenly spaced; without a limit all of them.
 
-    The first examples of a file would be of one class where it is sorted by label, or of a few articles.
+    The first examples of a file may all have one label, or come from a few articles.
     """
     if limit is None or limit >= count:
         return range(count)
@@ -117,11 +113,10 @@ def hash_of(value: Any) -> str:
 
 
 def cached(cache_dir: Path, key: str, build: Callable[[], Examples]) -> Examples:
-    """Return the examples in `cache_dir/key`, memory-mapped; rank 0 builds them where there are none.
+    """Return the examples in `cache_dir/key`, memory-mapped; rank 0 builds them if the folder is missing or damaged.
 
-    Every rank must call it with the same key. On a host that does not see rank 0's folder, its first local rank builds
-    too. A folder that is damaged, as its sizes and checksums show, is built anew. If any `build` raises a ValueError,
-    every rank raises it.
+    Every rank must call this function with the same key. If a host does not see rank 0's folder, its first local rank
+    builds the examples, too. If any `build` raises a ValueError, every rank raises it.
     """
     folder = cache_dir.expanduser() / key
     distributed.on_each_host(lambda: _ensure(folder, build))
@@ -158,19 +153,23 @@ def _open(folder: Path) -> Examples | None:
 
 
 def save_aside(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` put arrays and their index in a folder beside, then rename it: `folder` itself is always whole."""
+    """Let `write` put arrays and their index into a temporary folder, and rename that to `folder` once it is whole.
+
+    A damaged folder is removed first, and not just before the renaming: another run that is replacing the same folder
+    is then still writing, and does not lose its result.
+    """
+    if open_arrays(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         with folder_aside(folder) as aside:
             write(aside)
-            if open_arrays(folder) is None:
-                shutil.rmtree(folder, ignore_errors=True)  # it is damaged
     except OSError as error:
-        if open_arrays(folder) is None:  # otherwise another run was faster
+        if open_arrays(folder) is None:  # otherwise another run was faster, and wrote the same
             raise UserError(f"cache_dir {folder.parent} cannot be written: {error}") from error
 
 
 def write_index(folder: Path, arrays: Mapping[str, Array], notes: Mapping[str, Any]) -> None:
-    """Record which arrays the folder holds, each in NAME.npy, with their checksums."""
+    """Write the names and checksums of a folder's arrays, each of which is stored as NAME.npy."""
     index = {"checksums": {name: _checksum(array) for name, array in arrays.items()}, "notes": dict(notes)}
     (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
@@ -179,7 +178,7 @@ def open_arrays(folder: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
     """Return the memory-mapped arrays of a folder and its notes; None where it is missing or damaged."""
     try:
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        # as a plain array: indexing a np.memmap costs several times more
+        # np.asarray: indexing a np.memmap costs several times more than indexing a plain array
         arrays = {
             name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
             for name in index["checksums"]
@@ -195,41 +194,43 @@ def _checksum(array: Array) -> int:
 
 
 class BatchPlan:
-    """Which examples make up the global batch of each optimizer step: a pure function of the step.
+    """Choose the examples of each optimizer step's global batch: a pure function of the step.
 
-    The data are one stream over all epochs, each epoch a permutation of its own, cut into batches of `batch_size`: no
-    batch is partial, and each n entries from a multiple of n on hold every example once. The whole batches of an epoch
-    are gathered in windows, sorted by length within each, and visited in random order. A window holds at most `WINDOW`
-    batches and a quarter of the data (but one batch at least), so that the content of a batch still varies. A batch
-    that straddles two epochs stays as it is.
+    Every epoch shuffles the n examples anew. The epochs follow one another in one stream, which is cut into batches of
+    `batch_size`: no batch is partial, and a batch may begin in one epoch and end in the next.
+
+    The batches that lie inside one epoch are grouped by length. Consecutive batches form a window; the examples of a
+    window are sorted by length and cut into batches again, which are visited in random order. A window has at most
+    `WINDOW` batches and at most a quarter of the data (but at least one batch), so that an example still meets others
+    in every epoch.
     """
 
     WINDOW = 50
 
     def __init__(self, lengths: Array, batch_size: int, seed: int) -> None:
-        assert len(lengths) > 0, "there is an example"
-        assert batch_size > 0, "there is a place for it"
+        assert len(lengths) > 0
+        assert batch_size > 0
         self._lengths, self.batch_size, self._seed = np.asarray(lengths), batch_size, seed
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
     def indices(self, step: int) -> ExampleIds:
-        """Return the (batch_size,) examples of a step, counted from 0."""
+        """Return the (batch_size,) example ids of a step; steps count from 0."""
         n, size = len(self._lengths), self.batch_size
         epoch = step * size // n
         if ((step + 1) * size - 1) // n != epoch:
             return self._stream(step * size, (step + 1) * size)
         first, last = -(-epoch * n // size), (epoch + 1) * n // size
         windows = -(-(last - first) // max(1, min(self.WINDOW, n // (4 * size))))
-        window = ((step - first + 1) * windows - 1) // (last - first)  # inverse of the even cut below
+        window = ((step - first + 1) * windows - 1) // (last - first)  # the inverse of the even cut in the next line
         start, end = (first + (last - first) * i // windows for i in (window, window + 1))
         return self._window(start, end)[step - start]
 
     def between(self, start: int, end: int) -> ExampleIds:
-        """Return the (end - start,) examples from number `start` to `end` in the order in which they are visited.
+        """Return the ids of the examples number `start` to `end` in the order in which training visits them.
 
-        The batch of a step begins at step * batch_size. A run that goes on with batches of another size takes the same
-        examples in the same order.
+        The batch of a step begins at number step * batch_size. A run that is resumed with another batch size visits the
+        same examples in the same order.
         """
         first, last = start // self.batch_size, -(-end // self.batch_size)
         visited = np.concatenate([self.indices(step) for step in range(first, last)])
@@ -245,7 +246,7 @@ class BatchPlan:
         return np.random.default_rng((self._seed, 0, epoch)).permutation(len(self._lengths))
 
     def _make_window(self, start: int, end: int) -> ExampleIds:
-        """Return (end - start, batch_size), the batches of a window of steps, in the order of their steps."""
+        """Return the batches of a window of steps in the order of the steps, (end - start, batch_size)."""
         chosen = self._stream(start * self.batch_size, end * self.batch_size)
         by_length = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         order = np.random.default_rng((self._seed, 1, start)).permutation(end - start)
@@ -253,15 +254,16 @@ class BatchPlan:
 
 
 def steps_for(epochs: float, examples: int, batch_size: int, seen: int = 0) -> int:
-    """Count the optimizer steps, rounded up, in which every example is seen `epochs` times; `seen` are done already."""
+    """Return how many optimizer steps `epochs` epochs take, rounded up, after `seen` examples have been visited."""
     return math.ceil(round((epochs * examples - seen) / batch_size, 9))
 
 
 def shard(ids: ExampleIds, lengths: Array, rank: int, world: int, accumulation: int) -> ExampleIds:
-    """Return the (accumulation, micro) examples of one rank: its part of the global batch, cut into micro-batches.
+    """Return one rank's part of a global batch, cut into micro-batches: (accumulation, examples a micro-batch).
 
-    Micro-batch m takes examples of adjacent lengths on all ranks, rank r every world-th of them, so that ranks have
-    equal work and the least padding. The longest go first: a batch that does not fit in memory fails at once.
+    The examples are sorted by length. All ranks take micro-batch m from the same stretch of lengths, each rank every
+    world-th example of it, so that they have equal work and little padding. The longest examples come first: a batch
+    that does not fit into memory fails at once.
     """
     assert len(ids) % (world * accumulation) == 0, f"{len(ids)} over {world} x {accumulation}"
     longest_first = ids[np.argsort(-lengths[ids], kind="stable")]
@@ -269,9 +271,9 @@ def shard(ids: ExampleIds, lengths: Array, rank: int, world: int, accumulation: 
 
 
 def evaluation_shard(lengths: Array, rank: int, world: int, batch_size: int) -> list[ExampleIds]:
-    """Return one rank's batches of a split, longest first; every rank has the same number, of the same sizes.
+    """Return one rank's batches of a split, the longest examples first; all ranks have equally many, of equal sizes.
 
-    Where the ranks do not divide the number of examples, the last one is repeated: one more answer to the same id.
+    If the number of examples is not a multiple of the ranks, the last example is repeated; its answers have one id.
     """
     order = np.argsort(-np.asarray(lengths), kind="stable")
     order = np.concatenate([order, np.repeat(order[-1:], -len(order) % world)])

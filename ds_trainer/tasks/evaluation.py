@@ -1,7 +1,5 @@
 """Evaluation: run a split once over all ranks, then score it once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,22 +13,22 @@ from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
 
 Answers = dict[int, Any]
-"""The answers of a model to the examples of a split, by their ids."""
+"""A model's answers to the examples of a split, by example id."""
 Views = Callable[[Forward, Predict], dict[str, Any]]
-"""Compute further outputs for a batch, by name, beside the model's own; the model may be run again for them."""
-OWN = ""
-"""The name of the model's own answers."""
+"""Compute further outputs for a batch, by name, from the model's output; the model may be run again for them."""
+_MODEL = ""
+"""The name under which the answers of the model itself are kept, beside those of its views."""
 
 
 @dataclass
 class Evaluation:
-    """The scores by name, on every rank, and the model's own answers by split, on rank 0."""
+    """The scores by name, on every rank, and the answers of the model itself by split, on rank 0."""
 
     scores: dict[str, float] = field(default_factory=dict)
     answers: dict[str, Answers] = field(default_factory=dict)
 
     def files(self, task: Task) -> dict[str, Any]:
-        """Return the JSON files that go beside the scores, by name: predictions."""
+        """Return the JSON files that are written beside the scores, such as predictions, by name."""
         return {
             f"{split_prefix(task, split)}{name}": value
             for split, answers in self.answers.items()
@@ -39,17 +37,18 @@ class Evaluation:
 
 
 def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[Views] = ()) -> Evaluation:
-    """Score every split: `accuracy`, or `validation_mismatched/accuracy` for a split beyond the first.
+    """Score every split, in one pass over its data.
 
-    The outputs of `views` are scored too, as `teacher/accuracy`, and `teacher/agreement` is the share of answers that
-    they have in common with the model's own. One pass over the data gives all of them.
+    A score of the first split is called `accuracy`, one of a further split `validation_mismatched/accuracy`. The
+    outputs of `views` are scored, too: as `teacher/accuracy`, and as `teacher/agreement`, which is the share of the
+    examples to which the view and the model itself give the same answer.
     """
     evaluation = Evaluation()
     for split in task.splits:
         answers = answers_of(predict, task, split, batch_size, views)
         scores = distributed.on_main(partial(_scores, task, split, answers))
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
-        evaluation.answers[split] = answers.get(OWN, {})
+        evaluation.answers[split] = answers.get(_MODEL, {})
     return evaluation
 
 
@@ -77,14 +76,14 @@ def split_prefix(task: Task, split: str) -> str:
 def answers_of(
     predict: Predict, task: Task, split: str, batch_size: int, views: Sequence[Views] = ()
 ) -> dict[str, Answers]:
-    """Return the answers of the model and of its views, by name, on rank 0; elsewhere nothing.
+    """Return the answers of the model and of its views, by name, on rank 0; an empty dict on other ranks.
 
-    Each has one answer per example of the split, however the shards are padded.
+    Each has exactly one answer for every example of the split, although the ranks' shards may repeat an example.
     """
     shard: dict[str, Answers] = {}
     for batch in evaluation_batches(task, split, batch_size):
         out = predict(batch)
-        outputs = {OWN: out}
+        outputs = {_MODEL: out}
         for view in views:
             outputs |= view(Forward(batch, out, step=0), predict)
         for name, output in outputs.items():
@@ -107,10 +106,9 @@ def evaluation_batches(task: Task, split: str, batch_size: int) -> Iterator[Batc
 
 
 def _scores(task: Task, split: str, answers: Mapping[str, Answers]) -> dict[str, float]:
-    own = answers[OWN]
-    scores = task.score(split, own)
-    for name, other in answers.items():
-        if name != OWN:
-            scores |= {f"{name}/{metric}": value for metric, value in task.score(split, other).items()}
-            scores[f"{name}/agreement"] = task.agreement(split, own, other)
+    scores = task.score(split, answers[_MODEL])
+    for name, others in answers.items():
+        if name != _MODEL:
+            scores |= {f"{name}/{metric}": value for metric, value in task.score(split, others).items()}
+            scores[f"{name}/agreement"] = task.agreement(split, answers[_MODEL], others)
     return scores

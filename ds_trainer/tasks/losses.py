@@ -1,10 +1,8 @@
-"""Loss terms of distillation, and penalties on mask scores: pure functions of tensors, computed in fp32.
+"""Loss terms of distillation and penalties on mask scores, as pure functions of tensors that compute in fp32.
 
 Distillation: KL with temperature (arXiv 1503.02531), cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of
 hidden states and attention maps (TinyBERT, arXiv 1909.10351).
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any
@@ -17,17 +15,17 @@ from torch.autograd.function import once_differentiable
 from ds_trainer.tasks.task import PAD_LOGIT
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""How many logits are worked on at a time: as many as stay in a core's cache, or fill a GPU."""
+"""How many logits are processed at a time: as many as fit into a core's cache, or keep a GPU busy."""
 
-# Hard-concrete distribution of arXiv 1712.01312: temperature, and the interval (0, 1) stretched to (LOW, HIGH).
+# The hard-concrete distribution of arXiv 1712.01312: its temperature, and the interval to which (0, 1) is stretched.
 TEMPERATURE = 2 / 3
 LOW, HIGH = -0.1, 1.1
 
 L0_SHIFT = -TEMPERATURE * math.log(-LOW / HIGH)
-"""sigmoid(log-alpha + L0_SHIFT) is the chance that a hard-concrete gate is not 0 (eq. 12)."""
+"""sigmoid(log-alpha + L0_SHIFT) is the probability that a hard-concrete gate is not 0 (eq. 12)."""
 
 L0_KEPT_ABOVE = math.log(-LOW / HIGH)
-"""A gate without noise is above 0 where log-alpha is above this: sigmoid(x) * (HIGH - LOW) + LOW > 0."""
+"""A gate without noise is above 0 if log-alpha is above this value: sigmoid(x) * (HIGH - LOW) + LOW > 0."""
 
 PENALTY_SHIFT = {"l1": 0.0, "l0": L0_SHIFT}
 
@@ -35,8 +33,8 @@ PENALTY_SHIFT = {"l1": 0.0, "l0": L0_SHIFT}
 def score_penalty(scores: Tensor, kind: str) -> Tensor:
     """Return the mean of sigmoid(scores + shift) over one matrix, a scalar in [0, 1].
 
-    "l1" is the norm of sigmoid(scores) divided by their number (arXiv 2005.07683, section 4); "l0" is the
-    expected share of open hard-concrete gates.
+    "l1" is the L1 norm of sigmoid(scores), divided by the number of scores (arXiv 2005.07683, section 4). "l0" is the
+    expected share of hard-concrete gates that are not 0.
     """
     return torch.sigmoid(scores.float() + PENALTY_SHIFT[kind]).mean()
 
@@ -44,20 +42,20 @@ def score_penalty(scores: Tensor, kind: str) -> Tensor:
 def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
     """Return the gradient of `score_penalty` by the scores, in their shape and always in fp32.
 
-    It is at most 1 / (4 * number of scores), which fp16 rounds by half from a million scores on: the caller must
-    multiply by the loss scale first, and cast last.
+    A gradient is at most 1 / (4 * number of scores). For a million scores fp16 cannot hold such a value accurately: the
+    caller must multiply by the loss scale before it casts.
     """
     share = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
     return (1 - share).mul_(share).div_(scores.numel())
 
 
 def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Return gates in [0, 1] of log-alpha's shape; `uniform` is noise in (0, 1), None at evaluation (eq. 10 to 13)."""
+    """Return gates in [0, 1], shaped like log-alpha; `uniform` is noise in (0, 1), None at evaluation (eq. 10-13)."""
     return _stretched(_concrete(log_alpha, uniform)).clamp(0, 1)
 
 
 def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Return the elementwise derivative of `hard_concrete` by log-alpha, which is 0 where a gate is clamped."""
+    """Return the elementwise derivative of `hard_concrete` by log-alpha; it is 0 where a gate is clamped."""
     concrete = _concrete(log_alpha, uniform)
     gates = _stretched(concrete)
     between = (gates > 0) & (gates < 1)
@@ -82,8 +80,8 @@ def _stretched(concrete: Tensor) -> Tensor:
 def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Return KL(teacher || student), mean over rows, times T**2; 0 without rows. Logits (rows, classes), any dtype.
 
-    Overwrites `teacher`: its memory holds the gradient, which is computed in the same pass, so that there are never
-    more than two tensors of this size. The result can be differentiated once.
+    The gradient is computed in the same pass and written into the memory of `teacher`, so that no third tensor of this
+    size exists at any time. The result can be differentiated once.
     """
     return _DistillationKl.apply(student, teacher, temperature)
 
@@ -116,16 +114,17 @@ class _DistillationKl(torch.autograd.Function):
 
 
 def _gradient_memory(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the memory of the gradient: that of the teacher's logits, if their precision allows it."""
+    """Return a tensor to write the gradient into: the teacher's logits, if their precision allows it."""
     if student.dtype == torch.float16:
-        return torch.empty_like(student, dtype=torch.float32)  # it would vanish: the loss scale comes later
+        # in fp16 the gradient would vanish, since it is multiplied by the loss scale only in the backward
+        return torch.empty_like(student, dtype=torch.float32)
     return teacher if teacher.dtype == student.dtype else torch.empty_like(student)
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
     """Return the squared difference of logits (rows, classes), summed over classes, mean over rows, as in DistilBERT.
 
-    Entries that are `PAD_LOGIT` in the teacher's logits do not count.
+    Entries where the teacher's logit is `PAD_LOGIT` do not count.
     """
     difference = torch.where(teacher != PAD_LOGIT, student.float() - teacher.float(), 0.0)
     return difference.square().sum() / max(1, len(student))

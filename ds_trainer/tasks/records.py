@@ -6,17 +6,18 @@ lines, the line. Loads neither torch nor numpy before parquet or the hub is read
 reported at once.
 """
 
-from __future__ import annotations
-
 import csv
-import json
+import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import kind_of, listed, quoted
@@ -30,13 +31,12 @@ Record = dict[str, Any]
 class Records(ABC):
     """The records of one split, read anew at each iteration."""
 
+    columns: Sequence[str]
     origin: str
-    unit: str
+    entry: str
+    """What a record is called in a message: a line or a row."""
     skipped = 0
     """How many malformed records the latest iteration passed over."""
-
-    def __init__(self, columns: Sequence[str]) -> None:
-        self.columns = tuple(columns)
 
     def parsed(self, parse: Callable[[Record], T]) -> Iterator[tuple[int, T]]:
         """Yield the number of each record (a line or a row, from 1) and what `parse` makes of it.
@@ -55,7 +55,7 @@ class Records(ABC):
 
     def place(self, number: int) -> str:
         """Return where a record stands, for a message."""
-        return f"{self.origin}, {self.unit} {number}"
+        return f"{self.origin}, {self.entry} {number}"
 
     def check(self) -> None:
         """Raise what reading would raise up to the first record."""
@@ -68,12 +68,16 @@ class Records(ABC):
     @abstractmethod
     def _read(self) -> Iterator[tuple[int, Record]]: ...
 
-    def _check_columns(self, place: str, present: Collection[str]) -> None:
+    def _check_columns(self, place: str, present: Sequence[str]) -> None:
         missing = [name for name in self.columns if name not in present]
         if missing:
-            raise UserError(f"{place}: no column {listed(missing)}; columns found: {listed(present) or 'none'}")
+            raise UserError(f"{place}: no column {listed(missing)}; the columns are: {listed(present) or 'none'}")
+        repeated = [name for name in self.columns if present.count(name) > 1]
+        if repeated:
+            raise UserError(f"{place}: more than one column {listed(repeated)}: rename or remove all but one")
 
 
+@dataclass
 class FileRecords(Records):
     """The records of a file, whose ending says how to read it.
 
@@ -81,12 +85,14 @@ class FileRecords(Records):
     fields (GLUE's QQP has some) are passed over.
     """
 
-    def __init__(
-        self, path: Path, columns: Sequence[str], header: Sequence[str] | None = None, skip_malformed: bool = False
-    ) -> None:
-        super().__init__(columns)
-        self.path, self.origin, self.header, self.skip_malformed = path, str(path), header, skip_malformed
-        self.unit = "row" if path.suffix.lower() == ".parquet" else "line"
+    path: Path
+    columns: Sequence[str]
+    header: Sequence[str] | None = None
+    skip_malformed: bool = False
+
+    def __post_init__(self) -> None:
+        self.origin = str(self.path)
+        self.entry = "row" if self.path.suffix.lower() == ".parquet" else "line"
 
     def fingerprint(self) -> str:
         return content_hash(self.path).hex()
@@ -120,13 +126,14 @@ class FileRecords(Records):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.rstrip())
-            except (ValueError, RecursionError) as error:
-                cause = str(error).replace("line 1 ", "")  # of this text, which is one line of the file
+                # unlike Python's parser, it refuses half a surrogate pair, which is no text that can be tokenised
+                record = from_json(line.rstrip())
+            except ValueError as error:
+                cause = str(error).replace("at line 1 column", "at column")  # the parser sees only this line
                 raise UserError(f"{self.place(number)}: not JSON: {cause}") from None
             if not isinstance(record, dict):
                 raise UserError(f"{self.place(number)}: {kind_of(record)} where a JSON object is expected")
-            self._check_columns(self.place(number), record)
+            self._check_columns(self.place(number), list(record))
             yield number, record
 
     def _parquet(self) -> Iterator[tuple[int, Record]]:
@@ -144,17 +151,20 @@ class FileRecords(Records):
             raise UserError(f"{self.path} is not a readable parquet file: {error}") from None
 
 
+@dataclass
 class HubRecords(Records):
     """The records of a hub data set "name", "owner/name" or "owner/name/configuration".
 
     A class, which the hub stores as a number, is given by its name; None where it has none.
     """
 
-    unit = "row"
+    name: str
+    split: str
+    columns: Sequence[str]
+    entry = "row"
 
-    def __init__(self, name: str, split: str, columns: Sequence[str]) -> None:
-        super().__init__(columns)
-        self.name, self.split, self.origin = name, split, f"{name} ({split})"
+    def __post_init__(self) -> None:
+        self.origin = f"{self.name} ({self.split})"
 
     def check(self) -> None:
         """Leave the hub alone: asking it takes longer than a check of the settings may."""
@@ -209,7 +219,9 @@ def _tab_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
-    reader = csv.reader(lines(path), strict=True)
+    # a bare carriage return ends a line, too: old spreadsheets write it
+    rows = chain.from_iterable(io.StringIO(line, newline="") for line in lines(path))
+    reader = csv.reader(rows, strict=True)
     number = 1
     try:
         for cells in reader:

@@ -1,6 +1,6 @@
 """Build the task of a spec, check its files, and read its texts, whatever its family.
 
-The families are listed in `FAMILIES` (`config/task_specs.py`). Importing this module loads no torch.
+`FAMILIES` in `config/task_specs.py` lists the families. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None = None) -> Task:
-    """Build the task of a spec for the model folder (or hub name) `source`; every rank must do so."""
+    """Build the task of a spec for the model folder (or hub name) `source`; collective."""
     from ds_trainer.models.pretrained import load_tokenizer
 
     task_class: type[Task] = _loaded(FAMILIES[family(spec)].task)
@@ -27,23 +27,23 @@ def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None 
 
 
 def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> list[str]:
-    """Return every mistake in a task's settings, and every missing folder, file or column; loads nothing heavy.
+    """Return every mistake in a task's settings, and every missing folder, file or column, without loading torch.
 
-    `splits` defaults to training and all evaluation splits. Records beyond the first are not read, and the hub is not
-    asked.
+    `splits` defaults to training and all evaluation splits. Of each file at most the first record is read. Data sets of
+    the hub are not checked.
     """
     module = _loaded(FAMILIES[family(spec)].data)
     return module.check_data_files(spec, splits) if module else []
 
 
 def training_texts(spec: TaskBase) -> list[str]:
-    """Return every text of the training split, for training a tokenizer. Not collective: one rank can call it alone."""
+    """Return every text of the training split, for training a tokenizer. One rank can call it alone."""
     module = _loaded(FAMILIES[family(spec)].data)
     if module is None:
-        raise UserError(f'the task "{spec.name}" has no texts to train a tokenizer on: take a model that brings one')
+        raise UserError(f'the task "{spec.name}" has no texts to train a tokenizer on: use a model that has one')
     return module.training_texts(spec)
 
 
 def _loaded(entry: Any) -> Any:
-    """Import what an entry of the table names; anything but a name is returned as it is."""
+    """Import the object that an entry of the table names; return any other entry as it is."""
     return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry

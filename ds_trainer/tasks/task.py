@@ -1,7 +1,7 @@
 """The interface of a task: the data, the loss and the score of one family of problems.
 
-A task knows nothing of techniques, ranks or DeepSpeed. Its data are `Examples`, which are tokenised once; a batch is
-collated from the ids of its examples, so that the loop alone decides which rank sees which ones.
+A task knows nothing of techniques or DeepSpeed. Its data are `Examples`, which are tokenised once. A batch is collated
+from the ids of its examples, so that the loop alone decides which rank sees which examples.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import ExampleIds, Examples, cached, fingerprint
 
 Unit = Literal["example", "label", "token", "pair"]
-"""What the mean of a loss term is taken over: the examples of a batch, the labels, the attended tokens, or the pairs of
-tokens of which one attends to the other.
+"""What a loss term is a mean over: the examples of a batch, their labels, their tokens, or the pairs of tokens of which
+one attends to the other.
 
-Micro-batches have the same number of examples, and different numbers of everything else. A term that is no mean over
-data, such as a penalty on weights, is the same in every micro-batch and counts as one over examples.
+All micro-batches have equally many examples, but different numbers of the other units. A term that does not depend on
+the data, such as a penalty on weights, is the same in every micro-batch, and is treated as a mean over examples.
 """
 
 PAD_LOGIT = -1e4
@@ -38,8 +38,8 @@ PAD_LOGIT = -1e4
 class Batch:
     """A batch of examples: `inputs` go to the model, `labels` (in the task's own shape) to the loss.
 
-    `ids` (rows,) are the examples' indices in their split. `others` are inputs that this model does not take, but
-    another model of the same examples may, such as a teacher of another architecture.
+    `ids` (rows,) are the indices of the examples in their split. `others` are inputs that this model does not take, but
+    a teacher of another architecture may.
     """
 
     inputs: dict[str, Tensor]
@@ -67,15 +67,15 @@ class Batch:
 
 
 Predict = Callable[[Batch], Any]
-"""A way to run a model: batch -> model output."""
+"""A way to run a model: it maps a batch to the model's output."""
 
 
 @dataclass(frozen=True)
 class Forward:
     """One micro-batch, the model's output for it, and the optimizer step that it belongs to.
 
-    `shares` weigh a mean over this micro-batch: for each unit, its count here divided by the average count of the
-    step's micro-batches on all ranks. A unit that is missing is equally frequent in all of them.
+    `shares` are the weights of means over this micro-batch: for each unit, its count in this micro-batch, divided by
+    the average count over the step's micro-batches on all ranks. A missing unit has the weight 1.
     """
 
     batch: Batch
@@ -87,19 +87,19 @@ class Forward:
 class Task(ABC):
     """One family of problems. A subclass sets `head`, and implements the abstract methods.
 
-    `source` is the model folder (or hub name) that the task is built for. Every rank must build the task and use its
-    splits. A tokenizer without a padding token gets its end of text as one, in place.
+    `source` is the model folder (or hub name) that the task is built for. Building the task and reading its splits are
+    collective. A tokenizer without a padding token gets its end of text as one, in place.
 
     head: the head that a model of this task has.
     splits: the splits to evaluate on.
-    held_out_split: the training examples that no phase trains on; only tasks of labelled text have some.
+    held_out_split: the name of the split with training examples that no phase trains on; only labelled text has it.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
-    logits_of: a row of `logits` is an "example"; or an example whose columns are the tokens ("token"); or a "position",
-        an entry of `inputs["head_positions"]`.
+    logits_of: what a row of `logits` belongs to: an "example", whose columns are classes; an example, whose columns are
+        its tokens ("token"); or a "position", which is an entry of `inputs["head_positions"]`.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
-    Spec: the class of its entry in the recipe; only tasks of a plugin need it.
+    Spec: the class of the task's section in the recipe; only tasks of a plugin need it.
     inputs_vary: whether an example's inputs differ from one `draw` to the next.
     own_inputs: inputs that a model of `build_model` takes beyond those of its architecture.
     """
@@ -128,11 +128,11 @@ class Task(ABC):
 
     @abstractmethod
     def fingerprint(self, split: str) -> str:
-        """Hash everything that decides the result of `tokenised`, on this host."""
+        """Return a hash of everything on this host that determines the result of `tokenised`."""
 
     @abstractmethod
     def tokenised(self, split: str) -> Examples:
-        """Read and tokenise a split; a `UserError` says what is wrong with its files."""
+        """Read and tokenise a split. A `UserError` names the mistakes in its files."""
 
     @abstractmethod
     def build_model(self, folder: str | Path) -> nn.Module:
@@ -151,38 +151,38 @@ class Task(ABC):
 
     @abstractmethod
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
-        """Return logits, each (rows, classes), `PAD_LOGIT` where an entry is no class. A row is a `logits_of`."""
+        """Return logits, each (rows, classes). `logits_of` says what a row is; `PAD_LOGIT` marks what is no class."""
 
     @abstractmethod
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
-        """Return the model's answer to each example, by its id: examples that only pad a shard fall out."""
+        """Return the model's answer to each example by its id, so that an example which pads a shard counts once."""
 
     @abstractmethod
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        """Compute the task's metrics over all examples of a split; refuse answers of logits that are not finite."""
+        """Compute the task's metrics over all examples of a split; UserError for logits that are not finite."""
 
     # What a family may change
 
     def limit(self, split: str) -> int | None:
-        """Return how many examples of the split to use at most."""
+        """Return the largest number of examples of the split to use; None for all of them."""
         return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
 
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
-        """Count the units of these examples, "example" aside, in any `draw`.
+        """Return how often each unit but "example" occurs in these examples; the same for every `draw`.
 
-        Every host has the numbers in memory, so that each rank knows the sums over the global batch before its first
-        forward, without asking another rank or the device.
+        The counts come from the memory of the host. So each rank can sum them up over the global batch before its first
+        forward, without waiting for another rank or for the device.
         """
         lengths = examples.lengths[ids]
         return {"token": int(lengths.sum()), "pair": int(np.square(lengths).sum())}
 
     def check_trained(self, folder: str | Path) -> None:
-        """Refuse a model without a trained head for this task: its score would mean nothing."""
+        """Raise UserError if a model has no trained head for this task, since its score would mean nothing."""
         if not self.head.trained_in(load_config(folder, self.head)):
             raise UserError(f"{folder} is no trained {self.head.name}: fine-tune it first")
 
     def held_out_key(self) -> str:
-        """Identify the held-out examples, whichever run reads them; "" where there are none. Not collective."""
+        """Return a hash that identifies the held-out examples in every run, "" if none; one rank can call it alone."""
         return ""
 
     def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
@@ -190,7 +190,7 @@ class Task(ABC):
         return sum(answers[id] == others[id] for id in answers) / len(answers)
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """Return JSON files, by name, that users of this task expect beside its score, such as predictions."""
+        """Return JSON files by name that users of this task expect beside its scores, such as predictions."""
         return {}
 
     # What all families share
@@ -202,7 +202,7 @@ class Task(ABC):
         return self._examples[split]
 
     def cache_key(self, family: str, split: str, source: str, fields: Sequence[str], *more: Any) -> str:
-        """Hash a split: the hash of its source, these fields of the spec, the limit, the tokenizer, and more."""
+        """Return a hash of the source's hash, these fields of the spec, the limit, the tokenizer and more values."""
         settings = {name: getattr(self.spec, name) for name in fields}
         return fingerprint(family, split, source, settings, self.limit(split), *more, tokenizer_state(self.tokenizer))
 
@@ -211,13 +211,13 @@ class Task(ABC):
         return distributed.on_main(lambda: self.fingerprint(split))
 
     def padded_inputs(self, examples: Examples, ids: ExampleIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Pad examples side by side, and part the tensors: those that the task's model takes, and the others."""
+        """Return examples as padded tensors: those that the task's model takes, and the others."""
         columns = examples.padded(ids, {"input_ids": self.pad_token_id}, self.spec.pad_to_multiple_of)
         others = {name: torch.from_numpy(column) for name, column in columns.items()}
         return {name: others.pop(name) for name in list(others) if name in self._input_names}, others
 
     def inputs_for(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the batch's inputs as another model of this task takes them, such as a teacher."""
+        """Return the inputs of a batch that another model of this task takes, such as a teacher."""
         names = input_names(model.config, self.head) | self.own_inputs
         return {name: value for name, value in (batch.inputs | batch.others).items() if name in names}
 
@@ -227,11 +227,10 @@ class Task(ABC):
 
 
 def check_finite(split: str, finite: Sequence[bool]) -> None:
-    """Refuse answers of logits that are not finite; `finite` has one entry per example."""
+    """Raise UserError unless `finite`, which has one entry for each example, is true throughout."""
     broken = len(finite) - sum(finite)
     if broken:
         raise UserError(
             f"{split}: the model gives logits that are not finite (NaN or infinity) for {broken:,} of {len(finite):,} "
-            f"examples, so that there is nothing to score: its weights are broken, or too large for its precision; "
-            f"train again with a lower learning rate, or in bf16 instead of fp16"
+            f"examples, which cannot be scored: train again with a lower learning rate, or in bf16 instead of fp16"
         )

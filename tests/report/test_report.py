@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -72,15 +73,23 @@ def test_the_state_of_an_older_version_is_read(tmp_path):
     assert opened(tmp_path, state).flush(3, {})["train/term/task"] == 3.0
 
 
-def test_a_full_disk_costs_a_record_and_not_the_run(tmp_path, monkeypatch):
-    """It is a warning; a resumed run drops the line that was cut short."""
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch):
+    """One warning for all of them; what was written of a line is dropped, so that later records are whole."""
     warnings = []
     monkeypatch.setattr("ds_trainer.ranks.distributed.warn", warnings.append)
-    report = opened(tmp_path)
-    report._log.close()
-    report._log = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    report, log = opened(tmp_path), tmp_path / "log.jsonl"
     report.write(1, {"train/loss": 1.0})
-    assert "the record of step 1 cannot be written: [Errno 28] No space left" in warnings[0]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 20, limits[1]))
+    try:
+        for step in (2, 3):
+            report.write(step, {"train/loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    report.write(4, {"train/loss": 1.0})
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 4]
+    assert len(warnings) == 1
+    assert "the record of step 2 cannot be written: [Errno 28] No space left" in warnings[0]
 
 
 def test_a_term_that_is_not_finite_is_found_after_settled_ones(tmp_path):

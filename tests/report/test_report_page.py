@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.report_runs import FIGURES, draw_only_losses, figures_of, write_run
+from support.report_runs import FIGURES, figures_of, write_run
 
 from ds_trainer.ranks import distributed
 from ds_trainer.report import page as report_page
@@ -43,9 +43,9 @@ def warnings(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def few_figures(monkeypatch) -> None:
-    """Draw only the loss, where the figures are not what is tested."""
-    draw_only_losses(monkeypatch)
+def unrendered(monkeypatch) -> None:
+    """Make every figure and save none, which takes most of the time, where its picture is not what is tested."""
+    monkeypatch.setattr(report_page, "save", lambda figure, path: path.write_bytes(b""))
 
 
 class Page(HTMLParser):
@@ -145,7 +145,7 @@ def test_tensorboard_has_the_images(made):
     assert not (made / "tensorboard" / "exits").exists()
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_nothing_in_a_run_s_files_becomes_markup(run):
     """Not names, not metrics, not the command, not text that ends a fence: it is shown as it was written."""
     evil = "<script>alert(1)</script>|![x](http://evil/x.png)[y](javascript:z)`&lt;*b*_c_"
@@ -162,10 +162,11 @@ def test_nothing_in_a_run_s_files_becomes_markup(run):
     assert not page.tags & {"script", "a", "em", "strong"}
     assert not {name for name in page.attributes if name.startswith("on")}
     assert all(reference.startswith("data:") for reference in page.references)
-    assert page.text.count(evil) == 4  # a column, a row, a caption and the command
+    assert page.text.count(evil) == 8  # a column, a row, the command, and captions of a loss and of four exit figures
     assert recipe in page.text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
     """Exits that are no JSON, a missing model, a loss that is no number: each is a warning and a line on the page."""
     (run / "eval" / "exits.json").write_text('{"layers": [1,')
@@ -189,7 +190,7 @@ def test_a_broken_plot_is_a_warning_and_the_others_are_there(run, warnings):
     assert (run / "report.html").is_file()
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_never_ends_a_run(run, warnings, monkeypatch):
     """An error of a plot, of the table or of a file is a warning."""
 
@@ -219,7 +220,7 @@ def test_without_matplotlib_there_is_a_page_without_figures(run, warnings, monke
         assert "0.8100" in page
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_without_markdown_it_there_is_no_html(run, warnings, monkeypatch):
     """The Markdown page is there, and the warning says what is missing."""
     monkeypatch.setitem(sys.modules, "markdown_it", None)
@@ -230,7 +231,7 @@ def test_without_markdown_it_there_is_no_html(run, warnings, monkeypatch):
     assert 'pip install -e ".[plots]"' in warnings[0]
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_only_a_dense_model_is_called_dense(run):
     """A phase without techniques may go on with a pruned model, or make a smaller one."""
     recipe = json.loads((run / "recipe.json").read_text())
@@ -241,6 +242,7 @@ def test_only_a_dense_model_is_called_dense(run):
     assert row_of((run / "report.md").read_text(), "techniques") == ["smaller model", "none", "exits"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_exits_that_were_set_again_are_told(run):
     """A note says so where the folder's thresholds differ from those of the figures."""
     exits = json.loads((run / "eval" / "exits.json").read_text())
@@ -254,6 +256,7 @@ def test_exits_that_were_set_again_are_told(run):
         assert "The exits of exits were calibrated again" in (run / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_threshold_for_each_head_is_said_so(run):
     """Where there is a list there is no single one, which is null."""
     exits = json.loads((run / "eval" / "exits.json").read_text())
@@ -276,7 +279,7 @@ def test_of_a_step_logged_twice_the_last_holds(run, warnings):
     assert warnings == [f"{run / 'log.jsonl'}: left out line 30, which is no record of a step"]
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_that_is_not_done_has_a_report(run):
     """From its log alone, before any phase has finished; the second phase's model is not taken for the last's."""
     results = json.loads((run / "all_results.json").read_text())
@@ -289,7 +292,7 @@ def test_a_run_that_is_not_done_has_a_report(run):
     assert "taught.loss" in figures_of(run)
 
 
-@pytest.mark.usefixtures("few_figures")
+@pytest.mark.usefixtures("unrendered")
 def test_phases_of_other_tasks_are_not_compared(run):
     """An accuracy on one task says nothing beside that on another."""
     recipe = json.loads((run / "recipe.json").read_text())
@@ -300,6 +303,7 @@ def test_phases_of_other_tasks_are_not_compared(run):
     assert "score_by_density" not in figures_of(run)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_report_says_what_it_wrote(run, warnings):
     """An image that the user has put in the folder is kept, is a warning, and is not on the page."""
     (run / "plots").mkdir()

@@ -19,6 +19,7 @@ from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.text import docstrings
+from ds_trainer.tasks.text.text_data import read_split
 from ds_trainer.tasks.text.text_task import TextTask, held_out_and_rest
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -89,8 +90,8 @@ def equal(one: Examples, other: Examples) -> bool:
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("count", [1, 7, 1000, 67_349])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 1 / 3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 1 / 3, 0.999])
 def test_the_two_parts_are_disjoint_complete_and_ascending(count: int, share: float) -> None:
     """Each position is in one part; the held-out ones are round(share * count)."""
     held_out, left = held_out_and_rest(count, share)
@@ -106,7 +107,7 @@ def test_a_file_that_alternates_is_held_out_in_both_its_classes() -> None:
     assert {position % 2 for position in held_out} == {0, 1}
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.5, 0.75, 0.98])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.98])
 def test_each_training_text_is_in_one_part_in_the_order_of_the_file(share: float, build: Any) -> None:
     """No text is in both, none is lost, and neither part is shuffled."""
     task = build(held_out=share)
@@ -190,9 +191,13 @@ def test_glue_files_have_a_held_out_part(encoder: Path, tmp_path: Path) -> None:
     assert sizes == {"train": 27, "held_out": 3, "validation": 30, "validation_mismatched": 30}
 
 
-def test_the_embedded_docstrings_have_a_held_out_part(encoder: Path, tmp_path: Path) -> None:
+def test_the_embedded_docstrings_have_a_held_out_part(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The task without files parts its training rows, too."""
-    labels = [package for _, package in docstrings.extracted()["train"]]
+    pairs = [(words(n), docstrings.PACKAGES[n % 5]) for n in range(500)]
+    monkeypatch.setattr(docstrings, "extracted", lambda: {"train": pairs})
+    labels = [package for _, package in pairs]
     task = build_task(TextSpec(held_out=0.02, max_train_samples=50), encoder, tmp_path / "cache")
     held_out = task.examples("held_out")
     assert len(task.examples("train")) == 50
@@ -265,7 +270,7 @@ def test_progress_names_the_part(build: Any, caplog: pytest.LogCaptureFixture) -
 
 def test_asking_for_what_is_not_held_out_says_what_to_set(build: Any) -> None:
     """Without a share there is no such split."""
-    with pytest.raises(ValueError, match=r"set task\.held_out to their share \(e\.g\. 0\.02\)"):
+    with pytest.raises(ValueError, match=r"set task\.held_out to their share, such as 0\.02"):
         build().examples("held_out")
 
 
@@ -274,7 +279,7 @@ def test_asking_for_what_is_not_held_out_says_what_to_set(build: Any) -> None:
     ("share", "message"),
     [
         (0.001, r"0\.001, and of the 50 .*train\.csv none would be held out: set task\.held_out to 0\.02 or more"),
-        (0.999, r"0\.999, and of the 50 .*train\.csv none would be left to train on: set task\.held_out lower"),
+        (0.999, r"0\.999, and of the 50 .*train\.csv none would be used for training: set task\.held_out lower"),
     ],
 )
 def test_a_share_that_leaves_a_part_empty_is_refused_by_both(
@@ -317,12 +322,10 @@ def test_other_families_have_no_such_field(name: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no ../shared/data")
-def test_two_percent_of_sst2_are_balanced_as_the_whole(tmp_path: Path) -> None:
+def test_two_percent_of_sst2_are_balanced_as_the_whole() -> None:
     """1,347 of the 67,349 rows, the share of positive ones within 3 points of the whole."""
-    spec = TextSpec(name="sst2", data_dir=str(SHARED / "data"), held_out=0.02)
-    task = build_task(spec, SHARED / "models" / "minilm-l6", tmp_path)
-    held_out, train = (task.examples(split).fields["labels"] for split in ("held_out", "train"))
-    assert len(held_out) == 1_347
-    assert len(train) == 67_349 - 1_347
-    whole = np.concatenate([held_out, train]).mean()
-    assert held_out.mean() == pytest.approx(whole, abs=0.03)
+    rows = read_split(TextSpec(name="sst2", data_dir=str(SHARED / "data")), "train").rows
+    labels = np.array([row.label == "positive" for row in rows])
+    held_out, rest = held_out_and_rest(len(rows), 0.02)
+    assert (len(held_out), len(rest)) == (1_347, 67_349 - 1_347)
+    assert labels[held_out].mean() == pytest.approx(labels.mean(), abs=0.03)

@@ -67,7 +67,7 @@ def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:
 BROKEN = [
     ("train.txt", b"good\nb\xe9d\n", r"train\.txt, line 2: not UTF-8"),
     ("train.jsonl", b'{"text": "a"}\n{"text"\n', r"train\.jsonl, line 2: not JSON: .*column \d+"),
-    ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no column 'text'; columns found: 'txt'"),
+    ("train.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r"line 3: no column 'text'; the columns are: 'txt'"),
     ("train.jsonl", b'{"text": "a"}\n{"text": 5}\n', r"line 2: 'text' is a whole number, and must be text"),
     ("train.jsonl", b"", r"train\.jsonl is empty"),
     ("train.txt", b"", r"train\.txt is empty"),
@@ -95,7 +95,7 @@ def test_missing_files_are_found_before_anything_is_loaded(tmp_path: Path) -> No
     assert message == f"there is no file for the validation split; looked for {tmp_path / 'part-*.txt'}"
     write(tmp_path, "part.jsonl", '{"body": "a"}\n')
     [message] = check_data_files(spec_of(tmp_path, "part.jsonl"), ["train"])
-    assert message.endswith("line 1: no column 'text'; columns found: 'body'")
+    assert message.endswith("line 1: no column 'text'; the columns are: 'body'")
     write(tmp_path, "train.txt", "text\n")
     assert check_data_files(spec_of(tmp_path)) == []
 
@@ -165,7 +165,7 @@ def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(documents(LmSpec(name="clm", dataset="name"), "validation")) == ["a", "b\nc"]
     assert asked == [("owner/name", "part", "train"), ("name", None, "validation")]
     assert fingerprint(spec, "train")
-    with pytest.raises(ValueError, match=r"no column 'body'; columns found: 'text', 'number'"):
+    with pytest.raises(ValueError, match=r"no column 'body'; the columns are: 'text', 'number'"):
         list(documents(spec.model_copy(update={"text_column": "body"}), "train"))
     with pytest.raises(ValueError, match=r"row 1: 'number' is a whole number, and must be text"):
         list(documents(spec.model_copy(update={"text_column": "number"}), "train"))

@@ -85,7 +85,7 @@ FAULTS = [
     (content(A, {**B, "id": 7}), FIRST + r"qas\.1\.id: Input should be a valid string"),
     (content(without(A, "answers")), FIRST + r"qas\.0\.answers: Field required"),
     (content({**A, "answers": [{"text": "é", "answer_start": "1"}]}), r"answers\.0\.answer_start: .* valid integer"),
-    (content({**A, "is_impossible": "no"}, "x"), r"qas\.0\.is_impossible: .* valid boolean \(and 1 mistakes more\)"),
+    (content({**A, "is_impossible": "no"}, "x"), r"qas\.0\.is_impossible: .* valid boolean \(and 1 more mistakes\)"),
     (content(asked("a"), context=" \t"), QUESTION + "the context is blank"),
     (
         content({**A, "answers": [{"text": "café", "answer_start": 18}]}),
@@ -117,7 +117,7 @@ def test_the_first_mistakes_are_listed_and_all_are_counted(tmp_path: Path) -> No
     *mistakes, more = str(caught.value).splitlines()
     assert len(mistakes) == 5
     assert "question 'w4': answer_start is 0" in mistakes[4]
-    assert more == "... and 1,195 mistakes more"
+    assert more == "... and 1,195 more mistakes"
 
 
 def test_files_that_are_not_there_are_told_without_reading(tmp_path: Path) -> None:

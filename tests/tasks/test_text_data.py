@@ -95,6 +95,10 @@ def test_parquet_files_are_read_with_integer_labels(tmp_path: Path) -> None:
     spec = text_spec(tmp_path, "a.parquet")
     assert check_data_files(spec) == []
     assert [row.label for row in read_split(spec, "train").rows] == ["1", "0"]
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["b"])], ["text", "label", "text"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: more than one column 'text': rename or remove all but one"):
+        read_split(spec, "train")
 
 
 def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
@@ -113,8 +117,8 @@ def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
 
 
 BROKEN = {
-    "missing column": ("a.csv", b"text,lable\nx,1\n", r"a\.csv, line 1: no column 'label'; columns.*'text', 'lable'"),
-    "empty file": ("a.tsv", b"", r"a\.tsv.*columns found: none"),
+    "missing column": ("a.csv", b"text,lable\nx,1\n", r"a\.csv, line 1: no column 'label'; .* are: 'text', 'lable'"),
+    "empty file": ("a.tsv", b"", r"a\.tsv.*the columns are: none"),
     "header only": ("a.csv", b"text,label\n", r"a\.csv has no examples"),
     "empty jsonl": ("a.jsonl", b"\n", r"a\.jsonl has no examples"),
     "encoding": ("a.csv", b"text,label\nok,1\ncaf\xe9,1\n", r"a\.csv, line 3: not UTF-8"),
@@ -122,8 +126,12 @@ BROKEN = {
     "json": (
         "a.jsonl",
         b'{"text": "a", "label": 1}\n{"text": \n',
-        r"a\.jsonl, line 2: not JSON: Expecting value: column 9",
+        r"a\.jsonl, line 2: not JSON: EOF while parsing a value at column 8",
     ),
+    "half a character": ("a.jsonl", b'{"text": "a\\ud800 b", "label": 1}\n', r"a\.jsonl, line 1: not JSON: .* at col"),
+    "zero bytes": ("a.jsonl", b'{"text": "a", "label": 1}\n\0\0\n', r"a\.jsonl, line 2: not JSON: expected value"),
+    "column twice": ("a.csv", b"text,label,text\na,1,b\n", r"a\.csv, line 1: more than one column 'text': rename"),
+    "column twice in tsv": ("a.tsv", b"label\ttext\tlabel\na\t1\tb\n", r"a\.tsv, line 1: more than one column 'label'"),
     "no object": ("a.jsonl", b'["a", 1]\n', r"a\.jsonl, line 1: a list where a JSON object"),
     "no field": (
         "a.jsonl",
@@ -199,7 +207,7 @@ def test_missing_files_and_bad_settings_are_all_told_before_torch_is_loaded(tmp_
     assert len(missing) == 3
     assert all("does not exist; looked for" in text and "MNLI" in text for text in missing)
     assert len(columns) == 1
-    assert "dev.tsv, line 1: no column 'sentence'; columns found: 'sentense', 'label'" in columns[0]
+    assert "dev.tsv, line 1: no column 'sentence'; the columns are: 'sentense', 'label'" in columns[0]
     assert "did you mean 'sst2'" in name[0]
     assert [text.split()[0] for text in settings] == ["metrics:", "the", "the", "the"]
     assert fine == []
@@ -277,6 +285,8 @@ def test_the_real_files_are_read_whole(name: str, train: int, validation: int) -
         ("a.tsv", b"\n\r\ntext\tlabel\na\tx\n"),
         ("a.csv", b"\n\r\ntext,label\na,x\n"),
         ("a.csv", b'text,"a\nb",label\na,1,x\n'),
+        ("a.csv", b"text,label\ra,x\r"),  # as old spreadsheets end lines
+        ("a.csv", b"text,label,b,b\na,x,1,2\n"),  # nobody reads b
     ],
 )
 def test_the_check_takes_what_can_be_read(file: str, content: bytes, tmp_path: Path) -> None:

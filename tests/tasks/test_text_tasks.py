@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.csv_files import SENTENCES, write_csv
+from support.exhaustive import exhaustive
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -26,6 +27,7 @@ from ds_trainer.config.recipe import TextSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
+from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.metrics import score
 from ds_trainer.tasks.text.text_data import read_split
@@ -287,7 +289,7 @@ def test_evaluation_alone_takes_the_classes_of_the_model(tokenizer: Any, tmp_pat
 
 def test_one_class_alone_is_refused(encoder: Path, tmp_path: Path) -> None:
     """There is nothing to learn from one label."""
-    with pytest.raises(ValueError, match=r"train\.csv has the one label 'a'"):
+    with pytest.raises(ValueError, match=r"train\.csv has only the label 'a'"):
         build_task(write_csv(tmp_path, ["a"] * 6), encoder, tmp_path / "cache")
 
 
@@ -406,30 +408,38 @@ def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) ->
     ]
 
 
-def test_docstrings_are_real_distinct_and_do_not_leak() -> None:
-    """Five classes of some thousand, capped; no text is twice, in a split, in both or in two classes."""
+def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of hundreds to thousands, capped; no text is twice, in a split, in both or in two classes.
+
+    The two largest packages take most of the time, and are read with --exhaustive.
+    """
+    packages = docstrings.PACKAGES if exhaustive() else ("deepspeed", "numpy", "python")
+    monkeypatch.setattr(docstrings, "PACKAGES", packages)
+    extracted = docstrings.extracted.__wrapped__()
+    monkeypatch.setattr(docstrings, "extracted", lambda: extracted)
     splits = {split: read_split(TextSpec(), split).rows for split in ("train", "validation")}
     texts = [row.texts[0] for rows in splits.values() for row in rows]
     assert len(set(texts)) == len(texts)
-    assert 8_000 < len(splits["train"]) < 20_000
+    assert 1_000 * len(packages) < len(splits["train"]) < 4_000 * len(packages)
     assert 0.08 < len(splits["validation"]) / len(texts) < 0.3
     for rows in splits.values():
         counts = {name: sum(row.label == name for row in rows) for name in {row.label for row in rows}}
-        assert len(counts) == 5
+        assert len(counts) == len(packages)
         assert min(counts.values()) > 100
         assert max(counts.values()) <= CLASS_CAP
-        assert len({row.label for row in rows[:50]}) >= 4, "shuffled"
+        assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
     assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
 
 
 @pytest.mark.real
 @pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no ../shared/data")
 def test_sst2_is_tokenised_as_published(tmp_path: Path) -> None:
-    """The real SST-2 with the real tokenizer has 67,349 examples of 13.3 tokens on average."""
-    task = build_task(TextSpec(name="sst2", data_dir=str(SHARED / "data")), SHARED / "models" / "minilm-l6", tmp_path)
+    """The examples of the real SST-2 have 13.3 tokens on average: here 5,000 of the 67,349."""
+    spec = TextSpec(name="sst2", data_dir=str(SHARED / "data"), max_train_samples=5_000)
+    task = build_task(spec, SHARED / "models" / "minilm-l6", tmp_path)
     examples = task.examples("train")
-    assert len(examples) == 67_349
-    assert float(np.mean(examples.lengths)) == pytest.approx(13.3, abs=0.05)
+    assert len(examples) == 5_000
+    assert float(np.mean(examples.lengths)) == pytest.approx(13.3, abs=0.2)
     first = task.collate(examples, [0])
     assert task.tokenizer.decode(first.inputs["input_ids"][0]) == "[CLS] when are bears bears and [SEP]"
     assert first.labels.tolist() == [1]

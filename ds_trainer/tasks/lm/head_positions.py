@@ -1,11 +1,9 @@
 """Compute language-model heads only at the positions that carry a loss.
 
-A head over the vocabulary can cost more than the encoder below it, and masked language modelling needs it at 15% of
-the positions. Hooks pick those positions from the hidden states that the library's own head receives, whatever the
-architecture: the output of the base model, or of that model's own decoder (OPT, BART). The task chooses the positions.
+A head over the vocabulary can cost more than the encoder below it, and masked language modelling needs its logits at
+15% of the positions. Hooks cut the hidden states down to these positions before they reach the model's head. The hidden
+states are the output of the base model, or of the decoder inside it (OPT, BART). The task chooses the positions.
 """
-
-from __future__ import annotations
 
 import inspect
 from typing import Any
@@ -16,15 +14,15 @@ from transformers import PreTrainedModel
 from ds_trainer.ranks.failures import UserError
 
 NAME = "head_positions"
-"""The argument that the hooks add to the model's forward."""
+"""The argument that the hooks add to the forward of a model."""
 
 
 def take_head_positions(model: Any) -> Any:
     """Let the model's forward take `head_positions`, and return logits (1, n, vocabulary) at those alone.
 
-    They are (n,) int64 indices into the flattened batch x length. Without them the model behaves as before. Requested
-    hidden states are (batch, length, width) either way. The hooks follow the model into copies and engines, and are not
-    saved in folders. A forward that never uses its positions is an error. Returns the model.
+    The positions are (n,) int64 indices into the flattened batch x length; without them the model behaves as before.
+    Hidden states in the output are (batch, length, width) either way. Copies of the model and engines keep the hooks,
+    saved folders do not. A forward that receives positions and never uses them raises UserError. Returns the model.
     """
     encoder = model.base_model
     if encoder is model:
@@ -41,7 +39,7 @@ def take_head_positions(model: Any) -> Any:
 
 
 class _HeadPositions:
-    """The hooks' state during one forward. The hooks are its methods, so that copying a model copies the state."""
+    """The positions of one forward, between its hooks. These are bound methods, so that a model's copy has its copy."""
 
     def __init__(self, has_cache: bool) -> None:
         self.has_cache = has_cache
@@ -50,11 +48,14 @@ class _HeadPositions:
     def take(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.wanted = kwargs.pop(NAME, None)
         if self.wanted is not None and self.has_cache:
-            kwargs.setdefault("use_cache", False)  # a loss needs no cache, and filling it copies all keys and values
+            kwargs.setdefault("use_cache", False)  # a loss needs no cache, whose filling copies all keys and values
         return args, kwargs
 
     def select(self, encoder: nn.Module, args: Any, output: Any) -> Any:
-        """Pick the positions in the innermost module, which runs first; the modules around it hand its output on."""
+        """Pick the positions from the output of a decoder or base model, whichever ends first.
+
+        The modules around it pass its output on, and must not pick from it again.
+        """
         if self.wanted is None:
             return output
         rows = output[0].flatten(0, 1).index_select(0, self.wanted).unsqueeze(0)
@@ -67,10 +68,10 @@ class _HeadPositions:
     def check(self, model: nn.Module, args: Any, output: Any) -> None:
         if self.wanted is not None:
             raise UserError(
-                f"the head of {type(model).__name__} does not read the output of its base model, so that logits cannot "
-                f"be computed at some positions alone: use another architecture"
+                f"the head of {type(model).__name__} does not read the output of its base model, so that it cannot be "
+                f"computed at chosen positions alone: use another architecture"
             )
 
     def forget(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Drop the positions, also after a forward that raised: they are not for the next call."""
+        """Drop the positions also after a forward that raised: the next call must not use them."""
         self.wanted = None

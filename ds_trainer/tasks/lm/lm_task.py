@@ -1,10 +1,8 @@
 """Language modelling over text: masked (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or causal.
 
-Documents come from `lm_text.py` and become sequences in `sequences.py`, which are tokenised once and cached; masks are
-drawn anew for each `draw` in `masking.py`; heads run only where there is a loss (`head_positions.py`).
+`lm_text.py` reads documents, `sequences.py` cuts them into sequences, which are cached, `masking.py` draws new masks
+for every `draw`, and `head_positions.py` computes logits only where there is a loss.
 """
-
-from __future__ import annotations
 
 import math
 import sys
@@ -22,7 +20,7 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, pack, spread
+from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
@@ -30,16 +28,17 @@ from ds_trainer.tasks.lm.sequences import Cutter, Tally, tokenised_documents
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
 IGNORED = -100
-"""The label of a position that has logits and no loss."""
+"""The label of a position that has logits but no loss."""
 _CHUNK_VALUES = 1 << 24
-"""How many logits are turned to fp32 at once at evaluation: 64 MiB."""
+"""How many logits evaluation converts to fp32 at a time: 64 MiB."""
 _LARGEST_LOSS = math.log(sys.float_info.max)
-"""The largest loss whose perplexity is finite: infinity is no JSON."""
+"""The largest loss whose perplexity is finite, since JSON has no infinity."""
 _ROUNDING = 1e-5
+"""By how much logits may differ, as a share of the largest one, where they should be equal."""
 
 
 class LmAnswer(NamedTuple):
-    """The answer to one example: the summed negative log-likelihood of its labels, the number of correct predictions,
+    """The answer to one example: the sum of its labels' negative log-likelihoods, the number of correct predictions,
     and the predicted tokens."""
 
     nll: float
@@ -65,7 +64,7 @@ class LmTask(Task):
         self.logits_unit = "token" if spec.name == "mlm" and spec.head_positions == "all" else "label"
         if spec.name == "mlm" and tokenizer.mask_token_id is None:
             raise UserError(f'the tokenizer of {source} has no mask token: use the task "clm", or give it a mask_token')
-        # tokens that stand for no text, reserved ones among them; and those that do
+        # some reserved tokens are marked as special only among the added ones
         added = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = np.unique([*tokenizer.all_special_ids, *added]).astype(np.int64)
         self._ordinary = np.setdiff1d(list(tokenizer.get_vocab().values()), self._special)
@@ -75,25 +74,31 @@ class LmTask(Task):
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load a model whose forward takes `head_positions`; for "clm" it must be causal.
 
-        A forward of four tokens shows whether both hold.
+        A forward over two sequences of four tokens, which differ in the last one, shows whether both hold.
         """
         model = load_with_head(folder, self.head)
         check_fits(model, self.tokenizer, self.spec.max_seq_length)
         model = take_head_positions(model)
-        first, second = _logits_before_the_last(model, self._ordinary)
-        # rounding may differ where tokens that are computed together depend on each other (experts)
+        same, other = self._ordinary[0], self._ordinary[-1]
+        ids = torch.tensor([[same, same, same, same], [same, same, same, other]])
+        with torch.no_grad():
+            positions = torch.tensor([0, 1, 2, 4, 5, 6])  # all but the last of each sequence
+            out = model(input_ids=ids, attention_mask=torch.ones_like(ids), head_positions=positions)
+        first, second = out.logits[0].float().chunk(2)
+        # mixtures of experts compute tokens together, so that the rounding of one may depend on another
         if self.spec.name == "clm" and (first - second).abs().max() > _ROUNDING * first.abs().max():
             raise UserError(
-                f"{folder} is a {model.config.model_type} model whose tokens see those after them, and would read its "
+                f"{folder} is a {model.config.model_type} model whose tokens see those after them, which are its "
                 f'labels: use the task "mlm", a decoder such as gpt2, or make it causal in its config.json '
-                f'("is_decoder": true for BERT and its like, "causal": true for XLM, "attn_type": "uni" for XLNet)'
+                f'("is_decoder": true for BERT and models like it, "causal": true for XLM)'
             )
         return model
 
     def examples(self, split: str) -> Examples:
-        """Return the tokenised split; collective. For "mlm" the first call counts the tokens of the training split.
+        """Return the tokenised split; collective.
 
-        Where there is nothing to train on, the tokens of the split itself are counted.
+        For "mlm" the first call also reads how often each token occurs in the training split, or in this split if there
+        is no training split: rare tokens are masked more often.
         """
         examples = super().examples(split)
         if self.spec.name == "mlm" and self._masking is None:
@@ -115,26 +120,23 @@ class LmTask(Task):
 
     def tokenised(self, split: str) -> Examples:
         spec, tally = self.spec, Tally()
-        packed = pack(self._sequences(split, tally), {"input_ids": np.int32}, {})
+        packed = pack(self._sequences(split, tally), {"input_ids": np.int32})
         counted = (
-            f"{tally.documents:,} documents ({tally.split:,} split at {spec.max_seq_length} tokens) give "
-            f"{tally.examples:,} examples of {packed.offsets[-1]:,} tokens; {tally.short:,} others are shorter "
-            f"than min_seq_length ({spec.min_seq_length}), and {tally.unknown:,} have a share of unknown tokens "
-            f"of max_unknown ({spec.max_unknown:g}) or more"
+            f"{tally.documents:,} documents ({tally.split:,} split) give {tally.examples:,} examples of "
+            f"{packed.offsets[-1]:,} tokens; {tally.short:,} parts shorter than min_seq_length ({spec.min_seq_length}) "
+            f"and {tally.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g}) are dropped"
         )
         distributed.info(f"{spec.name} {split}: {counted}")
         if not tally.examples:
-            raise UserError(
-                f"{spec.name} {split} has no example: {counted}. Lower min_seq_length, join short lines by "
-                f"line_by_line: false, or use a tokenizer that knows the text"
-            )
+            way_out = "lower min_seq_length, set line_by_line to false, or use a tokenizer that knows the text"
+            raise UserError(f"{spec.name} {split} has no example: {counted}: {way_out}")
         kept = np.zeros(len(packed), bool)
         kept[spread(len(packed), self.limit(split))] = True
         tokens = packed.tokens["input_ids"][np.repeat(kept, packed.lengths)]
         offsets = np.concatenate([[0], np.cumsum(packed.lengths[kept])])
         counts = np.bincount(tokens, minlength=max(self.tokenizer.get_vocab().values()) + 1)
-        # of each example, the tokens that can be chosen for a prediction
         is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[tokens]
+        # how many tokens of each example can be chosen for a prediction
         ordinary = np.add.reduceat(is_ordinary, offsets[:-1], dtype=np.int32)
         notes = asdict(tally) | {"counts": counts.tolist()}
         return Examples(offsets, {"input_ids": tokens}, {"ordinary": ordinary}, notes)
@@ -144,6 +146,7 @@ class LmTask(Task):
         columns = examples.padded(ids, {"input_ids": self.pad_token_id}, self.spec.pad_to_multiple_of)
         tokens, attended = columns["input_ids"], columns["attention_mask"]
         if self.spec.name == "clm":
+            # the label of each token is the one after it; the last token of an example has none
             followed = np.zeros_like(attended)
             followed[:, :-1] = attended[:, 1:]
             heads = np.flatnonzero(followed)
@@ -172,9 +175,13 @@ class LmTask(Task):
         labelled = (batch.labels != IGNORED).nonzero().squeeze(1)
         labels = batch.labels[labelled]
         rows = batch.inputs["head_positions"][labelled] // batch.inputs["input_ids"].shape[1]
-        nll, predicted = _nll_and_prediction(out.logits[0], labelled, labels)
+        logits = out.logits[0]
+        # converted to fp32 in chunks, since a vocabulary makes rows long
+        chunks = (each.split(max(1, _CHUNK_VALUES // logits.shape[1])) for each in (labelled, labels))
+        nll = [F.cross_entropy(logits[i].float(), gold, reduction="none") for i, gold in zip(*chunks, strict=True)]
+        predicted = logits.argmax(-1)[labelled]
         per_row = torch.bincount(rows, minlength=len(batch.ids)).tolist()
-        columns = (nll.detach().double(), predicted == labels, predicted)
+        columns = (torch.cat(nll).detach().double(), predicted == labels, predicted)
         by_row = zip(batch.ids.tolist(), *(column.cpu().split(per_row) for column in columns), strict=True)
         return {id: LmAnswer(float(n.sum()), int(hits.sum()), tokens.tolist()) for id, n, hits, tokens in by_row}
 
@@ -192,32 +199,7 @@ class LmTask(Task):
         same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True))
         return same / sum(len(one) for one, _ in pairs)
 
-    def _sequences(self, split: str, tally: Tally) -> Iterator[Mapping[str, list[list[int]]]]:
+    def _sequences(self, split: str, tally: Tally) -> Iterator[Chunk]:
         texts = lm_text.documents(self.spec, split)
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
-
-
-def _nll_and_prediction(logits: Tensor, chosen: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fp32 negative log-likelihood of the labels and the likeliest token at chosen rows; each (chosen,)."""
-    size = max(1, _CHUNK_VALUES // logits.shape[1])
-    nll, predicted = [], []
-    for rows, gold in zip(chosen.split(size), labels.split(size), strict=True):
-        chunk = logits[rows].float()
-        nll.append(F.cross_entropy(chunk, gold, reduction="none"))
-        predicted.append(chunk.argmax(-1))
-    return torch.cat(nll), torch.cat(predicted)
-
-
-@torch.no_grad()
-def _logits_before_the_last(model: Any, ordinary: Array) -> tuple[Tensor, Tensor]:
-    """Return the logits (3, vocabulary) before the last token of two sequences of four that differ in that token."""
-    training = model.training
-    model.eval()
-    logits = []
-    for last in (ordinary[0], ordinary[-1]):
-        ids = torch.tensor([[ordinary[0], ordinary[0], ordinary[0], last]])
-        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), head_positions=torch.arange(3))
-        logits.append(out.logits[0].float())
-    model.train(training)
-    return logits[0], logits[1]

@@ -1,10 +1,8 @@
 """Where the documents of language modelling come from: .txt and .jsonl files, or a hub data set.
 
-Loads neither torch nor numpy before the hub is read. Files are read one after another: a corpus beyond the memory
-should be in parts ("part-*.txt"). Does not tokenise.
+Files are read one after another, so that a corpus larger than the memory can lie in parts ("part-*.txt"). The module
+loads neither torch nor numpy before the hub is read, and does not tokenise.
 """
-
-from __future__ import annotations
 
 import glob
 import hashlib
@@ -27,8 +25,8 @@ SPLITS = ("train", "validation")
 def check_data_files(spec: LmSpec, splits: Sequence[str] | None = None) -> list[str]:
     """Return every mistake in the task's settings, and every missing folder, file or column.
 
-    `splits` defaults to training and validation. A train_file of "mlm" is always looked for: its tokens are counted
-    before any split is masked.
+    `splits` defaults to training and validation. For "mlm" the train_file is always checked, since its tokens are
+    counted before any split can be masked.
     """
     mistakes = spec.source_mistakes()
     if mistakes or spec.dataset:
@@ -43,7 +41,7 @@ def training_texts(spec: LmSpec) -> list[str]:
 
 
 def documents(spec: LmSpec, split: str) -> Iterator[str]:
-    """Yield the texts of a split, without blank ones; an error in a file is raised when its line is reached."""
+    """Yield the texts of a split, except blank ones; an error in a file is raised when its line is reached."""
     if spec.dataset:
         texts = _texts(spec, HubRecords(spec.dataset, split, [spec.text_column]))
     else:
@@ -63,12 +61,12 @@ def fingerprint(spec: LmSpec, split: str) -> str:
 
 
 def files(spec: LmSpec, split: str) -> list[Path]:
-    """Return the files of a split, in the order of their names; the error says what was looked for."""
+    """Return the files of a split, in the order of their names; the error lists the paths that were tried."""
     name = records.file_of(spec, split)
     path = records.in_data_dir(spec, name)
     if os.path.isfile(path):
         paths = [path]
-    else:  # only the name is a pattern: data_dir may hold a bracket or a star of its own
+    else:  # only the file name is a pattern: the path of data_dir itself may contain a bracket or a star
         pattern = os.path.join(glob.escape(str(records.in_data_dir(spec))), os.path.expanduser(name))
         paths = sorted(Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match))
     if not paths:

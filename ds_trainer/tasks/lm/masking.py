@@ -1,10 +1,8 @@
-"""Masks of masked language modelling (arXiv 1810.04805), rare tokens chosen more often (arXiv 1910.01108).
+"""Masks of masked language modelling (arXiv 1810.04805) that choose rare tokens more often (arXiv 1910.01108).
 
-Pure functions of numpy arrays. A mask depends on the example, the draw and the settings alone, and neither on the other
-examples of a batch nor on its width, so that ranks, batch sizes and resumed runs agree.
+Pure functions of numpy arrays. The mask of an example depends on the example, the draw and the settings alone, and
+neither on the other examples of its batch nor on the batch's width: so ranks, batch sizes and resumed runs agree.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -14,16 +12,17 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.tasks.data import Array
 
 _LEAST_WEIGHT = 1e-300
-"""The arrival times in `choose` are at most 37 / weight and must be finite: infinity marks what is never chosen."""
+"""The smallest weight of a token that can be chosen. Arrival times in `choose` are at most 37 / weight, and must stay
+finite, since infinity marks tokens that are never chosen."""
 
 
 @dataclass(frozen=True)
 class TokenMasking:
-    """How tokens are chosen for prediction, and what replaces them.
+    """The rule by which tokens are chosen for prediction and replaced.
 
-    `weights` (vocabulary,) are the tokens' chances, 0 for a token that is never chosen. `spec.mlm_mask_prop` is the
-    share of an example's tokens to choose. Of the chosen tokens a share of `spec.word_mask` becomes the mask token, a
-    share of `spec.word_rand` becomes a random one of the ids in `ordinary`, and the rest stays.
+    `spec.mlm_mask_prop` is the share of an example's tokens to choose, with probabilities in proportion to `weights`
+    (vocabulary,); a token of weight 0 is never chosen. A share `spec.word_mask` of the chosen tokens becomes the mask
+    token, a share `spec.word_rand` becomes a random one of the ids in `ordinary`, and the rest stays.
     """
 
     spec: LmSpec
@@ -33,9 +32,9 @@ class TokenMasking:
 
 
 def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
-    """Return count ** -smoothing by token id, 0 for the ids in `special`; a token that was never seen counts as one.
+    """Return count ** -smoothing for each token id, and 0 for the ids in `special` alone, however large the smoothing.
 
-    No other weight is 0, however large the smoothing.
+    A token that never occurs is treated as if it occurred once.
     """
     weights = np.maximum(np.maximum(counts, 1).astype(np.float64) ** -smoothing, _LEAST_WEIGHT)
     weights[special] = 0
@@ -43,9 +42,9 @@ def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
 
 
 def mask_tokens(masking: TokenMasking, tokens: Array, attended: Array, ids: Array, draw: int) -> tuple[Array, Array]:
-    """Return the tokens as the model sees them, and which ones it must predict; both (rows, width).
+    """Return the tokens with some of them replaced, and where the model must predict the original; both (rows, width).
 
-    `attended` is 1 where there is a token, on the left of each row. Of a row's n tokens with a weight above 0,
+    `attended` is 1 where there is a token; padding is on the right. Of a row's n tokens with a weight above 0,
     max(1, round(mlm_mask_prop * n)) are chosen. The random numbers are a function of `ids` (rows,) and `draw`.
     """
     spec, noise = masking.spec, _noise(ids, draw, attended.sum(axis=1), tokens.shape[1])
@@ -60,11 +59,12 @@ def mask_tokens(masking: TokenMasking, tokens: Array, attended: Array, ids: Arra
 def choose(weights: Array, share: float, uniform: Array) -> Array:
     """Draw max(1, round(share * n)) of each row's n positions with a weight above 0; bool (rows, width).
 
-    Each draw takes one of the remaining positions with a chance in proportion to its weight. Exponential variables
-    with the weights as their rates arrive in such an order. `uniform` in [0, 1) has the shape of the weights.
+    Positions are drawn one after another without replacement, each with a probability in proportion to its weight
+    among the remaining ones. `uniform` in [0, 1) has the shape of the weights.
     """
     possible = weights > 0
     wanted = chosen_count(possible.sum(axis=1), share)
+    # exponential arrival times with the weights as rates are ordered like such draws (Efraimidis and Spirakis, 2006)
     arrivals = np.full(weights.shape, np.inf)
     np.divide(-np.log1p(-uniform), weights, out=arrivals, where=possible)
     order = np.argsort(arrivals, axis=1, kind="stable")
@@ -79,7 +79,10 @@ def chosen_count(possible: Array, share: float) -> Array:
 
 
 def _noise(ids: Array, draw: int, lengths: Array, width: int) -> Array:
-    """Return (3, rows, width) uniform in [0, 1); each row has its own generator, which does not know the width."""
+    """Return (3, rows, width) numbers, uniform in [0, 1); each row's generator depends on its id and the draw alone.
+
+    A row's numbers are drawn for its `lengths` tokens, so that padding does not change them.
+    """
     noise = np.zeros((3, len(ids), width))
     for row, (id, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
         key = np.array([id, draw % 2**64], dtype=np.uint64)

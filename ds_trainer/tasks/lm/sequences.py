@@ -4,8 +4,6 @@ A long document is cut into parts, each with the special tokens that the tokeniz
 short or mostly unknown is dropped, and counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,9 +17,9 @@ _CHUNK = 512
 
 @dataclass
 class Tally:
-    """How many documents were read, how many of them were split, and how many parts became examples or were dropped.
+    """Count the documents, those that were split, and the parts that became examples, were too short or unknown.
 
-    `examples` are counted before `max_train_samples` and `max_eval_samples`.
+    `examples` counts also those that `max_train_samples` or `max_eval_samples` leaves out.
     """
 
     documents: int = 0
@@ -32,30 +30,28 @@ class Tally:
 
 
 class Cutter:
-    """Cut documents into sequences by a spec's lengths, and drop what is not worth learning from.
+    """Cut documents into sequences of at most `max_seq_length` tokens, and drop what is not worth learning from.
 
-    "clm" closes a document with the end of text, as GPT-2's training does, where the tokenizer itself adds nothing.
-    An unknown token that is also the end of text, as GPT-2's, does not count as unknown. `special` are ids of tokens
-    that stand for no text. It is an error if max_seq_length leaves no room for text.
+    `special` are the ids of tokens that stand for no text. It is an error if max_seq_length leaves no room for text.
     """
 
     def __init__(self, spec: LmSpec, tokenizer: Any, special: Iterable[int]) -> None:
         self.spec = spec
         self.before, self.after = _frame(tokenizer)
         causal, end_of_text = spec.name == "clm", tokenizer.eos_token_id
+        # as in GPT-2's training, an end of text closes a document, unless the tokenizer itself adds special tokens
         closes = causal and end_of_text is not None and not self.before and not self.after
         self.end = [end_of_text] if closes else []
+        # GPT-2's unknown token is its end of text: counted as unknown, it would drop whole documents
         self.unknown = None if tokenizer.unk_token_id == end_of_text else tokenizer.unk_token_id
         self.never_predicted = frozenset(() if causal else special)
         self.room = spec.max_seq_length - len(self.before) - len(self.after)
         if self.room < 1:
-            raise UserError(
-                f"max_seq_length is {spec.max_seq_length}, and the tokenizer adds {len(self.before) + len(self.after)} "
-                f"special tokens: raise it"
-            )
+            added = spec.max_seq_length - self.room
+            raise UserError(f"max_seq_length is {spec.max_seq_length}, and {added} of its tokens are special: raise it")
 
     def parts(self, document: Sequence[int], tally: Tally) -> Iterator[list[int]]:
-        """Yield the sequences of a document's tokens, and count them in `tally`."""
+        """Yield the sequences of one document's tokens, and count them in `tally`."""
         whole = [*document, *self.end]
         tally.documents += 1
         tally.split += len(whole) > self.room
@@ -71,30 +67,23 @@ class Cutter:
                 yield sequence
 
     def _is_unknown(self, part: list[int]) -> bool:
-        """Return whether too many of the text's own tokens are unknown; max_unknown 0 drops from the first one on."""
+        """Return whether the share of unknown tokens reaches max_unknown; at max_unknown 0, a single one is enough."""
         unknown = 0 if self.unknown is None else part.count(self.unknown)
         return unknown >= max(1, self.spec.max_unknown * len(part)) or self.never_predicted.issuperset(part)
 
 
 def tokenised_documents(texts: Iterable[str], tokenizer: Any) -> Iterator[list[list[int]]]:
-    """Yield the token ids of some documents at a time, without special tokens and uncut."""
+    """Yield the token ids of whole documents, some documents at a time, without special tokens."""
     texts = iter(texts)
     while chunk := list(islice(texts, _CHUNK)):
-        yield tokenizer(
-            chunk,
-            add_special_tokens=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+        yield tokenizer(chunk, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the special tokens before and after a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     ids = tokenizer("a")["input_ids"]
     special = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     text = [index for index, is_special in enumerate(special) if not is_special]
     if not text:
-        raise UserError("the tokenizer has no token for 'a': it cannot tell where its special tokens go")
+        raise UserError("the tokenizer has no token for 'a', so that the places of its special tokens are unknown")
     return ids[: text[0]], ids[text[-1] + 1 :]

@@ -1,10 +1,8 @@
 """Read the questions of SQuAD's official JSON (v1.1, v2) or of a hub data set of its form, and check their answers.
 
-Loads neither torch nor numpy before the hub is read: missing files are reported before anything heavy is loaded. Does
-not tokenise.
+The module loads neither torch nor numpy before the hub is read, so that missing files are reported at once. It does not
+tokenise.
 """
-
-from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
@@ -24,14 +22,14 @@ _SHOWN = 5
 
 
 class GoldAnswer(NamedTuple):
-    """An annotated answer: `text` stands at character `start` of the context."""
+    """An annotated answer: `text` begins at character `start` of the context."""
 
     text: str
     start: int
 
 
 class Question(NamedTuple):
-    """A question about a context; without answers where the context has none."""
+    """A question about a context. It has no answers if the context does not answer it."""
 
     id: str
     context: str
@@ -65,9 +63,9 @@ class _SquadJson(BaseModel):
 
 
 def check_data_files(spec: SquadSpec, splits: Sequence[str] | None = None) -> list[str]:
-    """Return mistakes in the settings, and every missing file. Files are not read: all of one is parsed at once.
+    """Return mistakes in the settings, and every missing file. `splits` defaults to training and validation.
 
-    `splits` defaults to training and validation.
+    Files are not read: a JSON file can only be parsed as a whole, which may take seconds.
     """
     if spec.dataset:
         return spec.source_mistakes()
@@ -77,7 +75,7 @@ def check_data_files(spec: SquadSpec, splits: Sequence[str] | None = None) -> li
 
 
 def training_texts(spec: SquadSpec) -> list[str]:
-    """Return every context of the training split once, then every question."""
+    """Return the training split's contexts, each once, followed by its questions."""
     split = questions(spec, "train")
     return [*dict.fromkeys(question.context for question in split), *(question.question for question in split)]
 
@@ -101,8 +99,8 @@ def questions(spec: SquadSpec, split: str) -> list[Question]:
                 mistakes.append(f"{origin}, question {quoted(record.id)}: {mistake}")
             checked[record.id] = question
     if mistakes:
-        more = [f"... and {len(mistakes) - _SHOWN:,} mistakes more"] if len(mistakes) > _SHOWN else []
-        raise UserError("\n".join(mistakes[:_SHOWN] + more))
+        more = f"\n... and {len(mistakes) - _SHOWN:,} more mistakes" if len(mistakes) > _SHOWN else ""
+        raise UserError("\n".join(mistakes[:_SHOWN]) + more)
     if not checked:
         raise UserError(f"{origin} has no questions")
     return list(checked.values())
@@ -138,7 +136,7 @@ def _file_paragraphs(path: Path) -> list[_ParagraphJson]:
 
 
 def _hub_paragraph(record: Record) -> _ParagraphJson:
-    """Bring a row of the hub, which has a list for each field of the answers, into the form of the files."""
+    """Convert a row of the hub, whose answers are a list for each field, to the form of the files."""
     answers = record["answers"]
     if isinstance(answers, dict):
         answers = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]
@@ -150,15 +148,18 @@ def _hub_paragraph(record: Record) -> _ParagraphJson:
 
 
 def _first_mistake(error: ValidationError) -> str:
-    """Name the value that is wrong by its path, such as data.0.paragraphs.3.context."""
+    """Return the first mistake with the path of its value, such as data.0.paragraphs.3.context."""
     first = error.errors(include_url=False)[0]
+    more = f" (and {error.error_count() - 1:,} more mistakes)" if error.error_count() > 1 else ""
     path = ".".join(map(str, first["loc"]))
-    more = f" (and {error.error_count() - 1:,} mistakes more)" if error.error_count() > 1 else ""
     return f"{path}: {first['msg']}{more}" if path else first["msg"]
 
 
 def _mistake_in(spec: SquadSpec, question: Question, record: _QuestionJson) -> str | None:
-    """Check what the types cannot say. v1.1 and the hub mark an unanswerable question by an empty list alone."""
+    """Return the first mistake of a question that the types do not show.
+
+    v1.1 and the hub have no `is_impossible`: an unanswerable question has an empty list of answers.
+    """
     context, answers = question.context, question.answers
     if not context.strip():
         return "the context is blank: fill it in, or drop the question"

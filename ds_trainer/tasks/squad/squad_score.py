@@ -1,10 +1,8 @@
 """Score answers to SQuAD: exact match, F1, the thresholds of v2, and the n best of several windows.
 
-The numbers are those of the official scripts: SQuAD v1.1, arXiv 1606.05250, and v2, arXiv 1806.03822. Pure functions of
-texts, without tokens or models.
+The numbers equal those of the official scripts of SQuAD v1.1 (arXiv 1606.05250) and v2 (arXiv 1806.03822). Pure
+functions of texts, without tokens or models.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -17,11 +15,11 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 Golds = Mapping[str, Sequence[str]]
-"""The texts of a question's annotated answers, by its id; empty where it has no answer."""
+"""The texts of the annotated answers by question id; empty for a question without an answer."""
 
 
 class Candidate(NamedTuple):
-    """A possible answer: its text, the characters of the context that it spans, and its logits."""
+    """A possible answer: its text, the characters of the context from `start` to `end`, and its logits."""
 
     text: str
     start: int
@@ -35,7 +33,7 @@ class Candidate(NamedTuple):
 
 
 def normalised(text: str) -> str:
-    """Lower the case, and drop ASCII punctuation, articles and repeated spaces."""
+    """Return a text in lower case, without ASCII punctuation, articles and repeated spaces."""
     bare = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
@@ -67,10 +65,10 @@ def score_v1(predictions: Mapping[str, str], golds: Golds) -> dict[str, float]:
 def score_v2(
     predictions: Mapping[str, str], golds: Golds, null_odds: Mapping[str, float], answers: Mapping[str, str]
 ) -> dict[str, float]:
-    """Return all numbers of SQuAD v2's script for predictions in which "" means that there is no answer.
+    """Return all numbers of SQuAD v2's script. A prediction of "" means that the question has no answer.
 
-    The best thresholds on `null_odds` are searched over `answers`, the best texts before a threshold emptied any: the
-    script, which sees the predictions alone, can only find thresholds below the one that was used.
+    `answers` are the best texts before a threshold on `null_odds` replaced some of them by "". The best thresholds are
+    searched with them: with the predictions, as in the script, no threshold above the one in use could win.
     """
     exacts, overlaps = _v2_scores(predictions, golds)
     answerable = {id for id, texts in golds.items() if texts}
@@ -87,7 +85,8 @@ def score_v2(
 
 
 def _v2_scores(texts: Mapping[str, str], golds: Golds) -> tuple[dict[str, float], dict[str, float]]:
-    """Return exact match and F1 of each question, the best over its answers."""
+    """Return exact match and F1 of each question, the best over its answers; as in the script, a text without words is
+    no answer."""
     wanted = {id: [gold for gold in each if normalised(gold)] or [""] for id, each in golds.items()}
     exacts = {id: max(exact(texts[id], gold) for gold in each) for id, each in wanted.items()}
     return exacts, {id: max(f1_v2(texts[id], gold) for gold in each) for id, each in wanted.items()}
@@ -96,10 +95,10 @@ def _v2_scores(texts: Mapping[str, str], golds: Golds) -> tuple[dict[str, float]
 def best_threshold(
     predictions: Mapping[str, str], scores: Mapping[str, float], null_odds: Mapping[str, float], answerable: set[str]
 ) -> tuple[float, float]:
-    """Return the best score, in percent, and the null odds up to which to answer for it; 0.0 where silence is best.
+    """Return the best score in percent, and the highest null odds at which to answer for it; 0.0 if never to answer.
 
-    Questions are let through in the order of their odds. One with an answer adds its score; one without takes away the
-    point that silence had earned, unless its prediction is empty.
+    Without any answers, each question that has none earns a point. Then questions are answered in the order of their
+    null odds: one with an answer adds its score, and one without loses its point unless the prediction is empty.
     """
     current = best = float(len(scores) - len(answerable))
     threshold = 0.0
@@ -111,7 +110,7 @@ def best_threshold(
 
 
 def n_best(candidates: Iterable[Candidate], size: int) -> list[Candidate]:
-    """Return the best candidates of different texts, best first; of equal texts the better one."""
+    """Return the `size` best candidates, best first; of candidates with equal texts only the best."""
     ranked = sorted(candidates, key=lambda candidate: (-candidate.score, candidate.start, candidate.end))
     by_text: dict[str, Candidate] = {}
     for candidate in ranked:
@@ -120,7 +119,7 @@ def n_best(candidates: Iterable[Candidate], size: int) -> list[Candidate]:
 
 
 def with_probabilities(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Return JSON objects of the candidates, with the softmax over their scores."""
+    """Return the candidates as JSON objects, each with its share of the softmax over their scores."""
     highest = max((candidate.score for candidate in candidates), default=0.0)
     weights = [math.exp(candidate.score - highest) for candidate in candidates]
     shares = (weight / sum(weights) for weight in weights)

@@ -1,14 +1,12 @@
 """Extractive question answering: SQuAD v1.1 (arXiv 1606.05250) and v2 (arXiv 1806.03822), or data of their form.
 
-An example is a window of a question's context. A model's answers stay tokens of windows until they are scored: then the
-windows of a question are merged, and tokens become characters of its context. Files are read in `squad_file.py`,
-windows cut in `squad_windows.py`, answers counted in `squad_score.py`.
+An example is a window of a question's context. The model's answers are token positions in windows. To score them, the
+windows of a question are merged, and tokens become characters of its context. `squad_file.py` reads the files,
+`squad_windows.py` cuts the windows, `squad_score.py` computes the scores.
 
-If a span is in several windows, its best score counts. The original script takes it only from the window that has the
-most context around it, which drops answers of the other windows; later scripts have given up that rule, too.
+If a span is in several windows, its best score counts. BERT's script takes it only from the window with the most
+context around it, and so drops answers of other windows; later scripts have given up this rule, too.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,22 +22,22 @@ from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import ANSWERER, check_fits, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import ExampleIds, Examples, pack, spread
+from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
 from ds_trainer.tasks.squad.squad_windows import SpanPositions, windows
 from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_finite
 
-# token types also where the model takes none: a teacher of another family may
+# the token types are kept even if the model takes none, since a teacher of another family may take them
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8, "char_start": np.int32, "char_end": np.int32}
 _INPUTS = ("input_ids", "token_type_ids")
 
 
 class WindowAnswer(NamedTuple):
-    """The best spans of one window: the first and last position and the logits of each; and those of "no answer".
+    """The best spans of one window: their first and last positions, their logits, and the logits of "no answer".
 
-    If `finite` is false, a logit of the window is not finite, and the spans mean nothing.
+    If `finite` is false, the window has a logit that is not finite, and the spans mean nothing.
     """
 
     starts: list[int]
@@ -53,8 +51,8 @@ class WindowAnswer(NamedTuple):
 class Verdict(NamedTuple):
     """The answer to one question, merged from its windows.
 
-    `text` is "" where "no answer" is ahead by more than the threshold; `answer` is the best text, whatever the
-    threshold; `null_odds` is the lead of "no answer".
+    `null_odds` is by how much "no answer" scores above the best text. `text` is "" if that is more than the threshold;
+    `answer` is the best text whatever the threshold.
     """
 
     text: str
@@ -73,8 +71,8 @@ class SquadTask(Task):
     def __init__(self, spec: SquadSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"the tokenizer of {source} ({type(tokenizer).__name__}) is a slow one, which cannot tell which "
-                f"characters a token covers: use a model with a tokenizer.json"
+                f"the tokenizer of {source} ({type(tokenizer).__name__}) is a slow one, which does not give the "
+                f"characters of a token: use a model with a tokenizer.json"
             )
         super().__init__(spec, tokenizer, source, cache_dir)
         self._questions: dict[str, list[Question]] = {}
@@ -85,7 +83,7 @@ class SquadTask(Task):
         return model
 
     def questions(self, split: str) -> list[Question]:
-        """Return the split's questions, up to its limit; the first call reads the file, on the calling rank only."""
+        """Return the split's questions, at most its limit. The first call reads the file, on the calling rank alone."""
         if split not in self._questions:
             questions = squad_file.questions(self.spec, split)
             self._questions[split] = [questions[index] for index in spread(len(questions), self.limit(split))]
@@ -100,13 +98,13 @@ class SquadTask(Task):
         labels: list[SpanPositions] = []
         owners: list[int] = []
 
-        def chunks() -> Iterator[dict[str, list[list[int]]]]:
+        def chunks() -> Iterator[Chunk]:
             for chunk in windows(self.tokenizer, self.spec, questions):
                 labels.extend(window.positions for window in chunk)
                 owners.extend(window.question for window in chunk)
                 yield {name: [window.columns[name] for window in chunk] for name in _DTYPES}
 
-        packed = pack(chunks(), _DTYPES, {})
+        packed = pack(chunks(), _DTYPES)
         fields = {"labels": np.array(labels, np.int32), "question": np.array(owners, np.int32)}
         examples = replace(packed, fields=fields)
         distributed.info(f"squad {split}: {_summary(questions, examples)}")
@@ -120,7 +118,7 @@ class SquadTask(Task):
         return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
-        """Mean of two cross entropies over positions: of the answer's start and of its end."""
+        """Return the mean of two cross entropies over positions, for the start and for the end of the answer."""
         start, end = self.logits(out, batch)
         labels = SpanPositions(*batch.labels.unbind(1))
         return (F.cross_entropy(start.float(), labels.start) + F.cross_entropy(end.float(), labels.end)) / 2
@@ -131,7 +129,7 @@ class SquadTask(Task):
         return out.start_logits.masked_fill(padding, PAD_LOGIT), out.end_logits.masked_fill(padding, PAD_LOGIT)
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
-        """Return a `WindowAnswer` for each window, with its `n_best_size` best spans of allowed length."""
+        """Return a `WindowAnswer` for each window, with at most `n_best_size` spans."""
         start, end = (logits.float() for logits in self.logits(out, batch))
         labels = SpanPositions(*batch.labels.unbind(1))
         starts, ends, valid = best_spans(start, end, labels, self.spec.max_answer_length, self.spec.n_best_size)
@@ -144,7 +142,7 @@ class SquadTask(Task):
         }
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        """Return exact match and F1 over the questions, in percent; for v2 all numbers of its official script."""
+        """Return exact match and F1 over the questions, in percent; for v2 all numbers of the official script."""
         check_finite(split, [answer.finite for answer in answers.values()])
         verdicts = self._verdicts(split, answers)
         predictions = {id: verdict.text for id, verdict in verdicts.items()}
@@ -171,14 +169,14 @@ class SquadTask(Task):
         return files
 
     def _verdicts(self, split: str, answers: Mapping[int, WindowAnswer]) -> dict[str, Verdict]:
-        """Merge the windows of each question; by question id, in the file's order."""
+        """Merge the windows of each question; the verdicts are by question id, in the order of the file."""
         examples, questions = self.examples(split), self.questions(split)
         candidates: list[list[Candidate]] = [[] for _ in questions]
         nulls: list[list[tuple[float, float]]] = [[] for _ in questions]
         for index, owner in enumerate(examples.fields["question"].tolist()):
             candidates[owner] += _candidates(questions[owner].context, examples.row(index), answers[index])
             nulls[owner].append(answers[index].null_logits)
-        # the window that is least for "no answer" decides: it is enough if one window has the answer
+        # the lowest "no answer" score of all windows counts: it is enough if one window holds the answer
         return {
             question.id: self._verdict(spans, min(null, key=sum))
             for question, spans, null in zip(questions, candidates, nulls, strict=True)
@@ -188,7 +186,7 @@ class SquadTask(Task):
         best = n_best(candidates, self.spec.n_best_size)
         null = Candidate("", 0, 0, *null_logits)
         text = best[0].text if best else ""
-        # without a candidate the verdict is "" at any threshold; infinity is no JSON
+        # without a candidate the text is "" at any threshold, and the odds would be infinite, which JSON cannot hold
         odds = null.score - best[0].score if best else 0.0
         if not self.spec.version_2_with_negative:
             return Verdict(text, text, best or [null], odds)
@@ -201,26 +199,27 @@ def best_spans(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first and last positions of each row's best spans, best first, and how many of them are valid.
 
-    A span lies in the context, has at most `max_length` tokens, and its score is the sum of its two logits
-    (rows, length). The positions are (rows, size or fewer); what follows a row's valid spans only fills the shape.
-    Logits that are not finite may change which spans are best, but not which are valid.
+    `start` and `end` are logits (rows, length). A valid span lies in the context and has at most `max_length` tokens;
+    its score is the sum of its two logits. The positions are (rows, at most size), and those beyond a row's number of
+    valid spans mean nothing. Logits that are not finite may change which spans are best, but not which are valid.
     """
     width = start.shape[1]
     max_length = min(max_length, width)
     position = torch.arange(width, device=start.device)
     inside = (position >= labels.first[:, None]) & (position <= labels.last[:, None])
+    # entry [row, i, d] is about the span from token i to token i + d; ends beyond the row are padded as invalid
     ends, ends_inside = (F.pad(each, (0, max_length - 1)).unfold(1, max_length, 1) for each in (end, inside))
     valid = (inside[:, :, None] & ends_inside).flatten(1)
     scores = (start[:, :, None] + ends).flatten(1).nan_to_num().masked_fill(~valid, -torch.inf)
     best = scores.topk(min(size, scores.shape[1]))
     first = best.indices // max_length
-    # a span that is not valid may end behind the row, where nothing can be gathered
+    # an invalid span may end behind the row, where the caller could not gather a logit
     last = (first + best.indices % max_length).clamp(max=width - 1)
     return first, last, (best.values > -torch.inf).sum(1)
 
 
 def _candidates(context: str, row: Mapping[str, Any], answer: WindowAnswer) -> Iterator[Candidate]:
-    """Yield the spans as texts, without the white space that byte-level tokens carry, and without empty ones."""
+    """Yield the spans as texts. Byte-level tokens carry white space, which is stripped; empty texts are left out."""
     begins, stops = row["char_start"][answer.starts].tolist(), row["char_end"][answer.ends].tolist()
     for begin, stop, *logits in zip(begins, stops, answer.start_logits, answer.end_logits, strict=True):
         text = context[begin:stop]
@@ -231,13 +230,12 @@ def _candidates(context: str, row: Mapping[str, Any], answer: WindowAnswer) -> I
 
 
 def _summary(questions: Sequence[Question], examples: Examples) -> str:
-    """Count windows and answers: nothing can be learned from an answer that no window holds."""
+    """Describe windows and answers in a line: nothing can be learned from an answer that is in no window."""
     labels = SpanPositions(*examples.fields["labels"].T)
     without = labels.start == labels.null
     held = set(examples.fields["question"][~without].tolist())
     lost = sum(bool(question.answers) and index not in held for index, question in enumerate(questions))
     return (
-        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} of them without the "
-        f"answer, {examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window "
-        f"(fewer with a larger max_seq_length or a smaller doc_stride)"
+        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} without the answer; "
+        f"{examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window"
     )

@@ -1,11 +1,9 @@
 """Cut a long context into windows that overlap, each one model input together with its question.
 
-The windows of a context start a fixed number of tokens apart, as in arXiv 1810.04805. A tokenizer's own truncation
-fixes the overlap instead, so that windows would be nearer to each other the longer the question. Here question and
-context are tokenised separately and joined as the tokenizer joins a pair. Needs a fast tokenizer.
+The windows of a context start a fixed number of tokens apart, as in arXiv 1810.04805. The truncation of a tokenizer
+fixes their overlap instead, so that windows would start closer together the longer the question is. Therefore question
+and context are tokenised separately, and joined as the tokenizer joins a pair. A fast tokenizer is needed.
 """
-
-from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -21,15 +19,15 @@ from ds_trainer.tasks.squad.squad_file import Question
 
 _CHUNK = 1024
 NO_CHARACTER = -1
-"""The character of a token that is not part of the context."""
+"""`char_start` and `char_end` of a token that is not part of the context."""
 
 
 class SpanPositions(NamedTuple):
-    """Token positions in a window: the answer's first and last token, the token that stands for "no answer", and the
-    context's first and last token.
+    """Token positions in a window: the first and last token of the answer, the token that stands for "no answer", and
+    the first and last token of the context.
 
-    Where the answer is not in the window, its first and last token are those of "no answer". Each is an int, or a
-    tensor or array with one for each window of a batch.
+    If the window does not hold the whole answer, `start` and `end` are `null`. Each field is an int, or a tensor or an
+    array with one entry for each window of a batch.
     """
 
     start: Any
@@ -42,7 +40,7 @@ class SpanPositions(NamedTuple):
 class Window(NamedTuple):
     """One model input: the index of its question in the split, its token columns and its `SpanPositions`.
 
-    Columns `char_start` and `char_end` hold the characters of the context that each token covers.
+    The columns `char_start` and `char_end` say which characters of the context a token covers.
     """
 
     question: int
@@ -51,27 +49,28 @@ class Window(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A tokenised text without special tokens, and the characters (from, to) of each token."""
+    """A tokenised text without special tokens; `spans` holds the first character of each token and the one after it."""
 
     ids: list[int]
     spans: Array
     """(tokens, 2)"""
 
     def covering(self, start: int, end: int) -> tuple[int, int] | None:
-        """Return the first and the last token that hold any character from `start` to `end`; None where none does."""
+        """Return the first and the last token that hold a character from `start` to `end`; None if no token does."""
         covering = np.flatnonzero((self.spans[:, 0] < end) & (self.spans[:, 1] > start))
         return (int(covering[0]), int(covering[-1])) if len(covering) else None
 
 
-class PairForm:
+class _PairForm:
     """How a tokenizer joins a question and a context: the special tokens before, between and behind them.
 
-    A tokenizer without a class token (GPT-2) gets an end of text behind the context, to stand for "no answer": there a
-    causal model has seen everything, and the token is not part of the context, which could be an answer itself.
+    If the tokenizer has no class token (GPT-2), an end of text behind the context stands for "no answer": a causal
+    model has seen the whole window there, while a token of the context could itself be an answer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        pair = tokenizer("a", "a", truncation=False, padding=False, return_token_type_ids=True)
+    def __init__(self, tokenizer: Any, spec: SquadSpec) -> None:
+        self.spec = spec
+        pair = tokenizer("a", "a", return_token_type_ids=True)
         question, context = (
             [index for index, side in enumerate(pair.sequence_ids(0)) if side == wanted] for wanted in (0, 1)
         )
@@ -81,16 +80,40 @@ class PairForm:
         self.ids = [pair["input_ids"][frame] for frame in frames]
         self.types = [pair["token_type_ids"][frame] for frame in frames]
         self.question_type, self.context_type = (pair["token_type_ids"][side[0]] for side in (question, context))
-        self.cls_id = tokenizer.cls_token_id
-        if self.cls_id is None and not self.ids[2]:
+        cls_id = tokenizer.cls_token_id
+        if cls_id is None and not self.ids[2]:
             if tokenizer.eos_token_id is None:
                 raise UserError('the tokenizer has no token for "no answer": give it a cls_token or an eos_token')
             self.ids[2], self.types[2] = [tokenizer.eos_token_id], [self.context_type]
-        self.special = sum(map(len, self.ids))
-        """The number of special tokens in a window."""
+        before, _, behind = self.ids
+        self.null = -1
+        """The position of "no answer" in a window, from its end if negative: a class token, or else the last token."""
+        if cls_id in before:
+            self.null = before.index(cls_id)
+        elif cls_id in behind:
+            self.null = behind.index(cls_id) - len(behind)
 
-    def window(self, question: list[int], context: Tokens, part: slice) -> dict[str, list[int]]:
-        """Join a question and a part of a context; returns the token columns."""
+    def windows_of(self, index: int, question: Question, ids: list[int], context: Tokens) -> Iterator[Window]:
+        """Yield the windows of a question number `index`, with its tokens `ids`, over its context."""
+        ids = ids[: self.spec.max_query_length]
+        special = sum(map(len, self.ids))
+        room = self.spec.max_seq_length - special - len(ids)
+        mistake = self.spec.gap_beside(len(ids), special)
+        if mistake and len(context.ids) > room:
+            raise UserError(f"question {quoted(question.id)}: {mistake}")
+        answer = _answer_tokens(question, context)
+        first = len(self.ids[0]) + len(ids) + len(self.ids[1])
+        for begin in window_starts(len(context.ids), room, self.spec.doc_stride):
+            columns = self._columns(ids, context, slice(begin, begin + room))
+            length = len(columns["input_ids"])
+            last = length - len(self.ids[2]) - 1
+            start = end = null = self.null % length
+            if answer and begin <= answer[0] and answer[1] - begin <= last - first:
+                start, end = (token - begin + first for token in answer)
+            yield Window(index, columns, SpanPositions(start, end, null, first, last))
+
+    def _columns(self, question: list[int], context: Tokens, part: slice) -> dict[str, list[int]]:
+        """Return the token columns of a question that is joined with a part of a context."""
         before, between, behind = self.ids
         ids, spans = context.ids[part], context.spans[part]
         outside = [NO_CHARACTER] * (len(before) + len(question) + len(between))
@@ -103,20 +126,13 @@ class PairForm:
             "char_end": [*outside, *spans[:, 1].tolist(), *after],
         }
 
-    def null(self, length: int) -> int:
-        """Return the position of the class token in a window of `length` tokens, or of its last token without one."""
-        before, _, behind = self.ids
-        if self.cls_id in before:
-            return before.index(self.cls_id)
-        return length - len(behind) + behind.index(self.cls_id) if self.cls_id in behind else length - 1
-
 
 def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
-    """Yield all windows, in the order of their questions, some at a time.
+    """Yield all windows in the order of their questions, in chunks.
 
-    A question that leaves the windows of its context too little room to touch each other is an error.
+    It is an error if a long question leaves so little room that the windows of its context would have gaps.
     """
-    form = PairForm(tokenizer)
+    form = _PairForm(tokenizer, spec)
     for begin in range(0, len(questions), _CHUNK):
         part = questions[begin : begin + _CHUNK]
         contexts = list(dict.fromkeys(question.context for question in part))
@@ -125,27 +141,19 @@ def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> I
         yield [
             window
             for index, (question, tokens) in enumerate(zip(part, texts, strict=True), begin)
-            for window in _of_question(index, question, tokens.ids, by_context[question.context], form, spec)
+            for window in form.windows_of(index, question, tokens.ids, by_context[question.context])
         ]
 
 
 def tokenised(tokenizer: Any, texts: list[str]) -> list[Tokens]:
-    """Tokenise whole texts without special tokens, whatever truncation and padding the tokenizer was saved with."""
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        truncation=False,
-        padding=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
+    """Tokenise whole texts without special tokens."""
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
     return [Tokens(ids, _with_marks(text, np.array(spans, np.int64).reshape(-1, 2))) for text, ids, spans in rows]
 
 
 def _with_marks(text: str, spans: Array) -> Array:
-    """Count combining marks that the tokenizer drops to the token before them: an accent is part of its letter."""
+    """Extend tokens by combining marks after them that the tokenizer drops: an accent is part of its letter."""
     if text.isascii():
         return spans
     limits = [*spans[1:, 0].tolist(), len(text)]
@@ -161,28 +169,8 @@ def window_starts(tokens: int, room: int, doc_stride: int) -> range:
     return range(0, max(1, tokens - room + doc_stride), doc_stride)
 
 
-def _of_question(
-    index: int, question: Question, ids: list[int], context: Tokens, form: PairForm, spec: SquadSpec
-) -> Iterator[Window]:
-    ids = ids[: spec.max_query_length]
-    room = spec.max_seq_length - form.special - len(ids)
-    mistake = spec.gap_beside(len(ids), form.special)
-    if mistake and len(context.ids) > room:
-        raise UserError(f"question {quoted(question.id)}: {mistake}")
-    answer = _answer_tokens(question, context)
-    first = len(form.ids[0]) + len(ids) + len(form.ids[1])
-    for begin in window_starts(len(context.ids), room, spec.doc_stride):
-        columns = form.window(ids, context, slice(begin, begin + room))
-        length = len(columns["input_ids"])
-        last = length - len(form.ids[2]) - 1
-        start = end = null = form.null(length)
-        if answer and begin <= answer[0] and answer[1] - begin <= last - first:
-            start, end = (token - begin + first for token in answer)
-        yield Window(index, columns, SpanPositions(start, end, null, first, last))
-
-
 def _answer_tokens(question: Question, context: Tokens) -> tuple[int, int] | None:
-    """Return the tokens of the first answer, the one to learn, without white space around it."""
+    """Return the tokens of the first answer, which is the one to learn, without white space around it."""
     if not question.answers:
         return None
     text, start = question.answers[0]

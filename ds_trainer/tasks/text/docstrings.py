@@ -1,11 +1,9 @@
 """The embedded data: which package does this docstring document?
 
-First paragraphs, of 5 to 60 words, of the docstrings of torch, transformers, numpy, deepspeed and the standard
-library, read from their source files: real text that every machine has. Nothing is imported from them. The rows
-depend on the installed versions alone, not on where they are installed.
+The texts are the first paragraphs, of 5 to 60 words, of the docstrings of torch, transformers, numpy, deepspeed and the
+standard library: real text that every machine has. They are read from the source files, without importing them. The
+rows depend on the installed versions alone, and not on where these are installed.
 """
-
-from __future__ import annotations
 
 import ast
 import gc
@@ -21,16 +19,16 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("deepspeed", "numpy", "python", "torch", "transformers")
 CLASS_CAP = 4000
 VALIDATION_SHARE = 0.15
 _WORDS = range(5, 61)
 _VERSION = 1
-_NOT_ITS_OWN = {
-    "__pycache__", "_vendor", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages",
-    "test", "tests", "third_party", "turtledemo", "vendor",
-}  # fmt: skip
+_SKIPPED = {"__pycache__", "_vendor", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
+_SKIPPED |= {"dist-packages", "test", "tests", "third_party", "turtledemo", "vendor"}
+"""Folders of tests and of other packages."""
 _GIVEAWAY = re.compile(
     r"\b\w*(?:deepspeed|hugging ?face|numpy|python|pytorch|torch|transformers|ndarray)\w*\b|\bnp\b",
     re.IGNORECASE,
@@ -42,10 +40,11 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def extracted() -> dict[str, list[tuple[str, str]]]:
     """Return (text, package) pairs of the splits "train" and "validation", shuffled.
 
-    The splits are parted by file: no file and no text is in both. Extraction takes seconds, so that it is done once.
+    All texts of a source file go to the same split, and no text is in both. The result is cached, since the extraction
+    takes seconds.
     """
     pairs: dict[str, list[tuple[bytes, str, str]]] = {"train": [], "validation": []}
-    gc.disable()  # syntax trees hold no cycles, and looking for some costs 10 of 16 seconds beside torch
+    gc.disable()  # syntax trees hold no cycles, and once torch is loaded the search for them takes 10 of 16 seconds
     try:
         by_package = {package: list(_package_texts(package)) for package in PACKAGES}
     finally:
@@ -53,19 +52,19 @@ def extracted() -> dict[str, list[tuple[str, str]]]:
     owners = Counter(text for texts in by_package.values() for _, text in texts)
     for package, texts in by_package.items():
         for split, text in texts:
-            if owners[text] == 1:  # a text of two packages would be a question without an answer
+            if owners[text] == 1:  # a text of two packages has no right answer
                 pairs[split].append((_hash(text), text, package))
     return {split: [(text, package) for _, text, package in sorted(hashed)] for split, hashed in pairs.items()}
 
 
 def fingerprint(split: str) -> str:
-    """Return the installed versions: reading thousands of source files for a hash would cost as much as the rows."""
+    """Return the installed versions. Hashing thousands of source files would cost as much as the extraction."""
     others = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if name != "python"]
     return f"docstrings {_VERSION}, {split}: python {platform.python_version()}, {', '.join(others)}"
 
 
 def _package_texts(package: str) -> Iterator[tuple[str, str]]:
-    """Yield (split, text): at most `CLASS_CAP` distinct texts of a package, its files in the order of their hashes."""
+    """Yield (split, text) for at most `CLASS_CAP` distinct texts of a package, its files sorted by their hashes."""
     root = _root(package)
     files = ((_hash(path.relative_to(root).as_posix()), path) for path in _source_files(root))
     seen: set[str] = set()
@@ -82,15 +81,13 @@ def _package_texts(package: str) -> Iterator[tuple[str, str]]:
 def _root(package: str) -> Path:
     if package == "python":
         return Path(sysconfig.get_paths()["stdlib"])
-    spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
-    folders = spec and spec.submodule_search_locations
-    assert folders, "this library depends on all of them"
-    return Path(folders[0])
+    spec: Any = importlib.util.find_spec(package)  # which imports nothing, since the package is at the top level
+    return Path(spec.origin).parent
 
 
 def _source_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_ITS_OWN]
+        folders[:] = [name for name in folders if name not in _SKIPPED]
         yield from (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("test_"))
 
 
@@ -100,12 +97,12 @@ def _first_paragraphs(path: Path) -> Iterator[str]:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # others' invalid escape sequences
+            warnings.simplefilter("ignore")  # about invalid escape sequences in their code
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
     for node in _documented(tree):
-        # the first paragraph on one line, the packages' names masked: the question would hold its answer
+        # the first paragraph in one line; names of packages are masked, since they would give the answer away
         paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         text = _GIVEAWAY.sub("this", paragraph)
         if len(text.split()) in _WORDS:
@@ -113,7 +110,7 @@ def _first_paragraphs(path: Path) -> Iterator[str]:
 
 
 def _documented(node: _Documented) -> Iterator[_Documented]:
-    """Yield the module, its classes and functions, and theirs; not those inside a function or a condition."""
+    """Yield a module, its classes and functions, and the methods; nothing inside a function or a condition."""
     yield node
     if isinstance(node, ast.Module | ast.ClassDef):
         for child in node.body:

@@ -1,9 +1,7 @@
-"""The tasks of GLUE (arXiv 1804.07461) as a table, and what the name of a labelled-text task decides.
+"""The tasks of GLUE (arXiv 1804.07461) as a table, and what follows from the name of a labelled-text task.
 
-Loads neither torch nor numpy.
+The module loads neither torch nor numpy.
 """
-
-from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
@@ -19,10 +17,11 @@ CLASS_METRICS = ("accuracy", "f1", "matthews")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task of GLUE as it ships.
+    """The files of one task of GLUE.
 
-    `labels` maps each label in the files to its name, in the hub's order; it is empty where labels are scores. `header`
-    names the columns of files without a header line. `hub_columns` are set where the hub's columns have other names.
+    `labels` maps each label in the files to its name, in the order of the hub; it is empty if the labels are scores.
+    `header` names the columns of files without a header line. `hub_columns` are set if the hub names its columns
+    differently.
     """
 
     folder: str
@@ -72,7 +71,7 @@ def evaluation_splits(spec: TextSpec) -> tuple[str, ...]:
 
 
 def known_labels(spec: TextSpec) -> tuple[str, ...]:
-    """Return the classes in order; none for regression, and for "text", where the rows decide."""
+    """Return the classes in order; none for regression, and none for "text", whose rows decide."""
     if spec.name == "docstrings":
         return PACKAGES
     return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
@@ -88,7 +87,7 @@ def metrics_of(spec: TextSpec) -> tuple[str, ...]:
 
 
 def setting_mistakes(spec: TextSpec) -> list[str]:
-    """Return every mistake in the spec that can be seen without its files."""
+    """Return every mistake in the spec that shows without reading its files."""
     if spec.name not in TASK_NAMES:
         names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
         near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)

@@ -1,9 +1,7 @@
 """Where the rows of a labelled-text task come from: GLUE's official files, a user's files, the hub, or docstrings.
 
-Loads neither torch nor numpy before the rows are read. Does not tokenise.
+The module loads neither torch nor numpy before rows are read, and does not tokenise.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -24,12 +22,12 @@ class TextRow(NamedTuple):
     texts: tuple[str, ...]
     label: str | float
     place: int = 0
-    """The line or row of the source that it stands in."""
+    """The number of its line or row in the source."""
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """The rows of a split, and the records that they come from; None for docstrings."""
+    """The rows of a split, and the records that they were read from; None for docstrings."""
 
     rows: list[TextRow]
     records: Records | None = None
@@ -55,7 +53,7 @@ def check_data_files(spec: TextSpec, splits: Sequence[str] | None = None) -> lis
 
 
 def training_texts(spec: TextSpec) -> list[str]:
-    """Return every text of the training split, held out or not."""
+    """Return every text of the training split, including held-out ones."""
     return [text for row in read_split(spec, "train").rows for text in row.texts]
 
 
@@ -74,7 +72,10 @@ def fingerprint(spec: TextSpec, split: str) -> str:
 
 
 def _records(spec: TextSpec, split: str) -> Records:
-    """Find the source of a split. The task's own folder comes first: data_dir may hold another task's files."""
+    """Return the source of a split.
+
+    The folder of a GLUE task is tried before data_dir itself, which may hold the files of another task.
+    """
     glue = GLUE.get(spec.name)
     if glue and spec.data_dir is None:
         matched = spec.name == "mnli" and split == "validation"
@@ -118,7 +119,7 @@ def _class_name(spec: TextSpec, column: str, value: Any) -> str:
         return name
     if known and name in known:
         return known[name]
-    if known and name in known.values():  # as the hub names it
+    if known and name in known.values():  # the name that the hub uses
         return name
     allowed = f"one of {', '.join(map(repr, known))}" if known else "a label"
     raise ValueError(f"unknown label {quoted(value)} in {quoted(column)}: it must be {allowed}")

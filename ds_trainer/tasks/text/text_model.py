@@ -1,7 +1,5 @@
 """Sequence classifiers of `transformers`: load one with the head that a task needs, its classes in the task's order."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,25 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.models.pretrained import (
-    CLASSIFIER,
-    check_encoder_is_whole,
-    check_head_is_whole,
-    from_pretrained,
-    load_config,
-)
+from ds_trainer.models import pretrained
+from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.ranks import distributed
 
 
 def trained_head(config: Any) -> tuple[str, ...] | None:
-    """Return the class names, in order, of the classifier in a folder; None for a model without one."""
+    """Return the class names, in order, of the trained classifier that a config describes; None if there is none."""
     if not CLASSIFIER.trained_in(config):
         return None
     return tuple(str(config.id2label[index]) for index in range(config.num_labels))
 
 
 def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the task's labels in the order of a trained head that has the same ones; in their own order otherwise."""
+    """Return the task's labels, in the order of a trained head if that has the same ones, otherwise unchanged."""
     by_name = {_folded(name): name for name in task_labels}
     if head is None or len(head) != len(task_labels) or {_folded(name) for name in head} != set(by_name):
         return tuple(task_labels)
@@ -41,13 +34,13 @@ def unnamed(head: Sequence[str]) -> bool:
 
 
 def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> nn.Module:
-    """Load a sequence classifier over `labels` in this order (none: regression), in fp32.
+    """Load a sequence classifier over `labels` in this order, or for regression if there are none, in fp32.
 
-    A trained head of the same classes is kept, its outputs put in this order; so is one with as many classes of other
-    names, with a warning. A head with another number of classes is replaced. It is an error if the config promises a
-    head to keep and the weights do not hold all of it.
+    A trained head of the same classes is kept, and its outputs are put in this order. One with as many classes of other
+    names is kept with a warning, and one with another number of classes is replaced. It is an error if the config
+    promises a head to keep and the weights do not hold all of it.
     """
-    config = load_config(source, CLASSIFIER)
+    config = pretrained.load_config(source, CLASSIFIER)
     head = trained_head(config)
     size = max(1, len(labels))
     config.num_labels = size
@@ -57,15 +50,15 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     config.problem_type = "single_label_classification" if labels else "regression"
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
-    # a mismatch belongs to a head to be replaced, or is reported by name below
-    model, info = from_pretrained(source, config, CLASSIFIER)
-    check_encoder_is_whole(source, model, info)
+    # weights of another shape belong to a head that is to be replaced, or the checks below report them by name
+    model, info = pretrained.from_pretrained(source, config, CLASSIFIER)
+    pretrained.check_encoder_is_whole(source, model, info)
     if head is None or len(head) != size:
         why = "has no trained head" if head is None else f"has a head of {len(head)} classes ({', '.join(head)})"
         outputs = f"{size} output{'s' if size > 1 else ''}"
         distributed.info(f"the model {why}, so it gets a new one of {outputs}, with random weights")
         return model
-    check_head_is_whole(source, model, info)
+    pretrained.check_head_is_whole(source, model, info)
     if labels:
         _adopt_head(source, model, head, labels)
     return model

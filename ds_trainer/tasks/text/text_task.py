@@ -1,12 +1,11 @@
 """Classification and regression of one text or a pair: GLUE, any labelled text, the embedded docstrings.
 
-Rows come from `text_data.py`, are tokenised once and cached as `Examples`, and are collated with numpy. Labels in the
-cache are in the task's order. The model's order is that of the folder that the task is built for, where its trained
-head has the same names in another order: a downloaded MNLI model keeps its class ids. The split "held_out" is a share
-of the training rows, which "train" is then without. Models are loaded in `text_model.py`.
-"""
+`text_data.py` reads the rows, which are tokenised once and cached as `Examples`; `text_model.py` loads the models.
 
-from __future__ import annotations
+Labels have two orders. The cache holds them in the task's order. A batch, the model and its answers have the model's
+order, which differs if the trained head has the same class names in another order: so a downloaded MNLI model keeps its
+class ids. The split "held_out" is a share of the training rows, which the split "train" then lacks.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +22,14 @@ from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, hash_of, pack, spread
+from ds_trainer.tasks.data import Array, Chunk, ExampleIds, Examples, hash_of, pack, spread
 from ds_trainer.tasks.task import Batch, Task, check_finite
 from ds_trainer.tasks.text import text_data, text_model
 from ds_trainer.tasks.text.glue import evaluation_splits, is_regression, known_labels, metrics_of
 from ds_trainer.tasks.text.metrics import score
 from ds_trainer.tasks.text.text_data import TextRow, TextSplit
 
-# token types also where the model takes none: a teacher of another family may
+# the token types are kept even if the model takes none, since a teacher of another family may take them
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
 _CHUNK = 4096
 HELD_OUT = Task.held_out_split
@@ -53,10 +52,7 @@ class TextTask(Task):
         self._task_class = np.argsort(self._model_class)
 
     def build_model(self, folder: str | Path) -> nn.Module:
-        """Load a model with a head for this task's classes, in the order of `label_names`.
-
-        A head of another number of classes is replaced by a new one, which is logged.
-        """
+        """Load a model with a head for this task's classes, in the order of `label_names`."""
         model = text_model.load_model(folder, self.label_names, self.pad_token_id)
         check_fits(model, self.tokenizer, self.spec.max_seq_length)
         return model
@@ -65,7 +61,7 @@ class TextTask(Task):
         head = text_model.trained_head(load_config(folder, CLASSIFIER))
         size = max(1, len(self.label_names))
         if head is None or len(head) != size:
-            present = f"one of {len(head)} outputs" if head else "none"
+            present = f"one of {len(head)}" if head else "none"
             raise UserError(f"{folder} has no trained head of {size} outputs for {self.spec.name}, but {present}")
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
@@ -77,7 +73,7 @@ class TextTask(Task):
         return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
-        """Cross entropy, or squared error for regression."""
+        """Return the cross entropy, or the squared error for regression."""
         logits = out.logits.float()
         if self._task_labels:
             return F.cross_entropy(logits, batch.labels)
@@ -87,7 +83,7 @@ class TextTask(Task):
         return (out.logits,)
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
-        """Return the predicted class in the task's order, None where a logit is not finite; or the predicted score."""
+        """Return the predicted classes in the task's order, or scores. A class is None if a logit is not finite."""
         if not self._task_labels:
             return dict(zip(batch.ids.tolist(), out.logits.float().squeeze(-1).tolist(), strict=True))
         classes = self._task_class[out.logits.argmax(-1).cpu().numpy()].tolist()
@@ -103,7 +99,7 @@ class TextTask(Task):
         return score(metrics_of(self.spec), torch.tensor(ordered), gold, len(self._task_labels))
 
     def limit(self, split: str) -> int | None:
-        """Return how many examples to use at most: for "train", after the held-out ones are taken; all of those."""
+        """Return the largest number of examples to use. The limit of "train" does not count held-out examples."""
         return None if split == HELD_OUT else super().limit(split)
 
     def fingerprint(self, split: str) -> str:
@@ -118,13 +114,13 @@ class TextTask(Task):
         if not self.spec.held_out:
             return ""
         source = text_data.fingerprint(self.spec, "train")
-        # without the cache's version: a model folder outlives it
+        # unlike a fingerprint this does not depend on CACHE_VERSION, since it is stored in model folders
         return hash_of([source, self.spec.name, self.spec.text_columns, self.spec.label_column, self.spec.held_out])
 
     def tokenised(self, split: str) -> Examples:
         source = self._part(split, text_data.read_split(self.spec, self._source_split(split)))
         source = replace(source, rows=[source.rows[index] for index in spread(len(source.rows), self.limit(split))])
-        examples = pack(self._encoded(source.rows), _DTYPES, {"labels": self._labels(source)})
+        examples = replace(pack(self._encoded(source.rows), _DTYPES), fields={"labels": self._labels(source)})
         empty = np.flatnonzero(examples.lengths == 0)
         if len(empty):
             place = source.place(source.rows[empty[0]])
@@ -132,30 +128,29 @@ class TextTask(Task):
         skipped = source.records.skipped if source.records else 0
         distributed.info(
             f"{self.spec.name} {split}: {len(examples):,} examples, {examples.lengths.mean():.1f} tokens on average, "
-            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length, {skipped:,} malformed "
-            f"rows skipped"
+            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length, {skipped:,} rows skipped"
         )
         return examples
 
     def _source_split(self, split: str) -> str:
-        """Return the split of the source that has this split's rows."""
+        """Return the split of the data source from which this split's rows are taken."""
         if split != HELD_OUT:
             return split
         if not self.spec.held_out:
-            raise UserError("no training examples are held out: set task.held_out to their share (e.g. 0.02)")
+            raise UserError("no training examples are held out: set task.held_out to their share, such as 0.02")
         return "train"
 
     def _part(self, split: str, source: TextSplit) -> TextSplit:
-        """Return the training rows without the held-out ones, or these alone; other splits whole."""
+        """Return the rows of "train" or of "held_out", given all training rows; other splits unchanged."""
         share, count = self.spec.held_out, len(source.rows)
         if not share or self._source_split(split) != "train":
             return source
         held_out, rest = held_out_and_rest(count, share)
         if not held_out or not rest:
-            use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("left to train on", "lower")
+            use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("used for training", "lower")
             raise UserError(
                 f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be {use}: "
-                f"set task.held_out {way_out} (0.02 suits some thousands of examples; 0 holds none out)"
+                f"set task.held_out {way_out}, or to 0 to hold none out"
             )
         return replace(source, rows=[source.rows[index] for index in (held_out if split == HELD_OUT else rest)])
 
@@ -169,23 +164,19 @@ class TextTask(Task):
                 raise UserError(f"{source.place(row)}: unknown label {row.label!r}: allowed are {allowed}")
         return np.array([index[str(row.label)] for row in source.rows], dtype=np.int64)
 
-    def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Mapping[str, list[list[int]]]]:
+    def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Chunk]:
         for start in range(0, len(rows), _CHUNK):
             texts = zip(*(row.texts for row in rows[start : start + _CHUNK]), strict=True)
             yield self.tokenizer(
-                *map(list, texts),
-                truncation=True,
-                max_length=self.spec.max_seq_length,
-                return_attention_mask=False,
-                return_token_type_ids=True,
+                *map(list, texts), truncation=True, max_length=self.spec.max_seq_length, return_token_type_ids=True
             )
 
 
 def held_out_and_rest(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Part `count` indices in two ascending lists: round(share * count) of them, and all others.
+    """Split `count` indices into two ascending lists: round(share * count) of them, and all others.
 
-    They are drawn at random, the same every time: evenly spaced ones would all be of one class in a file whose classes
-    take turns.
+    The first list is drawn at random, but always the same: evenly spaced indices would all be of one class in a file
+    whose classes alternate.
     """
     order = np.random.default_rng(0).permutation(count)
     cut = round(share * count)
@@ -193,9 +184,9 @@ def held_out_and_rest(count: int, share: float) -> tuple[list[int], list[int]]:
 
 
 def _task_labels(spec: TextSpec, head: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the classes in the task's own order: known ones, or those of the training rows, sorted; collective.
+    """Return the classes in the task's order: those of GLUE, or those of the training rows, sorted; collective.
 
-    Where there are only rows to evaluate on, which may lack a class, a model that names its classes decides.
+    Without training rows the trained head decides, if its classes have names: the rows to evaluate on may lack a class.
     """
     names = known_labels(spec)
     if names:
@@ -209,7 +200,7 @@ def _task_labels(spec: TextSpec, head: Sequence[str] | None) -> tuple[str, ...]:
 def _labels_in(source: TextSplit) -> tuple[str, ...]:
     names = tuple(sorted({str(row.label) for row in source.rows}, key=_numbers_first))
     if len(names) < 2:
-        raise UserError(f"{source.origin} has the one label {names[0]!r}: there is nothing to tell apart")
+        raise UserError(f"{source.origin} has only the label {names[0]!r}: a classifier needs at least two")
     return names
 
 
