@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layers import blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.techniques.prune.costs import Costs, LayerSeconds, layer_seconds, seconds_costs
+from ds_trainer.techniques.prune.selection import AllowedCounts
 
 CPU = torch.device("cpu")
 MEASURED = LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"attention": 4, "feed_forward": 48})
@@ -68,11 +70,12 @@ def test_what_is_not_pruned_is_fixed():
 def test_a_target_that_cannot_be_reached_is_told():
     """Less than what is fixed; or than that and the cheapest of what must be kept."""
     costs = Costs({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([2.0, 2.0])}, 2.0)
-    costs.check(0.5, "target_flops", {"a": 1, "b": 1})
-    with pytest.raises(ValueError, match=r"target_flops is 0.1, and what must be kept is 0.200"):
-        costs.check(0.1, "target_flops", {"a": 0, "b": 0})
+    sites = {name: SimpleNamespace(allowed=AllowedCounts(least=1), count=2) for name in "ab"}
+    costs.check(0.5, "target_flops", sites)
     with pytest.raises(ValueError, match=r"target_flops is 0.4, and what must be kept is 0.500 of the encoder"):
-        costs.check(0.4, "target_flops", {"a": 1, "b": 1})
+        costs.check(0.4, "target_flops", sites)
+    with pytest.raises(ValueError, match=r"target_flops is 0.1, and what must be kept is 0.200"):
+        costs.check(0.1, "target_flops", {name: SimpleNamespace(allowed=AllowedCounts(), count=2) for name in "ab"})
 
 
 def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):

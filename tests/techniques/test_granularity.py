@@ -383,7 +383,7 @@ def test_a_share_of_the_flops_is_kept(family, multiple):
     run(model)
     whole = make_model(family)
     total = encoder_flops(whole, 16)
-    largest = max(float(cost.max()) * (multiple if cost.numel() > 4 else 1) for cost in prune.flops.each.values())
+    largest = max(float(cost.max()) * (multiple if cost.numel() > 4 else 1) for cost in prune.budget.flops.each.values())
     assert abs(prune.readings()["prune/flops"] - 0.4) <= largest / total
     sizes = {"heads": kept_of(prune, "attention"), "neurons": kept_of(prune, "feed_forward")}
     assert multiple > 1 or len(set(sizes["neurons"])) > 1

@@ -16,7 +16,7 @@ from ds_trainer.techniques.prune.grains import Grain
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.masks import HardMask, SoftMask
 from ds_trainer.techniques.prune.rules import largest_decisions, largest_weights, open_gates, weights_above
-from ds_trainer.techniques.prune.selection import AllowedCounts, Cut
+from ds_trainer.techniques.prune.selection import AllowedCounts, Cutoff
 
 
 class StraightThrough(torch.autograd.Function):
@@ -218,7 +218,7 @@ def test_the_mask_is_found_once_a_step():
 
     def rule(scores):
         asked.append(1)
-        return HardMask(Cut(0.0, 0, int((scores > 0).sum())))
+        return HardMask(Cutoff(0.0, 0, int((scores > 0).sum())))
 
     layer = make_layer()
     layer.set_rule(rule)

@@ -306,3 +306,32 @@ def test_an_end_far_from_the_recipe_is_told(spec, message, told):
     found = [record.message for record in told.records if "the run ends" in record.message]
     assert len(found) == bool(message)
     assert not found or re.search(message, found[0])
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_exports_the_masks_of_its_scores():
+    """A choice over all layers, held since step 8, is made anew at step 9 of 7."""
+    spec = {"global_topk": True, "global_topk_frequency_compute": 4, "mask_init": "kaiming", "final_threshold": 0.1}
+    longer, shorter = make_prune(total=10, **spec), make_prune(total=7, **spec)
+    longer.attach(make_model("bert"))
+    longer.on_step(8)
+    model = shorter.attach(make_model("bert"))
+    shorter.resume(longer.state())
+    with torch.no_grad():
+        for layer in shorter.layers.values():
+            layer.mask_scores.neg_()
+    shorter.on_step(9)
+    scores = {name: layer.mask_scores.detach().clone() for name, layer in shorter.layers.items()}
+    folded = shorter.fold(model)
+    kept = torch.cat([folded.get_submodule(name).weight.flatten() != 0 for name in scores])
+    order = torch.cat([values.flatten() for values in scores.values()]).argsort(descending=True, stable=True)
+    assert kept.nonzero().flatten().tolist() == sorted(order[: round(0.1 * len(order))].tolist())
+    assert shorter.readings()["prune/density"] == pytest.approx(0.1, abs=1e-4)
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_is_told_of_its_end(told):
+    """The advice on a density far from the recipe comes at step 10 of 7, as it does at step 7."""
+    prune = make_prune(total=7, pruning_method="sigmoied_threshold")
+    model = prune.attach(make_model("bert")).eval()
+    prune.on_step(10)
+    prune.fold(model)
+    assert "next to no pruning" in told.text

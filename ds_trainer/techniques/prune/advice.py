@@ -1,7 +1,5 @@
 """What pruning warns of at its start, where training is not dense, and at its end, far from what the recipe says."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The grain of a matrix: the blocks of it that one score decides on, and how gates on them meet its weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
