@@ -1,7 +1,5 @@
 """The techniques by their key in the recipe."""
 
-from __future__ import annotations
-
 from ds_trainer.config.recipe import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill.distill import Distill

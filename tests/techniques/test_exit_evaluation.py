@@ -20,7 +20,7 @@ from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
 from ds_trainer.techniques.exits.exit_evaluation import (
-    all_logits,
+    all_heads,
     calibrate,
     calibrate_folder,
     evaluate_exits,
@@ -92,8 +92,7 @@ def policies(model: EarlyExitModel, curves: dict[str, Any]) -> list[tuple[ExitPo
 def test_logits_of_all_heads_come_in_the_order_of_the_split(task: Task, classifier: Path) -> None:
     """However batches are sorted and padded; the last head is the model's own."""
     model = exiting(task, classifier)
-    found = all_logits(model, task, "validation", batch_size=7)
-    assert found is not None
+    found = all_heads(model, task, "validation", batch_size=7, patience=None).logits
     assert (found.shape, found.dtype) == ((4, 61, 3), torch.float32)
     examples = task.examples("validation")
     with torch.no_grad():
@@ -115,7 +114,7 @@ def test_what_is_found_offline_is_what_the_model_does(task: Task, classifier: Pa
         logits, layers = run_early(exiting(task, classifier, policy), task, "validation")
         assert point["mean_layers"] == pytest.approx(layers.float().mean().item())
         assert point["scores"] == score_of(task, "validation", logits)
-    offline = exit_at(model.policy, all_logits(model, task, "validation", 8), False)
+    offline = exit_at(model.policy, all_heads(model, task, "validation", 8, None).logits, False)
     assert early["exit_counts"] == {str(n): int((offline == n - 1).sum()) for n in range(1, 5)}
 
 

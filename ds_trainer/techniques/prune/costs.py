@@ -1,7 +1,5 @@
 """What decisions cost: weights, floating-point operations, or seconds measured on this device."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections import Counter
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.flops import decision_flops, encoder_flops
-from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of, whole_class
-from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
+from ds_trainer.models.shrunk_model import shrunk_class, whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.timing import seconds

@@ -50,12 +50,7 @@ class MaskedLinear(nn.Linear):
     mask_scores: nn.Parameter | None
 
     def __init__(
-        self,
-        linear: AnyLinear,
-        initial_scores: Tensor | None,
-        penalty_kind: str | None,
-        grain: Grain | None = None,
-        sizes: Tensor | None = None,
+        self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
     ) -> None:
         nn.Module.__init__(self)  # that of nn.Linear would allocate a second weight
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
@@ -64,8 +59,6 @@ class MaskedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.grain = grain
-        self.sizes = grain.sizes() if grain is not None and sizes is None else sizes
-        """How many weights each decision is about, those in other matrices too."""
         self.magnitudes: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
@@ -76,11 +69,6 @@ class MaskedLinear(nn.Linear):
     def mask(self) -> Mask | None:
         """The mask of this step, once a forward has made it."""
         return self.step_mask.mask
-
-    @property
-    def covered(self) -> int:
-        """How many weights the mask is about."""
-        return self.weight_size if self.sizes is None else int(self.sizes.sum())
 
     @property
     def score_source(self) -> nn.Parameter:
@@ -98,9 +86,8 @@ class MaskedLinear(nn.Linear):
     def hold_gates(self, gates: Tensor) -> None:
         """Mask the weight by a bool for each decision, as `hold` does."""
         assert self.grain is not None
-        assert self.sizes is not None
         gates = gates.view(self.grain.shape).to(self.weight.device)
-        self.hold(DecisionMask(GateMask(gates), self.grain, self.sizes, gates, spoilt=torch.tensor(False)))
+        self.hold(DecisionMask(GateMask(gates), self.grain, gates, spoilt=torch.tensor(False)))
 
     def scores(self) -> Tensor:
         """Return what masks compare: the learned scores, or the magnitudes of the weights or decisions."""
@@ -108,10 +95,10 @@ class MaskedLinear(nn.Linear):
             return self.mask_scores.detach()
         if self.magnitudes is not None:
             return self.magnitudes
-        if self.grain is None or self.sizes is None:
+        if self.grain is None:
             return self.weight.detach().abs()
         squares = self.grain.sums(self.weight.detach().float().square())
-        return (squares / self.sizes.to(squares.device)).sqrt()
+        return (squares / self.grain.sizes.to(squares.device)).sqrt()
 
     def find_mask(self) -> Mask:
         """Return the step's mask with the noise of this forward. Scores and weight must be gathered."""
@@ -120,11 +107,11 @@ class MaskedLinear(nn.Linear):
             assert step.rule is not None, "set_rule() comes before the first forward"
             scores = self.scores()
             step.mask = step.rule(scores)
-            if self.grain is not None and self.sizes is not None:
+            if self.grain is not None:
                 # the gates are read at the end of the step or later, when the optimizer has changed the scores: so they
                 # are computed here
                 gates = step.mask.drawn(None).times(torch.ones_like(scores), scores) > 0
-                step.mask = DecisionMask(step.mask, self.grain, self.sizes, gates, scores.isnan().any())
+                step.mask = DecisionMask(step.mask, self.grain, gates, scores.isnan().any())
         step.draws += self.training
         return step.mask.drawn(step.draws if self.training else None)
 
@@ -171,8 +158,8 @@ class _MaskedLinear(torch.autograd.Function):
     of the model. This function saves only its inputs, of which weight and scores are the parameters themselves, and
     masks again in the backward, which costs one elementwise pass.
 
-    That pass must see what the forward saw. It does: the mask and its noise are the same objects, the optimizer does not
-    touch parameters between the two, and under ZeRO-3, where the saved tensors are the partitioned parameters, the
+    That pass must see what the forward saw. It does: the mask and its noise are the same objects, the optimizer does
+    not touch parameters between the two, and under ZeRO-3, where the saved tensors are the partitioned parameters, the
     engine gathers them again before the module's backward.
     """
 

@@ -126,14 +126,12 @@ class SoftMask(Mask):
 class DecisionMask(Mask):
     """A mask with one entry per decision, spread by a grain over the weights that each is about.
 
-    `sizes`, on the CPU, counts the weights of each decision, those in other matrices too. `gates`, bools, says which
-    decisions evaluation keeps, and `spoilt` whether a score was NaN. Both stay on the device until they are read in
-    `open`: reading them at every step would make the host wait for the device.
+    `gates`, bools, says which decisions evaluation keeps, and `spoilt` whether a score was NaN. Both stay on the device
+    until they are read in `open`: reading them at every step would make the host wait for the device.
     """
 
     mask: Mask
     grain: Grain
-    sizes: Tensor
     gates: Tensor
     spoilt: Tensor
 
@@ -146,7 +144,7 @@ class DecisionMask(Mask):
 
     @property
     def kept(self) -> int:
-        return int((self.sizes * self.open.cpu()).sum())
+        return int((self.grain.sizes * self.open.cpu()).sum())
 
     def drawn(self, number: int | None) -> Mask:
         return replace(self, mask=self.mask.drawn(number))

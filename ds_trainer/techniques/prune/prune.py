@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +53,8 @@ class Prune(Technique):
         self.cheap_views = spec.evaluate_at_final_threshold
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
+        self.weights: dict[str, int] = {}
+        """How many weights the decisions of each site are about."""
         self.step, self.threshold = 0, self.schedule(0)
         self.at_final: list[StepMask] = []
         """The layers' masks at the final threshold, once a view has made them in this step."""
@@ -62,8 +65,8 @@ class Prune(Technique):
         self.budget = Budget(model, self.sites, self.spec)
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
-            sizes = None if site.grain is None else site.sizes()
-            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain, sizes)
+            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
+            self.weights[name] = site.weights  # counted now, since ZeRO-3 leaves empty weights
         swap(model, self.layers)
         return model
 
@@ -135,14 +138,14 @@ class Prune(Technique):
         masks = {name: layer.mask for name, layer in self.layers.items() if layer.mask is not None}
         if not masks:
             return readings
-        kept = {name: mask.kept for name, mask in masks.items()}
-        readings["prune/density"] = sum(kept.values()) / sum(self.layers[name].covered for name in masks)
+        shares = {name: Fraction(mask.kept, self.layers[name].weight_size) for name, mask in masks.items()}
+        kept = sum(share * self.weights[name] for name, share in shares.items())
+        readings["prune/density"] = float(kept / sum(self.weights[name] for name in masks))
         gates = {name: mask.open for name, mask in masks.items() if isinstance(mask, DecisionMask)}
         kept_of_kind = Counter[str]()
-        for name, count in kept.items():
+        for name, share in shares.items():
             site = self.sites[name]
-            for matrix in (*site.inner, name):
-                readings[f"prune/density/{matrix}"] = count / self.layers[name].covered
+            readings |= {f"prune/density/{matrix}": float(share) for matrix in (*site.inner, name)}
             if site.block:
                 decisions = int(gates[name].count_nonzero())
                 readings[f"prune/kept/{site.block_name}"] = decisions

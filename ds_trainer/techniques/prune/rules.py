@@ -16,16 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.config.prune_specs import BY_SHARE, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.models.layers import gathered
 from ds_trainer.tasks.losses import L0_KEPT_ABOVE
+from ds_trainer.techniques.prune import selection
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, Rule, SoftMask
-from ds_trainer.techniques.prune.selection import (
-    AllowedCounts,
-    cutoff_at,
-    largest_within,
-    ranks,
-    select_largest,
-    standardised,
-)
+from ds_trainer.techniques.prune.selection import AllowedCounts
 from ds_trainer.techniques.prune.sites import Site
 
 Masked: TypeAlias = Mapping[str, MaskedLinear]
@@ -38,12 +32,12 @@ _LEAST_SHARE = 0.005
 
 def largest_weights(scores: Tensor, count: int) -> Mask:
     """Keep the `count` largest scores; of equal ones the first in memory."""
-    return HardMask(select_largest(lambda: [scores], [scores.numel()], count)[0])
+    return HardMask(selection.select_largest(lambda: [scores], [scores.numel()], count)[0])
 
 
 def weights_above(scores: Tensor, threshold: float) -> Mask:
     """Keep the scores above a threshold, and never fewer than 0.5% of the matrix."""
-    return HardMask(cutoff_at(scores, threshold, at_least=math.ceil(_LEAST_SHARE * scores.numel())))
+    return HardMask(selection.cutoff_at(scores, threshold, at_least=math.ceil(_LEAST_SHARE * scores.numel())))
 
 
 def largest_decisions(scores: Tensor, count: int | Tensor, allowed: AllowedCounts) -> Mask:
@@ -53,7 +47,7 @@ def largest_decisions(scores: Tensor, count: int | Tensor, allowed: AllowedCount
     """
     if not isinstance(count, Tensor):
         count = torch.full((), count, device=scores.device)  # filled there: a copy from the host would wait
-    return GateMask(ranks(scores) < allowed.nearest(count, scores.numel()))
+    return GateMask(selection.ranks(scores) < allowed.nearest(count, scores.numel()))
 
 
 def decisions_above(scores: Tensor, threshold: float, at_least: float, allowed: AllowedCounts) -> Mask:
@@ -107,7 +101,7 @@ def choose_weights(layers: Masked, share: float) -> None:
             with gathered(layer.score_source):
                 yield layer.scores()
 
-    cutoffs = select_largest(chunks, sizes, round(share * sum(sizes)))
+    cutoffs = selection.select_largest(chunks, sizes, round(share * sum(sizes)))
     for layer, cutoff in zip(layers.values(), cutoffs, strict=True):
         layer.hold(HardMask(cutoff))
 
@@ -123,9 +117,9 @@ def choose_decisions(layers: Masked, sites: Sites, costs: Mapping[str, Tensor], 
     kinds = {site.granularity for site in sites.values()}
     for kind in kinds if len(kinds) > 1 else ():
         names = [name for name in scores if sites[name].granularity == kind]
-        scores |= zip(names, standardised([scores[name] for name in names]), strict=True)
+        scores |= zip(names, selection.standardised([scores[name] for name in names]), strict=True)
     allowed = [sites[name].allowed for name in layers]
-    gates = largest_within(list(scores.values()), [costs[name] for name in layers], allowed, budget)
+    gates = selection.largest_within(list(scores.values()), [costs[name] for name in layers], allowed, budget)
     for layer, of_layer in zip(layers.values(), gates, strict=True):
         layer.hold_gates(of_layer)
 

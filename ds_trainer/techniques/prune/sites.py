@@ -20,18 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.config.prune_specs import COUNTED, KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.files.messages import listed
-from ds_trainer.models.layers import (
-    AnyLinear,
-    Block,
-    blocks_of,
-    decisions_of,
-    encoder_linears,
-    gathered,
-    in_features,
-    layers_of,
-    out_features,
-    rows_of,
-)
+from ds_trainer.models.layers import AnyLinear, encoder_linears, gathered, rows_of
+from ds_trainer.models.shrunk_model import Block, blocks_of, decisions_of, in_features, layers_of, out_features
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.prune.grains import Grain
 from ds_trainer.techniques.prune.selection import AllowedCounts
@@ -69,11 +59,15 @@ class Site:
         """The name under which its kept decisions are reported."""
         return self.name if self.block is None else f"{self.block[0]}.{self.block[1].kind}"
 
+    @property
+    def weights(self) -> int:
+        """How many weights its decisions are about, in all its matrices."""
+        return sum(linear.weight.numel() for linear in (self.linear, *self.inner.values()))
+
     def sizes(self) -> Tensor:
         """Count each decision's weights, in all its matrices: int64 of the scores' shape, on the CPU."""
         assert self.grain is not None
-        sizes = self.grain.sizes()
-        return sizes + sum(linear.weight.numel() for linear in self.inner.values()) // sizes.numel()
+        return self.grain.sizes * self.weights // self.linear.weight.numel()
 
     def magnitudes(self, outer: Tensor) -> Tensor:
         """Return the root mean square of each decision's weights in all its matrices: (decisions,).
