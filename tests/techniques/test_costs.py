@@ -1,7 +1,5 @@
 """What decisions cost, measured: of a layer that is run, for a run and what it exports."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -23,6 +21,13 @@ MEASURED = LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"atte
 TARGET = {"target_latency": 0.5, "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 1.0}
 
 
+@pytest.fixture
+def by_operations(monkeypatch):
+    """Measure once, by a clock of operations, of which every round takes as many."""
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs._ROUNDS", 1)
+
+
 def operations(call, device) -> float:
     """In the place of a call's seconds: as many as it takes floating-point operations."""
     with FlopCounterMode(display=False) as counter:
@@ -31,9 +36,8 @@ def operations(call, device) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
+def test_a_layer_is_measured_whole_and_by_its_decisions(family, by_operations):
     """By a clock of operations: what is run is one layer, and what is put down to a decision is what it computes."""
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     model = make_model(family)
     model.config._attn_implementation = "eager"
     found = layer_seconds(type(model.base_model), model.config, 16, CPU)
@@ -45,9 +49,8 @@ def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
         assert found.decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
 
 
-def test_a_class_that_resizes_is_measured_as_what_it_resizes(monkeypatch):
+def test_a_class_that_resizes_is_measured_as_what_it_resizes(by_operations):
     """With a config that says sizes of three layers: one layer, whole."""
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     plain = make_model().base_model
     whole = layer_seconds(type(plain), plain.config, 16, CPU)
     plain.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}

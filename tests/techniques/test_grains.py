@@ -1,7 +1,5 @@
 """Grains and the masks on them, against plain autograd on a weight of explicit gates."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,13 +1,12 @@
 """The masked linear layer against plain autograd, and its memory."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.exhaustive import chosen
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -289,7 +288,11 @@ def exact_slope(scores: torch.Tensor, kind: str) -> torch.Tensor:
     return share * (1 - share) / scores.numel()
 
 
-@pytest.mark.parametrize(("shape", "kind"), [((768, 3072), "l1"), ((768, 3072), "l0"), ((4096, 4096), "l1")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    chosen([((768, 3072), "l1"), ((768, 3072), "l0"), ((4096, 4096), "l1")], lambda case: case[0] == (768, 3072)),
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_penaltys_gradient_is_rounded_once(shape, dtype, kind):
     """At every loss scale within 1% of fp64, or, in fp16, half of its smallest number: below 3e-6 that is the more.

@@ -1,11 +1,10 @@
 """The cut through the scores: exact, in every dtype, whatever the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exhaustive import exhaustive
 from torch import Tensor
 
 from ds_trainer.ranks.failures import NonFiniteLossError
@@ -37,7 +36,7 @@ def check(chunks: list[Tensor], k: int) -> None:
     assert torch.equal(kept, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if exhaustive() else 50, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -131,9 +131,7 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     return distributed.on_main(chosen)
 
 
-def all_heads(
-    model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None
-) -> AllHeads | None:
+def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None) -> AllHeads | None:
     """Return the logits of every head for every example of a split, and their scores; one pass, collective.
 
     The logits are on the CPU of rank 0, in the order of the split; the other ranks get None.

@@ -71,7 +71,7 @@ class MaskedLinear(nn.Linear):
         return self.step_mask.mask
 
     @property
-    def score_source(self) -> nn.Parameter:
+    def score_source(self) -> Tensor:
         """The parameter that must be gathered before `scores()`."""
         return self.weight if self.mask_scores is None else self.mask_scores
 
