@@ -58,7 +58,8 @@ class Distill(Technique):
         self._undo: Callable[[], None] = lambda: None
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
-        self._agreed, self._compared = torch.zeros(()), 0.0
+        # the rows of logits where both choose the same class, and all rows, since the last readings
+        self._counts = torch.zeros(2, dtype=torch.float64)
         if spec.cache_teacher and task.inputs_vary:
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
 
@@ -125,17 +126,16 @@ class Distill(Technique):
         """Return the share of rows of logits since the last readings where both choose the same class; collective."""
         if self.task.regression:
             return {}
-        agreed, compared = self._mean_counts()
-        self._agreed, self._compared = torch.zeros(()), 0.0
+        agreed, compared = distributed.mean(self._counts).tolist()
+        self._counts = torch.zeros_like(self._counts)
         return {"distill/agreement": agreed / compared} if compared else {}
 
     def state(self) -> dict[str, Any]:
         """Return the counts since the last readings; collective."""
-        return {"counts": self._mean_counts()}
+        return {"counts": distributed.mean(self._counts).tolist()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        agreed, self._compared = state["counts"]
-        self._agreed = torch.tensor(agreed)
+        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
@@ -158,16 +158,12 @@ class Distill(Technique):
 
     @torch.no_grad()
     def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Count the rows where student and teacher find the same class likeliest; the count stays on the device."""
+        """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
         for student, teacher in [] if self.task.regression else pairs:
             same = (student.argmax(-1) == teacher.argmax(-1)).sum()
-            self._agreed = self._agreed.to(same.device) + same
-            self._compared += len(student)
-
-    def _mean_counts(self) -> list[float]:
-        """Return the number of rows that agree and of rows compared, the mean of each over all ranks."""
-        compared = torch.full_like(self._agreed, self._compared, dtype=torch.float32)
-        return distributed.mean(torch.stack([self._agreed.float(), compared])).tolist()
+            # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
+            counts = torch.stack([same, torch.full_like(same, len(student))])
+            self._counts = self._counts.to(same.device) + counts
 
 
 def _mean(values: list[Tensor]) -> Tensor:
