@@ -1,7 +1,5 @@
 """Make transformer models small and fast: pruning, early exit and distillation, trained on DeepSpeed."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,11 +1,9 @@
 """Make the model folder of a checkpoint: the one that its run would have exported at that step.
 
-No engine is started. An engine would need the ranks and the precision of the run, or a conversion to the present ones,
-only to return the weights that the checkpoint holds. What follows is the export at the end of a run (`export.py`), so
-that the folder has the same bits for every ZeRO stage and number of ranks. One process does all of it.
+No engine is started: it would need the ranks and the precision of the run, only to return weights that the files hold
+as well. The weights are read from the files, and exported as at the end of a run (`deploy/export.py`), so that the
+folder has the same bits for every ZeRO stage and number of ranks. One process does all of it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import tempfile
@@ -15,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
+from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
@@ -28,54 +26,52 @@ from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.phase import PhaseModel
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder
-from ds_trainer.techniques.technique import Clock, Technique
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 
 @contextlib.contextmanager
 def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Make the model folder of a checkpoint for as long as the context lasts; yields it and the export's report."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    """Make the model folder of a checkpoint for as long as the context lasts; yield it and the export's report."""
+    silence_transformers()
     with leaving(), tempfile.TemporaryDirectory(prefix="ds_trainer-") as aside:
         folder = Path(aside, saved.path.name)
         yield folder, export_checkpoint(saved, cache_dir, folder)
 
 
 def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
-    """Write the model folder that the run would have exported at the checkpoint's step; returns the export's report.
+    """Write the model folder that the run would have exported at the checkpoint's step; return the export's report.
 
-    Raise UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
+    Raises UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
     from is missing.
     """
-    position, phase = saved.position, saved.phase
-    step, total, identity = position["step"], position["total"], position["identity"]
+    phase, state = saved.phase, saved.position
+    step, total, identity = state["step"], state["total"], state["identity"]
     with kept_from_runs(saved.run):
         damage = damage_of(saved.path, saved.sums)
         if damage:
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
         source, teacher = _start_and_teacher(saved)
         task = build_task(saved.task, source, cache_dir)
-        clock = Clock(total, steps_of(phase.warmup_steps, total), identity["the seed"])
-        plan = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, clock)
-        weights = weights_of(saved.path, _DTYPES[identity["the precision"]])
-        rebuild = partial(_rebuilt, plan, position["techniques"], weights, saved.path)
-        results = export_state_dict(weights, rebuild, task, step, folder, plan.change)
+        length = PhaseLength(total, steps_of(phase.warmup_steps, total), identity["the seed"])
+        built = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, length)
+        weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
+        rebuild = partial(_rebuilt, built, state["techniques"], weights, saved.path)
+        results = export_state_dict(weights, rebuild, task, step, folder, built.change)
     if phase.techniques.exits and phase.techniques.exits.calibrated:
         calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
     return results
 
 
 def _start_and_teacher(saved: SavedCheckpoint) -> tuple[str, str | None]:
-    """The model that the phase started from, and its teacher: their configs and tokenizers are needed again."""
-    earlier = saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]
-    folders = {phase.name: str(saved.run / phase.name / "model") for phase in earlier}
-    models = MadeModels(saved.recipe, saved.run / MADE, folders)
+    """Return the model that the phase started from, and its teacher: their configs and tokenizers are needed again."""
+    models = MadeModels(saved.recipe, saved.run / MADE)
+    for phase in saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]:
+        models.add(phase.name, saved.run / phase.name / "model")
     source, teacher = models.start(saved.phase), models.teacher(saved.phase)
     mistakes = [
         f"{saved.path}: {role} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
@@ -89,17 +85,17 @@ def _start_and_teacher(saved: SavedCheckpoint) -> tuple[str, str | None]:
 
 
 def _rebuilt(
-    plan: PhaseModel, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Tensor], checkpoint: Path
+    built: PhaseModel, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Tensor], checkpoint: Path
 ) -> tuple[nn.Module, Sequence[Technique]]:
     """Rebuild the model of the phase, and check that the weights of the checkpoint have its names and shapes."""
-    model, techniques = plan.rebuild(states)
+    model, techniques = built.rebuild(states)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     saved = {name: value.shape for name, value in weights.items()}
     different = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
     if different:
         raise UserError(
-            f"the weights of {checkpoint} do not go into the model that {plan.source} gives for the task "
-            f"{plan.task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or the "
+            f"the weights of {checkpoint} do not go into the model that {built.source} gives for the task "
+            f"{built.task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or the "
             f"task is another one"
         )
     return model, techniques

@@ -1,23 +1,23 @@
 """The training loop, the only one: the same for every task and every combination of techniques.
 
-`train` reads from top to bottom. `train_step` is one optimizer step; everything that is done between two steps
-(logging, evaluating, saving) is a method of `Training`.
+`train` reads from top to bottom: `start_training` says what happens before the first step, `train_step` is one
+optimizer step, and whatever is done between two steps (logging, evaluating, saving) is a method of `Training`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import Checkpoints, CheckpointState
+from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
@@ -26,7 +26,7 @@ from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
-from ds_trainer.ranks.joining import told_if_out
+from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
@@ -34,35 +34,70 @@ from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
 SETTLE_EVERY = 100
-"""Steps after which the loss terms that wait on the device are summed up, however far the next record is."""
+"""After so many steps the loss terms that wait on the device are summed up, however far the next record is."""
 
 
-def train(plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> dict[str, Any]:
-    """Train one phase and export its model; returns the results of training, evaluation and export, on every rank.
+def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]:
+    """Train one phase and export its model; return the results of training, evaluation and export, on every rank.
 
-    Raises StoppedError, once all that was trained is saved, where a rank was asked to stop.
+    When a rank is asked to stop, all ranks save what was trained so far and raise StoppedError.
     """
-    training = Training(plan, report, checkpoints, stop)
+    training = start_training(plan, report, stop)
     try:
-        with training.explaining_memory(" in training", partial(memory.training_cure, plan.engine_config)):
+        with training.explaining_memory(" in training", memory.training_cure(plan.engine_config)):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
-            while training.progress.step < plan.clock.total:
+            while training.progress.step < plan.length.total:
                 training.take_step()
                 training.log_if_due()
                 training.evaluate_if_due()
                 training.save_if_due()
                 stop.check()
-            checkpoints.drop_oldest()
+            plan.checkpoints.drop_oldest()
             step, evaluation = training.choose()
     except StoppedError as reason:
         raise training.stopped(reason) from None
     return training.finish(step, evaluation)
 
 
-def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPlan, report: Report, seed: int) -> int:
-    """Take the engine's next optimizer step; returns how many steps it has now taken."""
+def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Training:
+    """Bring a phase to where its next step begins: step 0, or the step of the checkpoint that it goes on from.
+
+    The order matters. The engine takes the model with the techniques attached. The checkpoint is loaded before the
+    techniques start, since they do not measure again what an earlier session has measured. `StepWatch` and `Histograms`
+    come after it, since loading may replace the engine's loss scaler and tensors.
+    """
+    model, groups, objective = plan.prepare()
+    progress = Progress.of(plan.resumed.state) if plan.resumed else Progress()
+    # the bytes are counted before the engine starts, since ZeRO-3 empties the parameters
+    explaining_memory = partial(_explaining_memory, plan, progress, plan.bytes_per_rank(model, groups))
+    with explaining_memory(" as training started", memory.training_cure(plan.engine_config)):
+        ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
+        if plan.resumed:
+            _resume(plan, plan.resumed, ds_engine, objective)
+        for technique in objective.techniques:
+            technique.start(ds_engine.device)
+    report.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
+    order = plan.resumed.state.order_batch_size if plan.resumed else ds_engine.train_batch_size()
+    return Training(
+        plan=plan,
+        report=report,
+        stop=stop,
+        objective=objective,
+        engine=ds_engine,
+        batches=BatchPlan(plan.task.examples("train").lengths, order, plan.length.seed),
+        watch=StepWatch(ds_engine, plan.phase.name, plan.phase.max_skipped_steps),
+        histograms=Histograms(ds_engine, plan.is_to_log) if plan.phase.histograms else None,
+        identity=plan.identity(groups),
+        progress=progress,
+        explaining_memory=explaining_memory,
+    )
+
+
+def train_step(objective: Objective, ds_engine: Engine, batches: BatchPlan, report: Report, seed: int) -> int:
+    """Take the engine's next optimizer step; return how many steps it has now taken."""
     step = ds_engine.global_steps
-    seed_step(seed, step)
+    # the random state is a function of run, step and rank, so that a resumed run draws what a whole one does
+    torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
     for technique in objective.techniques:
         technique.on_step(step)
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
@@ -77,7 +112,7 @@ def train_step(objective: Objective, ds_engine: engine.Engine, batches: BatchPla
 
 
 def micro_batches(
-    task: Task, indices: ExampleIds, ds_engine: engine.Engine, draw: int
+    task: Task, indices: ExampleIds, ds_engine: Engine, draw: int
 ) -> Iterator[tuple[Batch, dict[Unit, float]]]:
     """Yield this rank's micro-batches of one optimizer step, on its device, each with its `Forward.shares`.
 
@@ -92,11 +127,6 @@ def micro_batches(
         yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Make the random state a function of run, step and rank, so that a resumed run draws what a whole one does."""
-    torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
-
-
 @dataclass
 class Progress:
     """How far a phase has come, in optimizer steps."""
@@ -107,38 +137,38 @@ class Progress:
     evaluated: int = 0
     """The step of the last evaluation that was finished."""
     evaluation: Evaluation = field(default_factory=Evaluation)
-    """The result of that evaluation. A resumed run has its scores alone, without the answers."""
+    """The result of that evaluation. After a resume it has the scores alone, without the answers."""
+
+    @classmethod
+    def of(cls, state: CheckpointState) -> Progress:
+        """Return how far the phase had come when a checkpoint was written."""
+        return cls(state.step, state.step, state.evaluated, Evaluation(dict(state.scores)))
 
 
+@dataclass
 class Training:
-    """A phase under way: its engine, its objective, and how far it has come.
+    """A phase under way: its engine, its objective, and how far it has come. `start_training` makes it.
 
     Every step is logged, then evaluated, then saved; only then does the phase look for a request to stop. An evaluation
-    also looks, between its batches: a run that was stopped there begins with that evaluation when it is resumed.
+    also looks for one, between its batches. A run that was stopped there begins with that evaluation when it resumes.
     """
 
-    def __init__(self, plan: PhasePlan, report: Report, checkpoints: Checkpoints, stop: StopRequests) -> None:
-        self.plan, self.report, self.checkpoints, self.stop = plan, report, checkpoints, stop
-        self.progress = Progress()
-        model, groups, self.objective = plan.prepare()
-        self.bytes_held = plan.bytes_per_rank(model, groups)
-        with self.explaining_memory(" as training started", partial(memory.training_cure, plan.engine_config)):
-            self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
-        self.identity = plan.identity(groups)
-        self.order = plan.resumed[1].order if plan.resumed else self.engine.train_batch_size()
-        if plan.resumed:
-            self._resume(*plan.resumed)
-        for technique in self.objective.techniques:
-            technique.start(self.engine.device)
-        logged = plan.resumed[1].report if plan.resumed else None
-        report.open(self.progress.step, self.progress.evaluated, logged)
-        self.histograms = Histograms(self.engine, plan.is_to_log) if plan.phase.histograms else None
-        self.watch = StepWatch(self.engine, plan.phase.name, plan.phase.max_skipped_steps)
-        self.batches = BatchPlan(plan.task.examples("train").lengths, self.order, plan.clock.seed)
+    plan: PhasePlan
+    report: Report
+    stop: StopRequests
+    objective: Objective
+    engine: Engine
+    batches: BatchPlan
+    watch: StepWatch
+    histograms: Histograms | None
+    identity: Mapping[str, Any]
+    """What a run that goes on from this one's checkpoints must have in common with it."""
+    progress: Progress
+    explaining_memory: Callable[[str, str], AbstractContextManager[None]]
 
     def take_step(self) -> None:
         """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
-        seed = self.plan.clock.seed
+        seed = self.plan.length.seed
         try:
             self.progress.step = train_step(self.objective, self.engine, self.batches, self.report, seed)
         except NonFiniteLossError:  # raised by a technique that looks at weights, which an earlier loss may have spoilt
@@ -170,10 +200,10 @@ class Training:
             raise UserError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
         self.report.write_scores(progress.step, scores)
         # answers are large, and only those of the last step are written
-        last = progress.step >= self.plan.clock.total
+        last = progress.step >= self.plan.length.total
         progress.evaluated, progress.evaluation = progress.step, evaluation if last else Evaluation(scores)
         if progress.saved == progress.step:  # by a stop in the midst of this evaluation
-            self.checkpoints.write_scores(progress.step, scores)
+            self.plan.checkpoints.write_scores(progress.step, scores)
 
     def save_if_due(self) -> None:
         if self.plan.is_to_save(self.progress.step):
@@ -185,22 +215,22 @@ class Training:
         progress = self.progress
         if progress.saved == progress.step or progress.step != self.engine.global_steps:
             return
-        position = CheckpointState(
+        state = CheckpointState(
             step=progress.step,
             examples=self.engine.global_samples,
             batch_size=self.engine.train_batch_size(),
-            order=self.order,
+            order_batch_size=self.batches.batch_size,
             identity=self.identity,
             asked=self.plan.is_to_save(progress.step),
             evaluated=progress.evaluated,
             scores=progress.evaluation.scores,
             report=self.report.state(),
-            techniques=self.states(),
-            total=self.plan.clock.total,
+            techniques=self.technique_states(),
+            total=self.plan.length.total,
             phase=redacted(self.plan.phase.model_dump()),
         )
         with self.report.paused():
-            if self.checkpoints.save(self.engine, position):
+            if self.plan.checkpoints.save(self.engine, state):
                 progress.saved = progress.step
 
     def score(self, step: int) -> Evaluation:
@@ -211,9 +241,9 @@ class Training:
             return self.engine(**batch.inputs)
 
         phase, techniques = self.plan.phase, self.objective.techniques
-        at_end = self.progress.step >= self.plan.clock.total or phase.load_best_model_at_end
-        batch_size, config = phase.per_device_eval_batch_size, self.plan.engine_config
-        cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size, config)
+        at_end = self.progress.step >= self.plan.length.total or phase.load_best_model_at_end
+        batch_size = phase.per_device_eval_batch_size
+        cure = memory.evaluation_cure("per_device_eval_batch_size", batch_size, self.plan.engine_config)
         for technique in techniques:
             technique.on_step(step)
         self.engine.eval()
@@ -224,29 +254,30 @@ class Training:
         return evaluation
 
     def choose(self) -> tuple[int, Evaluation]:
-        """The step whose weights are exported, the last or that of the best checkpoint, and its evaluation."""
+        """Return the step whose weights are exported, the last or that of the best checkpoint, and its evaluation."""
         name, progress = self.plan.phase.name, self.progress
         if self.plan.phase.load_best_model_at_end:
-            best = self.checkpoints.best_saved()
+            best = self.plan.checkpoints.best_saved()
             if best:
-                self._load(*best)
-                distributed.info(f"{name}: the model of the best checkpoint, {best[0]}, is exported")
-                return best[1].step, self.score(best[1].step)
+                _load(self.plan, best, self.engine, self.objective)
+                distributed.info(f"{name}: the model of the best checkpoint, {best.path}, is exported")
+                return best.state.step, self.score(best.state.step)
             distributed.warn(f"{name}: no checkpoint has a score of its own step, so the last step is exported")
         # the answers are missing where an earlier session has recorded this evaluation
         return progress.step, progress.evaluation if progress.evaluation.answers else self.score(progress.step)
 
-    def _write_evaluation(self, evaluation: Evaluation) -> None:
-        for name, value in evaluation.files(self.plan.task).items():
-            write_json(self.plan.folder / "eval" / name, value)
-
     def finish(self, step: int, evaluation: Evaluation) -> dict[str, Any]:
         """Export the model of a step, stop the engine, and return the results of the phase."""
         plan = self.plan
-        distributed.on_main(partial(self._write_evaluation, evaluation))
+
+        def write_evaluation() -> None:
+            for name, value in evaluation.files(plan.task).items():
+                write_json(plan.folder / "eval" / name, value)
+
+        distributed.on_main(write_evaluation)
         totals = self.report.totals() | {"steps": step}
         results = {"train": totals, "eval": evaluation.scores, "trained_on": self.report.trained_on}
-        rebuild = partial(plan.rebuild, self.states())
+        rebuild = partial(plan.rebuild, self.technique_states())
         for technique in self.objective.techniques:
             technique.stop()
         results |= export_trained(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
@@ -260,52 +291,58 @@ class Training:
         progress, lost = self.progress, ""
         if progress.saved != progress.step:
             lost = "; the steps since the last checkpoint are lost"
-        place = f"step {progress.step} of {self.plan.clock.total} of phase {self.plan.phase.name}"
+        place = f"step {progress.step} of {self.plan.length.total} of phase {self.plan.phase.name}"
         return StoppedError(f"stopped at {place}: {reason}{lost}")
 
     def check_finite(self) -> None:
-        """Raise NonFiniteLossError, on every rank, for the first step whose loss or, else, gradients are not finite."""
+        """Raise NonFiniteLossError on every rank if the loss or the gradients of a step were not finite.
+
+        The error names the first such step, and its loss if that is not finite, since it is the cause then.
+        """
         self.report.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
 
-    def states(self) -> dict[str, dict[str, Any]]:
-        """The techniques' states by name; collective."""
+    def technique_states(self) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint holds of each technique, by its name; collective."""
         return {technique.name: technique.state() for technique in self.objective.techniques}
 
-    def explaining_memory(self, where: str, cure: Callable[[], str]) -> AbstractContextManager[None]:
-        """Inside, an error for lack of memory says how far the phase had come, what it held, and what to change."""
 
-        def explanation() -> str:
-            held = memory.held(self.bytes_held, self.plan.engine_config)
-            return f"That was after step {self.progress.step} of phase {self.plan.phase.name}. {held} {cure()}"
-
-        return told_if_out(where, explanation)
-
-    def _resume(self, checkpoint: Path, position: CheckpointState) -> None:
-        """Go on from a checkpoint, with the hyperparameters that the files have now."""
-        settings = engine.OptimizerSettings(self.engine)
-        self._load(checkpoint, position)
-        evaluation = Evaluation(dict(position.scores))
-        self.progress = Progress(position.step, position.step, position.evaluated, evaluation)
-        name = self.plan.phase.name
-        distributed.info(f"{name}: resumed from {checkpoint}, at step {position.step}")
-        loaded = engine.OptimizerSettings(self.engine)
-        settings.restore(self.engine)
-        changes = engine.OptimizerSettings(self.engine).changes_since(loaded)
-        if changes:
-            distributed.info(f"{name}: this run's files differ from the checkpoint, and win: {changes}")
-
-    def _load(self, checkpoint: Path, position: CheckpointState) -> None:
-        """Bring the engine and the techniques to the state of a checkpoint."""
-        self.checkpoints.load(self.engine, checkpoint, position)
-        for technique in self.objective.techniques:
-            technique.resume(position.techniques[technique.name])
-
-
-def flush(report: Report, objective: Objective, ds_engine: engine.Engine) -> None:
+def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
     """Write a record of the steps since the last one, with what the engine and the techniques read now."""
     distributed.bound_freed_memory()
     readings = engine.readings(ds_engine)
     for technique in objective.techniques:
         readings |= technique.readings()
     report.flush(ds_engine.global_steps, readings)
+
+
+def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+    """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
+    of_files = engine.OptimizerSettings(ds_engine)
+    _load(plan, checkpoint, ds_engine, objective)
+    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
+    of_files.restore(ds_engine)
+    in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
+    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
+    changes = in_force.changes_since(of_checkpoint)
+    if changes:
+        distributed.info(f"{plan.phase.name}: this run's files differ from the checkpoint, and win: {changes}")
+
+
+def _load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+    """Bring the engine and the techniques to the state of a checkpoint."""
+    plan.checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+    for technique in objective.techniques:
+        technique.resume(checkpoint.state.techniques[technique.name])
+
+
+def _explaining_memory(
+    plan: PhasePlan, progress: Progress, bytes_held: Mapping[str, int], where: str, cure: str
+) -> AbstractContextManager[None]:
+    """Let an error for lack of memory inside say how far the phase had come, what the rank held, and what to change."""
+
+    def explanation() -> str:
+        held = memory.held(bytes_held, plan.engine_config)
+        return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure}"
+
+    return out_of_memory_named(where, explanation)

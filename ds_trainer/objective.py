@@ -1,7 +1,5 @@
 """The loss of a phase: the named, weighted sum of the task's loss and the techniques' terms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +11,10 @@ from ds_trainer.techniques.technique import Technique
 
 
 class Objective:
-    """Weights are checked at start-up: each must name a term on offer, and each technique's term must have one."""
+    """Computes the loss. Each weight must be that of a term of this phase, and each term must have a weight.
+
+    `weights` is the loss table of the phase, by the name of the term. Raises UserError with every mistake in it.
+    """
 
     def __init__(self, task: Task, techniques: Sequence[Technique], weights: Mapping[str, float]) -> None:
         self.units: dict[str, Unit] = {"task": task.loss_unit}
@@ -33,10 +34,11 @@ class Objective:
         self.task, self.techniques, self.weights = task, techniques, dict(weights)
 
     def __call__(self, forward: Forward) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar to differentiate, and every unweighted term by name, detached.
+        """Return the scalar to differentiate, and every unweighted term by name, detached.
 
-        A term is the micro-batch's mean times its share of the step's units, so that the mean over the micro-batches of
-        all ranks, which the engine takes of the gradients, is the mean over the global batch however it is cut.
+        A term is the mean over the micro-batch times the micro-batch's share of the step's units. The engine averages
+        gradients over the micro-batches of all ranks. With these shares that is the mean over the global batch,
+        however the batch is cut.
         """
         terms = {"task": self.task.loss(forward.out, forward.batch)}
         for technique in self.techniques:

@@ -1,11 +1,9 @@
 """A phase resolved: its model, task and techniques, its steps, its parameter groups, and what DeepSpeed is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
 from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty
 from ds_trainer.engine import engine
-from ds_trainer.engine.checkpoint import Best, Checkpoints, CheckpointState, check_fits
+from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
@@ -27,7 +25,7 @@ from ds_trainer.tasks.data import steps_for
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.registry import build_techniques
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 """Optimizers, in lower case as DeepSpeed reads them, that move a weight by the gradients of other weights."""
@@ -42,22 +40,17 @@ class PhaseModel:
     task: Task
     source: str
     """The model folder, or hub name, that the phase starts from."""
-    clock: Clock
-
-    @property
-    def teacher(self) -> str | None:
-        """The folder, or hub name, of the teacher."""
-        return self.techniques.distill.teacher if self.techniques.distill else None
+    length: PhaseLength
 
     @property
     def change(self) -> Change:
-        """What is done to the folded model before it is saved."""
+        """The function that changes the folded model before it is saved."""
         return cut_where_empty if self.phase.shrink else as_it_is
 
     def build(self) -> tuple[nn.Module, list[Technique]]:
         """Build the model as it starts, with its techniques attached; the same on every rank."""
-        torch.manual_seed(self.clock.seed)
-        techniques = build_techniques(self.techniques, self.clock, self.task)
+        torch.manual_seed(self.length.seed)
+        techniques = build_techniques(self.techniques, self.length, self.task)
         model = self.task.build_model(self.source)
         if self.phase.shrink:
             check_known(model)
@@ -73,39 +66,47 @@ class PhaseModel:
         return model, techniques
 
 
+class PreparedPhase(NamedTuple):
+    """The model of a phase with its techniques, its parameter groups and its loss, as the engine is to take them."""
+
+    model: nn.Module
+    groups: list[Group]
+    objective: Objective
+
+
 @dataclass(frozen=True)
 class PhasePlan(PhaseModel):
-    """A phase with everything resolved that its training needs: what DeepSpeed is given, and where results go."""
+    """A phase with all that its training needs: what DeepSpeed is given, where results go, and where it goes on."""
 
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
-    resumed: tuple[Path, CheckpointState] | None = None
-    """The checkpoint to go on from, and its contents."""
+    resumed: WholeCheckpoint | None = None
+    """The checkpoint to go on from."""
 
-    def prepare(self) -> tuple[nn.Module, list[Group], Objective]:
-        """Build all of the phase that a user can get wrong, before the engine takes it. Raises UserError."""
-        model, techniques = self.build()
-        return model, self.groups(model, techniques), Objective(self.task, techniques, self.phase.loss)
+    def prepare(self) -> PreparedPhase:
+        """Build all of the phase that needs no engine; the parameters that the rules freeze are frozen.
 
-    def groups(self, model: nn.Module, techniques: Sequence[Technique]) -> list[Group]:
-        """Group the model's parameters, and freeze those that the rules freeze.
-
-        Raises UserError where the engine file's scheduler would set one rate on groups of different ones.
+        Raises UserError for what does not go together, such as a scheduler of the engine file that would set one rate
+        on groups of different ones.
         """
+        model, techniques = self.build()
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
         rules.sort(key=lambda rule: rule.params == "*")  # one technique's "all the rest" must not win over another's
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
         mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
         if mistakes:
             raise UserError("\n".join(mistakes))
-        return groups
+        return PreparedPhase(model, groups, Objective(self.task, techniques, self.phase.loss))
 
     def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """What a phase must have in common with one that goes on from its checkpoints, as JSON values; collective."""
+        """Return what a run must have in common with an earlier one to go on from its checkpoint; collective.
+
+        The values are JSON values, and their keys are the words by which an error message names a difference.
+        """
         return {
             "the precision": precision_of(self.engine_config),
-            "the seed": self.clock.seed,
+            "the seed": self.length.seed,
             "the training data": self.task.key("train"),
             "the loss terms": sorted(self.phase.loss),
             "the techniques": sorted(name for name, spec in self.techniques if spec),
@@ -113,38 +114,38 @@ class PhasePlan(PhaseModel):
         }
 
     def bytes_per_rank(self, model: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
-        """What a rank will hold of the model and its groups, as `engine.bytes_per_rank` counts it."""
+        """Return the bytes that a rank will hold of the model and its groups, as `engine.bytes_per_rank` counts."""
         trained = sum(group.size for group in groups)
         frozen = sum(p.numel() for p in model.parameters()) - trained
         return engine.bytes_per_rank(trained, frozen, self.engine_config, distributed.world_size())
 
     @property
+    def checkpoints(self) -> Checkpoints:
+        return checkpoints_of(self.phase, self.folder)
+
+    @property
     def lr_factor(self) -> Callable[[int], float]:
-        """The factor on every group's rate, by optimizer step."""
-        return lr_multiplier(self.phase.lr_scheduler_type, self.clock.warmup, self.clock.total)
+        """The function from the optimizer step to the factor on every group's rate."""
+        return lr_multiplier(self.phase.lr_scheduler_type, self.length.warmup, self.length.total)
 
     def is_to_log(self, step: int) -> bool:
-        return self._due(self.phase.logging_steps, step) or step >= self.clock.total
+        return self._due(self.phase.logging_steps, step) or step >= self.length.total
 
     def is_to_evaluate(self, step: int) -> bool:
-        return self._due(self.phase.eval_steps, step) or step >= self.clock.total
+        return self._due(self.phase.eval_steps, step) or step >= self.length.total
 
     def is_to_save(self, step: int) -> bool:
         """Whether the recipe wants a checkpoint of this step: by `save_steps`, or to compare the last with the best."""
-        last = self.phase.load_best_model_at_end and step >= self.clock.total
+        last = self.phase.load_best_model_at_end and step >= self.length.total
         return self._due(self.phase.save_steps, step) or last
 
     def _due(self, every: float | None, step: int) -> bool:
-        steps = interval(every, self.clock.total)
+        steps = interval(every, self.length.total)
         return steps > 0 and step % steps == 0
 
 
 def plan_phase(
-    job: TrainJob,
-    phase: Phase,
-    source: str,
-    teacher: str | None = None,
-    resumed: tuple[Path, CheckpointState] | None = None,
+    job: TrainJob, phase: Phase, source: str, teacher: str | None = None, resumed: WholeCheckpoint | None = None
 ) -> PhasePlan:
     """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file.
 
@@ -153,47 +154,39 @@ def plan_phase(
     recipe, world = job.recipe, distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, phase, world)
-    total = phase.max_steps or _steps_of_epochs(phase, len(task.examples("train")), numbers.train_batch_size, resumed)
-    clock = Clock(total, steps_of(phase.warmup_steps, total), recipe.seed)
+    taken, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)
+    remaining = steps_for(phase.num_train_epochs or 0, len(task.examples("train")), numbers.train_batch_size, seen)
+    total = phase.max_steps or taken + max(0, remaining)
+    length = PhaseLength(total, steps_of(phase.warmup_steps, total), recipe.seed)
+    width = task.hidden_size(source)
     config = resolve_engine_file(
-        job.engine_config,
-        phase,
-        world,
-        hidden_size=task.hidden_size(source),
-        total_steps=total,
-        warmup_steps=clock.warmup,
+        job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
     )
-    betas = (numbers.adam_beta1, numbers.adam_beta2)
-    base = Hyperparameters(numbers.learning_rate, numbers.weight_decay, betas, numbers.adam_epsilon)
     if phase.techniques.keep_zeros:
         _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
     techniques = phase.techniques.taught_by(teacher)
-    plan = PhasePlan(phase, techniques, task, source, clock, config, base, folder_of(phase, job), resumed)
+    folder = folder_of(phase, job)
+    plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
-        check_fits(*resumed, plan.identity(plan.prepare()[1]))
-        before, now = resumed[1].batch_size, numbers.train_batch_size
+        check_fits(*resumed, plan.identity(plan.prepare().groups))
+        before, now = resumed.state.batch_size, numbers.train_batch_size
         if before != now:
             distributed.warn(
-                f"{phase.name}: train_batch_size was {before} up to step {resumed[1].step} and is now {now}: the phase "
-                f"ends at step {total}, and its schedules follow"
+                f"{phase.name}: train_batch_size was {before} up to step {resumed.state.step} and is now {now}: the "
+                f"phase ends at step {total}, and its schedules follow"
             )
     return plan
 
 
 def folder_of(phase: Phase, job: TrainJob) -> Path:
-    """Where a phase writes: the last one into the output folder itself, the others into a folder of their name."""
+    """Return where a phase writes: the last one into the output folder itself, the others into one of their name."""
     return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
 
 
-def checkpoints_of(phase: Phase, job: TrainJob) -> Checkpoints:
+def checkpoints_of(phase: Phase, folder: Path) -> Checkpoints:
+    """Return the checkpoints of a phase that writes into a folder, which may not exist yet."""
     best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
-    return Checkpoints(folder_of(phase, job), phase.save_total_limit, best)
-
-
-def _steps_of_epochs(phase: Phase, examples: int, batch_size: int, resumed: tuple[Path, CheckpointState] | None) -> int:
-    """The steps of the whole phase, of which those up to the checkpoint may have had another batch size."""
-    step, seen = (resumed[1].step, resumed[1].examples) if resumed else (0, 0)
-    return step + max(0, steps_for(phase.num_train_epochs or 0, examples, batch_size, seen))
+    return Checkpoints(folder, phase.save_total_limit, best)
 
 
 def _check_is_elementwise(optimizer: str) -> None:

@@ -5,8 +5,6 @@ has the pydantic model of its entry in the recipe as `Spec`. A plugin is code, s
 Python, and never by a recipe, which is data that may come from anywhere.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
@@ -54,21 +52,27 @@ def register(tasks: Mapping[str, type[Task]] = _NONE, techniques: Mapping[str, t
 
 
 def _import(name: str) -> ModuleType:
+    """Import a plugin. That it does not exist is the user's mistake; an error inside it keeps its traceback."""
+    if name.endswith(".py"):
+        return _import_file(Path(name))
+    if str(Path.cwd()) not in sys.path:  # a script's path has the script's folder in place of the current one
+        sys.path.append(str(Path.cwd()))
     try:
-        if not name.endswith(".py"):
-            if str(Path.cwd()) not in sys.path:  # a script's path has the script's folder in place of the current one
-                sys.path.append(str(Path.cwd()))
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module.__name__] = module  # pydantic looks up annotations there
-        spec.loader.exec_module(module)
-        return module
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and name.startswith(error.name):
-            raise UserError(f"--plugin {name}: there is no such module in {Path.cwd()} or in this Python") from None
-        raise
-    except FileNotFoundError:
-        raise UserError(f"--plugin {name}: there is no such file") from None
+        if not f"{name}.".startswith(f"{error.name}."):  # a module that the plugin imports
+            raise
+        raise UserError(f"--plugin {name}: there is no such module in {Path.cwd()} or in this Python") from None
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"--plugin {path}: there is no such file")
+    # a plugin json.py must not stand in for Python's own module
+    spec = importlib.util.spec_from_file_location(f"ds_trainer_plugin_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # pydantic looks up annotations there
+    spec.loader.exec_module(module)
+    return module

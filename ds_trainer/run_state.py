@@ -1,10 +1,8 @@
-"""What a run's folder says of the run: which phases are finished, and how a run goes back to an older checkpoint.
+"""The state that a run keeps in its folder: which phases are finished, and how it goes back to an older checkpoint.
 
-Going back deletes results, so it is written down before it is done: a run that is killed in the midst of it does the
-rest when it is resumed.
+Going back deletes results. So the run first writes a note of the checkpoint: if it is killed in the midst of going
+back, it does the rest when it is resumed.
 """
-
-from __future__ import annotations
 
 import json
 from functools import partial
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.engine.checkpoint import CheckpointState, step_of
+from ds_trainer.engine.checkpoint import WholeCheckpoint, step_of
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.phase import checkpoints_of, folder_of
@@ -23,13 +21,14 @@ from ds_trainer.starting_models import MADE
 
 _RESULTS = "all_results.json"
 _GOING_BACK = "going_back.json"
-"""Names the checkpoint that a run is just going back to."""
+"""The note: a file with the path of the checkpoint that the run is going back to. It exists only meanwhile."""
 
 
 def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
-    """Make the run's folder; returns the results of the phases that an earlier session of a resumed run has finished.
+    """Make the run's folder, and return the results of the phases that earlier sessions of this run have finished.
 
-    The folder is checked again, since another run may have written to it since the command was checked.
+    The folder is checked again: another run may have written to it after the command was checked. Where the command
+    names a checkpoint, only phases before that of the checkpoint count as finished.
     """
     mistakes = check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint)
     if mistakes:
@@ -57,8 +56,11 @@ def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
     folder.write_json(_RESULTS, results)
 
 
-def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, CheckpointState] | None:
-    """The checkpoint that the command names, checked, if it names one; an interrupted going back is ended first."""
+def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoint | None:
+    """Return the checkpoint that the command names, checked; None where it names none.
+
+    A plain `--resume` first ends a going back that was interrupted.
+    """
     if job.checkpoint is None:
         if job.resume:
             distributed.on_main(partial(_end_going_back, folder, job))
@@ -69,17 +71,17 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> tuple[Path, Ch
             f"{folder.path / _GOING_BACK} names: give --resume alone first"
         )
     phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
-    return checkpoints_of(phase, job).named(job.checkpoint)
+    return checkpoints_of(phase, folder_of(phase, job)).named(job.checkpoint)
 
 
 def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
-    """Make a checkpoint the newest of the run for good: later checkpoints, records and results are removed."""
+    """Make a checkpoint the newest of the run for good: remove later checkpoints, records and results."""
     folder.write_json(_GOING_BACK, str(checkpoint.relative_to(folder.path)))
     _end_going_back(folder, job)
 
 
 def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
-    """Do what `go_back` has written down, if there is a note; doing it twice does no harm."""
+    """Do what the note says, if there is one; doing it twice does no harm."""
     note = folder.path / _GOING_BACK
     if not note.is_file():
         return
@@ -89,7 +91,7 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
     write_results(folder, {name: value for name, value in _read_results(folder).items() if name in before})
     for phase in job.recipe.phases[number:]:
         last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
-        checkpoints_of(phase, job).supersede(after=last)
+        checkpoints_of(phase, folder_of(phase, job)).supersede(after=last)
         sync_folder(folder_of(phase, job))
         drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
     note.unlink()
@@ -97,7 +99,7 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
 
 
 def _phase_number(checkpoint: Path, job: TrainJob) -> int:
-    """Which of the recipe's phases a checkpoint is of."""
+    """Return the number of the recipe's phase that wrote a checkpoint. Raises UserError where none did."""
     folders = [folder_of(phase, job).resolve() for phase in job.recipe.phases]
     if checkpoint.resolve().parent not in folders:
         raise UserError(f"--resume {checkpoint}: the checkpoint is of no phase of the recipe")
@@ -105,7 +107,7 @@ def _phase_number(checkpoint: Path, job: TrainJob) -> int:
 
 
 def _read_results(folder: RunFolder) -> dict[str, Any]:
-    """The results of the phases that are finished, by name."""
+    """Return the results of the phases that are finished, by name."""
     file = folder.path / _RESULTS
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return results

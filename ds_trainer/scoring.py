@@ -1,7 +1,5 @@
 """Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path
@@ -15,28 +13,31 @@ from ds_trainer.files.checkpoint_files import DamagedCheckpointError
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, print_json, told_if_out
+from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits.early_exit import with_exits
-from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
 from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
-    """Score a model folder, over all ranks, or a checkpoint; return the scores by name."""
+    """Score a model folder, over all ranks, or a checkpoint; print and return the scores by name."""
     with joined(), contextlib.ExitStack() as until_scored:
         for saved in job.checkpoints:
             folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
             job = job.model_copy(update={"model": str(folder)})
         scores, files = _scored(job)
+        print_json(scores)  # before the files are written, which may fail
         distributed.on_main(lambda: _write_evaluation(job, scores, files))
     return scores
 
 
-def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Score all checkpoints of a phase, print a table of them and write a figure. Damaged ones are left out."""
+def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
+    """Score all checkpoints of a phase, print a table of them and write a figure; return the scores by step.
+
+    Damaged checkpoints are left out.
+    """
     with joined():
         rows = []
         for saved in job.checkpoints:
@@ -55,6 +56,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
         write_scores(rows, job)
+    return {row.step: dict(row.scores) for row in rows}
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
@@ -62,26 +64,23 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        with told_if_out(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        with out_of_memory_named(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
 def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
     task = build_task(job.task, job.model, job.cache_dir)
-    task.check_trained(job.model)
-    model = task.build_model(job.model).to(distributed.device()).eval()
-    files: dict[str, Any] = {}
     saved = read_exits(Path(job.model)) if has_exits(job.model) else None
     policy = job.exit_policy(saved)
-    with told_if_out(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
-        evaluation = evaluate(lambda batch: model(**batch.inputs), task, job.batch_size)
+    with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        evaluation = score_folder(task, job.model, job.batch_size)
+        files = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
         if saved:
-            early = with_exits(model, Path(job.model), policy).eval()
+            early = load_with_exits(task, Path(job.model), policy)
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
-    predictions = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
-    return evaluation.scores, predictions | files
+    return evaluation.scores, files
 
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
-"""What phases start from and learn from: the recipe's model, what other phases leave, and what a run makes itself.
+"""The models that phases start from and learn from: the recipe's, those of earlier phases, and those made for a run.
 
-A run makes a new model where the recipe has a config for one, and a student where a phase asks for it.
+A run makes a new model where the recipe has a config for one, and a student where a phase asks for one.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 
 from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec
 from ds_trainer.files.checkpoint_files import MARKER
+from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
@@ -23,19 +22,24 @@ MADE = "starting_models"
 _INITIAL = "initial_model"
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartingModels:
-    """Folders and hub names by phase; new ones are made in `folder`, on every host that does not see rank 0's.
+    """Gives the model that each phase of a recipe starts from, and its teacher, as folders or hub names.
 
-    `left` is what each phase so far has left, by name, in order. Every rank must ask.
+    Models that do not exist yet are made in `folder`, on every host that does not see the folder of rank 0: `start` and
+    `teacher` are collective. Phases are to be taken in order, and the model of each is to be added for the later ones.
     """
 
     recipe: Recipe
     folder: Path
-    left: dict[str, str] = field(default_factory=dict)
+    _of_phases: dict[str, str] = field(default_factory=dict, init=False)
+
+    def add(self, phase: str, model: Path | str) -> None:
+        """Let later phases refer to the model of this phase."""
+        self._of_phases[phase] = str(model)
 
     def start(self, phase: Phase) -> str:
-        """What the phase starts from: a model, or the student made of it."""
+        """Return the model that the phase starts from, or the student that is made of it."""
         source = self._resolved(phase.start_from)
         spec = phase.student
         if spec is None:
@@ -51,25 +55,26 @@ class StartingModels:
         distill = phase.techniques.distill
         return self._resolved(distill.teacher) if distill else None
 
-    def teacher_is_to_come(self, phase: Phase) -> bool:
-        """Whether another phase makes the teacher; else it is there from the start."""
+    def is_teacher_trained_first(self, phase: Phase) -> bool:
+        """Whether an earlier phase of the run trains the teacher of this one."""
         distill = phase.techniques.distill
-        return distill is not None and self._is_left_by_a_phase(distill.teacher)
+        return distill is not None and self._phase_of(distill.teacher) is not None
 
-    def _is_left_by_a_phase(self, reference: str) -> bool:
+    def _phase_of(self, reference: str) -> str | None:
+        """Return the earlier phase that a reference names; None where it names no phase."""
+        if reference == "@previous" and self._of_phases:
+            return list(self._of_phases)[-1]
         name = reference.removeprefix("@")
-        return reference.startswith("@") and (name in self.left or (name == "previous" and bool(self.left)))
+        return name if reference.startswith("@") and name in self._of_phases else None
 
     def _resolved(self, reference: str) -> str:
         if not reference.startswith("@"):
             return reference
-        if self._is_left_by_a_phase(reference):
-            name = reference.removeprefix("@")
-            return self.left[name] if name in self.left else list(self.left.values())[-1]
-        return self.recipe.model.name_or_path or self._initial()
+        phase = self._phase_of(reference)
+        return self._of_phases[phase] if phase else self.recipe.model.name_or_path or self._initial()
 
     def _initial(self) -> str:
-        """The folder of a new model from the recipe's config, its tokenizer trained on the first phase's text."""
+        """Return the folder of a new model of the recipe's config, its tokenizer trained on the first phase's text."""
         config, seed = self.recipe.model.config, self.recipe.seed
         assert config is not None, "read_job saw to it"
         spec = self.recipe.model.tokenizer or TokenizerSpec()
@@ -88,20 +93,19 @@ class StartingModels:
 
 
 class MadeModels(StartingModels):
-    """Those of an earlier run: what it made is found, and nothing is made."""
+    """The same for a run that is only read: gives the folders of the models that the run made, and makes none."""
 
     def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
         return str(self.folder / name)
 
 
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
-    """Build what is not there, not whole, or made of something else; its marker is written last."""
+    """Build a model in a folder, unless a whole one of the same identity is there; its marker is written last."""
     marker = target / MARKER
     if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == identity:
         return
     marker.unlink(missing_ok=True)
     for stale in target.glob("*.safetensors*"):
         stale.unlink()
-    target.parent.mkdir(parents=True, exist_ok=True)
     build(target)
-    marker.write_text(json.dumps(identity), encoding="utf-8")
+    write_json(marker, identity)

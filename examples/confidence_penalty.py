@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_trainer import Task, Technique
 from ds_trainer.config.fields import Strict
 from ds_trainer.tasks.task import Forward
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 
 class ConfidenceSpec(Strict):
@@ -33,8 +33,8 @@ class ConfidencePenalty(Technique):
     name = "confidence"
     Spec = ConfidenceSpec
 
-    def __init__(self, spec: Any, clock: Clock, task: Task) -> None:
-        super().__init__(spec, clock, task)
+    def __init__(self, spec: Any, length: PhaseLength, task: Task) -> None:
+        super().__init__(spec, length, task)
         self.term_units = {"confidence.penalty": task.logits_unit}
         self._entropy = torch.zeros(())
 

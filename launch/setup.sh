@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: makes .venv (reused when it is there) and installs the project into it, with the
+# Sourced by quickstart.sh and test.sh: makes .venv, unless it exists, and installs the project into it, with the
 # versions of constraints.txt. Usage: source launch/setup.sh "" | "[EXTRA]"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 

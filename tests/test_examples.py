@@ -1,7 +1,5 @@
 """The examples run."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import threading
@@ -10,8 +8,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 from support.exit_folders import make_classifier
 from support.launching import ROOT
+from transformers import BertConfig, BertForSequenceClassification
+
+from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.ranks.failures import UserError
 
 
 def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None:
@@ -33,3 +37,29 @@ def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) -> None:
+    """A label that is no text is named by its line, a pickle is not read, and logits that are NaN are not scored."""
+    tokenizer = train_tokenizer(["a red round ball"] * 5, 40, True)
+    tokenizer.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes))
+    model.save_pretrained(tmp_path)
+    rows = [{"text": "a red ball", "labels": "red|old"}, {"text": "a ball", "labels": ""}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "none.jsonl").write_text(json.dumps({"text": "a ball", "labels": None}))
+    example = runpy.run_path(str(ROOT / "examples" / "multilabel.py"))
+    fields = {"name": "multilabel", "labels": ["red", "round"], "data_dir": str(tmp_path)}
+    spec = example["MultilabelSpec"](**fields, train_file="none.jsonl", validation_file="some.jsonl")
+    task = example["MultilabelTask"](spec, load_tokenizer(tmp_path), tmp_path, tmp_path / "cache")
+    with pytest.raises(UserError, match=r"none\.jsonl, line 1: text and labels must be text"):
+        task.examples("train")
+    assert task.score("validation", {0: [1.0, -1.0], 1: [-1.0, -1.0]}) == {"f1": 1.0}
+    with pytest.raises(UserError, match="logits that are not finite"):
+        task.score("validation", {0: [float("nan")] * 2, 1: [0.0, 0.0]})
+    assert task.build_model(tmp_path).config.problem_type == "multi_label_classification"
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="--allow_pickle"):
+        task.build_model(tmp_path)

@@ -1,7 +1,5 @@
 """The rules of the architecture: imports run one way between packages, and files, functions and packages stay small."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize
@@ -13,9 +11,9 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 645,
-    "files": 560,
-    "hosts": 520,
+    "ranks": 651,
+    "files": 573,
+    "hosts": 538,
     "config": 1070,
     "models": 1315,
     "tasks": 2030,

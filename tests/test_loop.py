@@ -1,6 +1,4 @@
-"""In which order a phase that goes on from a checkpoint is put together again."""
-
-from __future__ import annotations
+"""A phase that starts, or goes on from a checkpoint, is put together in an order that matters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +9,16 @@ from torch import nn
 
 from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.ranks.failures import OutOfMemoryError
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 CHECKPOINT = Path("checkpoint-4")
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
 
 
 class Noted(Technique):
-    """Writes down what is asked of it."""
+    """Writes down the hooks that are called."""
 
     name = "noted"
 
@@ -41,44 +42,69 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def training_from(notes, monkeypatch):
-    """Makes a Training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
+    """Start the training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
     ds_engine = SimpleNamespace(device=None, train_batch_size=lambda: 1)
     settings = SimpleNamespace(restore=lambda _: None, changes_since=lambda _: "")
     for name, stub in (("start_engine", ds_engine), ("OptimizerSettings", settings)):
         monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
-    monkeypatch.setattr(loop, "BatchPlan", lambda *_: None)
     monkeypatch.setattr(phase.PhasePlan, "identity", lambda *_: {})
-    position = SimpleNamespace(step=4, evaluated=4, scores={}, techniques={"noted": {"value": 3}}, report={}, order=1)
-    best = SimpleNamespace(step=2, techniques={"noted": {"value": 2}})
+    state = CheckpointState(
+        step=4,
+        examples=4,
+        batch_size=1,
+        order_batch_size=1,
+        identity={},
+        asked=True,
+        evaluated=4,
+        scores={},
+        report=None,
+        techniques={"noted": {"value": 3}},
+        total=10,
+        phase={},
+    )
+    best = replace(state, step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
-        load=lambda _, place, __: notes.append(f"load {place}"), best_saved=lambda: (Path("checkpoint-2"), best)
+        load=lambda _, place, __: notes.append(f"load {place}"),
+        best_saved=lambda: WholeCheckpoint(Path("checkpoint-2"), best),
     )
     report = SimpleNamespace(open=lambda *_: notes.append("open"))
     task = SimpleNamespace(examples=lambda _: SimpleNamespace(lengths=[1]))
     best_of = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_steps": 2, "eval_steps": 2}
     spec = parse_recipe({"phases": [{"max_steps": 10, **best_of}]}).phases[0]
-    plan = phase.PhasePlan(spec, spec.techniques, task, "", Clock(10, 0, 0), {}, None, Path())
+    monkeypatch.setattr(phase.PhasePlan, "checkpoints", checkpoints)
+    plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(10, 0, 0), CONFIG, None, Path())
     objective = SimpleNamespace(techniques=[Noted(notes)])
-    monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: (nn.Linear(1, 1), [], objective))
+    monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: phase.PreparedPhase(nn.Linear(1, 1), [], objective))
 
     def make(resumed: bool) -> loop.Training:
-        its = replace(plan, resumed=(CHECKPOINT, position) if resumed else None)
-        return loop.Training(its, report, checkpoints, None)
+        its = replace(plan, resumed=WholeCheckpoint(CHECKPOINT, state) if resumed else None)
+        return loop.start_training(its, report, None)
 
     return make
 
 
 def test_techniques_have_their_state_before_they_start(training_from, notes):
-    """What a run has measured is there when it would be measured again."""
+    """They do not measure again what the run that they continue has measured."""
     assert training_from(resumed=True).progress.step == 4
     assert notes == ["load checkpoint-4", "resume 3", "start", "open"]
 
 
 def test_a_new_run_resumes_nothing(training_from, notes):
-    """It starts, and opens its report."""
+    """Its techniques start, and its report opens."""
     assert training_from(resumed=False).progress.step == 0
     assert notes == ["start", "open"]
+
+
+def test_a_start_without_memory_says_where_it_was(training_from, monkeypatch):
+    """A teacher may be too large for the memory, too: the message has the step, the arithmetic and the way out."""
+
+    def too_large(*_) -> None:
+        raise MemoryError("no room for the teacher")
+
+    monkeypatch.setattr(Noted, "start", too_large)
+    with pytest.raises(OutOfMemoryError, match=r"as training started: no room.* after step 4 .* ZeRO stage 0 .*Lower"):
+        training_from(resumed=True)
 
 
 def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, notes):
@@ -91,8 +117,8 @@ def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, not
 
 
 def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, monkeypatch):
-    """They are built anew, and told the state that training has come to."""
+    """They are built anew, and resume the state that training has come to."""
     training = training_from(resumed=False)
     monkeypatch.setattr(phase.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.objective.techniques))
-    training.plan.rebuild(training.states())
+    training.plan.rebuild(training.technique_states())
     assert notes[-1] == "resume 7"

@@ -1,7 +1,5 @@
 """What a run makes to start from is made once, whole, and again where it would be another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -43,7 +41,7 @@ def test_a_student_is_found_again(student):
 
 
 def test_what_a_run_has_made_is_found_and_nothing_is_made(tiny_recipe, tmp_path):
-    """For who reads a run: the same folders, whether they are there or not."""
+    """A reader of a run gets the same folders, whether they exist or not."""
     recipe = recipe_with(tiny_recipe, [1])
     found = MadeModels(recipe, tmp_path / "run")
     assert found.start(recipe.phases[0]) == str(tmp_path / "run" / "small")

@@ -5,15 +5,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ds_trainer.cli.command import Mistakes, Parser
+from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.export import onnx_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_task_flags, names_task, output_path, read_task, trust_of
 from ds_trainer.config.jobs import BACKENDS, DEVICES, DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.models.model_folder import INT8, folder_mistakes
-from ds_trainer.ranks import distributed
-from ds_trainer.tasks.registry import check_data_files
 
 
 def benchmark_command(arguments: Sequence[str]) -> None:
@@ -32,8 +30,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
     mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
     task, cache_dir = None, flags.cache_dir
     if names_task(flags):
-        task, cache_dir = read_task(flags, mistakes)
-        mistakes += check_data_files(task, splits=("validation",)) if task else []
+        task, cache_dir = read_task(flags, mistakes, "validation")
     elif OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {OF_THE_TASK}: {NO_TASK}")
     values = {
@@ -41,9 +38,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
         "backends": BACKENDS if "all" in flags.backends else flags.backends,
         "lengths": flags.lengths or [OF_THE_TASK if task else 128],
     }
-    return mistakes.job(
-        BenchmarkJob, flags, task=task, cache_dir=cache_dir, output=flags.output_dir, trust=trust, **values
-    )
+    return mistakes.job(BenchmarkJob, flags, task=task, cache_dir=cache_dir, trust=trust, **values)
 
 
 def benchmark_parser() -> argparse.ArgumentParser:
@@ -55,12 +50,11 @@ def benchmark_parser() -> argparse.ArgumentParser:
     add("--lengths", nargs="+", metavar="N", default=[], help=lengths)
     add("--threads", nargs="+", metavar="N", type=int, default=[cores], help="of the CPU (all cores)")
     add("--devices", nargs="+", choices=DEVICES, help="by default all that this machine has")
-    dtypes = "onnxruntime runs fp32 and int8, torch all but int8"
-    add("--dtypes", nargs="+", choices=[*DTYPES, INT8], default=["fp32"], help=dtypes)
+    add("--dtypes", nargs="+", choices=[*DTYPES, INT8], default=["fp32"], help="torch: no int8; onnxruntime: no 16-bit")
     add("--backends", nargs="+", choices=(*BACKENDS, "all"), default=["torch"])
     add("--seconds", default=20, metavar="X", help="of calls at a setting, all folders together (20)")
     add("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
-    add("--output_dir", type=output_path, help="write benchmark.json, benchmark.md and the figure there")
+    add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json, benchmark.md, the figure")
     add("--eval_batch_size", default=64, metavar="N", help="for the scores (64)")
     add_task_flags(parser)
     return parser
@@ -84,9 +78,8 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"
     if max(flags.threads) > cores:
         yield f"--threads is {max(flags.threads)}: this process may use {cores} cores: give {cores} at most"
-    if distributed.world_size() > 1:
-        yield "a benchmark is measured by one process: start it with python, not with deepspeed"
+    yield from one_process_mistakes("a benchmark is measured")
     if {"onnxruntime", "all"} & {*flags.backends}:
         yield from onnx_mistakes("--backends onnxruntime")
-    if flags.output_dir:
-        yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output_dir, overwrite=True))
+    if flags.output:
+        yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output, overwrite=True))

@@ -1,15 +1,19 @@
 """`launch/calibrate.py`: pick the exit thresholds of a model folder on held-out training examples."""
 
 import argparse
+import os
 from collections.abc import Sequence
+from typing import get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.exit_flags import add_aim_flags, requested_calibration
-from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
+from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
+from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
 from ds_trainer.config.jobs import CalibrateJob
+from ds_trainer.config.recipe import TaskSpec, TextSpec, saved_exits
 from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
-from ds_trainer.tasks.registry import check_data_files
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.text.glue import is_regression
 
 
 def calibrate_command(arguments: Sequence[str]) -> None:
@@ -26,14 +30,46 @@ def read_calibrate_job(arguments: Sequence[str]) -> CalibrateJob:
     flags = calibrate_parser().parse_args(list(arguments))
     trust, mistakes = trust_of(flags), Mistakes()
     mistakes += model_mistakes(flags.model, trust)
-    task, cache_dir = read_task(flags, mistakes)
-    mistakes += check_data_files(task, splits=("train",)) if task else []
-    exits = mistakes.of(requested_calibration, flags, task) if task and not mistakes else None
+    if os.path.isdir(flags.model) and not os.access(flags.model, os.W_OK):
+        mistakes.append(f"{flags.model} cannot be written to, and the thresholds are kept in it: copy the folder first")
+    task, cache_dir = read_task(flags, mistakes, "train")
+    exits = mistakes.of(_requested_calibration, flags, task) if task and not mistakes else None
     return mistakes.job(CalibrateJob, flags, task=task, cache_dir=cache_dir, exits=exits, trust=trust)
 
 
 def calibrate_parser() -> argparse.ArgumentParser:
     parser = Parser("calibrate", "Pick a model folder's exit thresholds on the held-out part of the training set.")
     add_model_flags(parser)
-    add_aim_flags(parser)
+    aim = parser.add_mutually_exclusive_group(required=True)
+    aim.add_argument("--target_speedup", type=float, metavar="X", help="all layers / mean layers used, e.g. 1.5")
+    aim.add_argument("--max_drop", type=float, metavar="POINTS", help="points below the full model's score, e.g. 0.5")
+    parser.add_argument("--criterion", choices=get_args(Criterion), help="by default the folder's")
+    parser.add_argument("--patience", type=int, metavar="N", help="for a regression, whose tolerance is picked")
+    parser.add_argument("--per_head", action="store_true", help="calibrate one threshold per head")
     return parser
+
+
+def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
+    """Return the aim of a calibration; criterion and patience are the folder's where no flag gives them.
+
+    Raise UserError where the folder has no exits, or cannot be calibrated as requested.
+    """
+    saved = saved_exits(flags.model)
+    if saved is None:
+        raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
+    regression = isinstance(task, TextSpec) and is_regression(task)
+    aim = {name: getattr(flags, name) for name in ("patience", "target_speedup", "max_drop", "per_head")}
+    criterion = flags.criterion or saved.policy.criterion
+    if regression and criterion == "patience" and flags.patience is None:
+        aim["patience"] = saved.policy.patience
+    spec = checked_exits(aim | {"criterion": criterion})
+    mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
+    share, heads = getattr(task, "held_out", 0.0), f"the exit heads of {flags.model} were trained"
+    if not saved.held_out:
+        mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
+    elif share != saved.held_out:
+        way_out = f"give --set held_out={saved.held_out!r}"
+        mistakes.append(f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data: {way_out}")
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+    return spec

@@ -20,8 +20,8 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-"""Errors of the disk that no flag mends: they are printed without a traceback."""
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+"""Errors of the disk or of permissions. Their messages name the file, and so no traceback is printed."""
 T = TypeVar("T")
 J = TypeVar("J", bound=BaseModel)
 
@@ -99,6 +99,12 @@ def flag_mistake(error: Any) -> str:
     return f"--{error['loc'][0]} is {shown(error['input'])}: {allowed}" if error["loc"] else allowed
 
 
+def one_process_mistakes(work: str) -> list[str]:
+    """Return the mistake of starting work under a launcher that one process does; `work` is such as "is measured"."""
+    alone = distributed.world_size() == 1
+    return [] if alone else [f"{work} by one process: start it with python, not with deepspeed"]
+
+
 def _is_of_the_disk(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in _DISK
@@ -108,10 +114,10 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 def _print_message(error: Exception) -> None:
     """Print an error on the rank that it names; before the ranks know of each other, on the first of every host."""
-    teller = getattr(error, "teller", None)
-    if distributed.local_rank() == 0 if teller is None else distributed.rank() == teller:
+    reporter = getattr(error, "reporter", None)
+    if distributed.local_rank() == 0 if reporter is None else distributed.rank() == reporter:
         sys.stdout.flush()
-        where = "" if distributed.is_main() or teller is not None else f"rank {distributed.rank()}: "
+        where = "" if distributed.is_main() or reporter is not None else f"rank {distributed.rank()}: "
         first = str(error) if isinstance(error, StoppedError) else f"error: {where}{error}"
         message = "\n".join([first, *getattr(error, "__notes__", [])])
         print(shortened(redacted(message)), file=sys.stderr, flush=True)

@@ -24,21 +24,17 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 def read_doctor_job(arguments: Sequence[str]) -> Job:
     """Parse and check a doctor's command; a UserError has every mistake, one a line."""
-    flags, mistakes, ssh_args = doctor_parser().parse_args(list(arguments)), Mistakes(), list[str]()
+    flags, mistakes = doctor_parser().parse_args(list(arguments)), Mistakes()
     for name, least, most in (("ssh_port", 1, 65535), ("master_port", 1, 65535), ("timeout", 5, 3600)):
         value = getattr(flags, name)
         if value is not None and not least <= value <= most:
             mistakes.append(f"--{name} is {value}: give {least} to {most}")
-    try:
-        ssh_args = shlex.split(flags.ssh_args)
-    except ValueError as error:
-        mistakes.append(f"--ssh_args is {flags.ssh_args!r}: {error}")
     mistakes.raise_all()
     # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
     patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
     patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
     port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
-    ssh = ("ssh", "-T", *ssh_args, *patience, *port)
+    ssh = ("ssh", "-T", *flags.ssh_args, *patience, *port)
     return Job(flags.hostfile, flags.output_dir, ssh, flags.master_addr, flags.master_port, flags.timeout, flags.json)
 
 
@@ -49,7 +45,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=Path, help="the run's: must be one folder for all hosts")
     add("--ssh_port", type=int, help="as for deepspeed")
     ssh_args = "ssh's flags, as in PDSH_SSH_ARGS_APPEND, from which they are taken by default"
-    add("--ssh_args", default=os.environ.get("PDSH_SSH_ARGS_APPEND", ""), help=ssh_args)
+    add("--ssh_args", type=shlex.split, default=os.environ.get("PDSH_SSH_ARGS_APPEND", ""), help=ssh_args)
     add("--master_addr", help="as for deepspeed")
     add("--master_port", type=int, default=29500, help="as for deepspeed (29500)")
     add("--timeout", type=int, default=60, help="seconds for each command on a host (60)")

@@ -5,30 +5,33 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.exit_flags import add_policy_flags, requested_exits, saved_exits
-from ds_trainer.cli.flags import add_model_flags, read_task, trust_of
+from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
+from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
 from ds_trainer.config.jobs import EvaluateJob
+from ds_trainer.config.recipe import saved_exits
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.registry import check_data_files
+
+_POLICY_FLAGS = ("early_exit_entropy", "early_exit_confidence", "patience")
+"""The flags that replace the exit policy of a model folder."""
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
     """Score a model folder or checkpoints."""
-    job = read_evaluate_job(arguments)
-    from ds_trainer.ranks.joining import print_json
+    evaluate(read_evaluate_job(arguments))
+
+
+def evaluate(job: EvaluateJob) -> dict[Any, Any]:
+    """Score a model folder or checkpoints, print and write the scores, and return them: of all checkpoints, by step."""
     from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
-        if job.all_checkpoints:
-            evaluate_checkpoints(job)
-        else:
-            print_json(evaluate_folder(job))
+        return evaluate_checkpoints(job) if job.all_checkpoints else evaluate_folder(job)
 
 
 def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
@@ -40,12 +43,12 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     if from_checkpoint and not checkpoints:
         mistakes.raise_all()
     mistakes += [] if from_checkpoint else model_mistakes(flags.model, trust)
-    task, cache_dir = read_task(flags, mistakes, checkpoints[-1] if checkpoints else None)
-    mistakes += check_data_files(task, splits=("validation",)) if task else []
+    task, cache_dir = read_task(flags, mistakes, "validation", checkpoints[-1] if checkpoints else None)
     mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
     if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
         mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
-    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(requested_exits, flags)
+    policy = {name: getattr(flags, name) for name in _POLICY_FLAGS if getattr(flags, name) is not None}
+    saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(checked_exits, policy) if policy else None
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
     values = {"task": task, "cache_dir": cache_dir, "exits": exits, "trust": trust, "checkpoints": of_task}
     job = mistakes.job(EvaluateJob, flags, **values)
@@ -61,14 +64,23 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all_checkpoints", action="store_true", help=every)
     parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
     parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
-    add_policy_flags(parser)
+    add = parser.add_mutually_exclusive_group().add_argument
+    values = "a number, or one per head with commas; replaces the folder's thresholds"
+    add("--early_exit_entropy", type=_numbers, metavar="X", help=f"leave below this entropy: {values}")
+    add("--early_exit_confidence", type=_numbers, metavar="X", help=f"leave above this probability: {values}")
+    add("--patience", type=int, metavar="N", help="leave once N heads in a row agree with the one before")
     return parser
 
 
+def _numbers(text: str) -> float | list[float]:
+    """Parse one threshold for every head, or a list with one per head."""
+    values = [float(part) for part in text.split(",")]
+    return values if len(values) > 1 else values[0]
+
+
 def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[SavedCheckpoint]:
-    """Read the checkpoint that is given, or all in a folder; of all, those that cannot be read are left out."""
-    if distributed.world_size() > 1:
-        mistakes.append("a checkpoint is scored by one process: start it with python, not with deepspeed")
+    """Read the checkpoint that the command names, or with --all_checkpoints every one that can be read."""
+    mistakes += one_process_mistakes("a checkpoint is scored")
     paths = checkpoints_in(Path(flags.model)) if flags.all_checkpoints else [Path(flags.model)]
     if not paths:
         mistakes.append(
@@ -80,5 +92,5 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     if not checkpoints:
         mistakes += unreadable
     elif unreadable:
-        distributed.warn("left out:\n" + "\n".join(unreadable))
+        distributed.warn("these checkpoints are not scored:\n" + "\n".join(unreadable))
     return checkpoints

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ds_trainer.cli.command import Mistakes, Parser
+from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import add_model_flags, names_task, output_path, read_task, trust_of
 from ds_trainer.config.jobs import ExportJob
+from ds_trainer.config.prune_specs import BY_SHARE
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, read_report
@@ -21,9 +22,7 @@ from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.registry import check_data_files
 
 MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 
@@ -32,16 +31,21 @@ def export_command(arguments: Sequence[str]) -> None:
     """Export a model folder or a checkpoint."""
     job, output = read_export_job(arguments), sys.stdout
     # a program may read the report on standard output: what DeepSpeed prints there goes to standard error
-    with contextlib.redirect_stdout(sys.stderr), trusting(job.trust):
-        from ds_trainer.deploy.export_folder import export_folder
+    with contextlib.redirect_stdout(sys.stderr):
+        export(job, output)
 
-        if job.checkpoint is None:
-            export_folder(job, output)
-            return
-        from ds_trainer.checkpoint_model import model_of
 
-        with model_of(job.checkpoint, job.cache_dir) as (folder, _):
-            export_folder(job.model_copy(update={"model": folder}), output)
+def export(job: ExportJob, output: TextIO) -> None:
+    """Export a model folder, which is made first where the job names a checkpoint; the report goes to `output`."""
+    from ds_trainer.deploy.export_folder import export_folder
+
+    with trusting(job.trust), contextlib.ExitStack() as until_written:
+        if job.checkpoint:
+            from ds_trainer.checkpoint_model import model_of
+
+            folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
+            job = job.model_copy(update={"model": folder})
+        export_folder(job, output)
 
 
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
@@ -53,8 +57,7 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
     mistakes.raise_all()
     task, cache_dir = None, flags.cache_dir
     if names_task(flags) or checkpoint:
-        task, cache_dir = read_task(flags, mistakes, checkpoint)
-        mistakes += check_data_files(task, splits=("validation",)) if task else []
+        task, cache_dir = read_task(flags, mistakes, "validation", checkpoint)
     mistakes += _output_mistakes(flags)
     values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir, "trust": trust_of(flags)}
     checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
@@ -69,13 +72,11 @@ def export_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder")
     add("--overwrite", action="store_true", help="replace the existing model, or the .onnx files")
     add("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
-    onnx = f"write {ONNX_FILE}, checked in onnxruntime; with --compact its weights are those before"
-    add("--onnx", action="store_true", help=onnx)
+    add("--onnx", action="store_true", help=f"write {ONNX_FILE}, never compact, and check it in onnxruntime")
     add("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
     add("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
-    writer = "the program that wrote the folder: movement pruning's scripts (folded), or DeeBERT's (with exit heads)"
-    add("--import_from", choices=("masked_bert", "deebert"), help=writer)
+    add("--import_from", choices=("masked_bert", "deebert"), help="written by movement pruning's scripts or DeeBERT's")
     add("--threshold", type=float, help="with --import_from masked_bert: the final threshold of its run")
     return parser
 
@@ -104,22 +105,19 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield f"--quantize {flags.quantize} is for an ONNX file: give --onnx, too"
     if flags.onnx:
         yield from onnx_mistakes("--onnx")
-    if distributed.world_size() > 1:
-        yield "a folder is exported by one process: start it with python, not with deepspeed"
+    yield from one_process_mistakes("a folder is exported")
 
 
 def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     folder, trust = Path(flags.model), trust_of(flags)
-    if not os.path.isdir(folder):
-        yield f"the model folder {folder} does not exist: only a folder of this machine can be exported"
-    elif flags.import_from:
+    if flags.import_from:
         # whoever names the program that wrote the folder permits its pickle, which is read as weights only
         mistakes = folder_mistakes(folder, replace(trust, allow_pickle=True))
         yield from mistakes or _foreign_mistakes(flags, read_value(folder / "config.json"))
-    else:
-        yield from folder_mistakes(folder, trust)
-        if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
-            yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
+        return
+    yield from folder_mistakes(folder, trust)
+    if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
+        yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
 
 
 def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iterator[str]:
@@ -132,10 +130,15 @@ def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iter
         yield f"--import_from masked_bert: the config of {flags.model} says model_type {shown(kind)}"
     elif method not in MASKING_METHODS:
         yield f"the config of {flags.model} says pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
-    elif threshold is None and method != "l0":
+    elif method == "l0":
+        if threshold is not None:
+            yield "--threshold does not go with pruning_method l0, whose gates decide what is kept: drop it"
+    elif threshold is None:
         yield "--threshold is missing, and the folder does not hold it: give the final one of its run"
-    elif method not in ("l0", "threshold") and not 0 < threshold <= 1:
-        yield f"--threshold is {threshold:g}: {method} takes a share or a probability, above 0 and up to 1"
+    elif method in BY_SHARE and not 0 < threshold <= 1:
+        yield f"--threshold is {threshold:g}: {method} takes the share to keep, above 0 and up to 1"
+    elif method == "sigmoied_threshold" and not 0 <= threshold < 1:
+        yield f"--threshold is {threshold:g}: {method} compares it with probabilities, from 0 to below 1"
 
 
 def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
@@ -150,24 +153,21 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         yield from (f"--output_dir: {mistake}" for mistake in unfit)
         return
     names = sorted(path.name for path in output.iterdir() if not is_aside(path)) if output.is_dir() else []
-    if only_onnx:
-        yield from _onnx_folder_mistakes(output, names, itself, flags.overwrite)
-    elif names and "config.json" not in names:
-        yield f"--output_dir: {output} holds something else than a model: give another"
-    elif names and not flags.overwrite:
-        yield f"--output_dir: {output} is not empty: give another, or --overwrite"
-
-
-def _onnx_folder_mistakes(output: Path, names: Sequence[str], itself: bool, overwrite: bool) -> Iterator[str]:
-    """Say why .onnx files cannot be written to an existing folder."""
+    if not only_onnx:
+        if names and "config.json" not in names:
+            yield f"--output_dir: {output} holds something else than a model: give another"
+        elif names and not flags.overwrite:
+            yield f"--output_dir: {output} is not empty: give another, or --overwrite"
+        return
     model = next((name for name in names if name == "config.json" or name.endswith(".safetensors")), None)
     if model and not itself:
         yield f"--output_dir: {output} holds another model ({model}) than the .onnx file would: give another"
+    if flags.overwrite:
+        return
     existing = [name for name in (ONNX_FILE, INT8_FILE) if name in names]
-    if existing and not overwrite:
+    if existing:
         yield f"{output} has {' and '.join(existing)} already: give another --output_dir, or --overwrite"
     try:
         read_report(output)
     except UserError as error:
-        if not overwrite:
-            yield f"{error}: give another --output_dir, or --overwrite"
+        yield f"{error}: give another --output_dir, or --overwrite"

@@ -1,15 +1,23 @@
 """The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
-from ds_trainer.cli.command import Mistakes
+from pydantic import ValidationError
+
+from ds_trainer.cli.command import Mistakes, flag_mistake
+from ds_trainer.config.exit_specs import ExitsSpec
 from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_setting
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
+from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.registry import check_data_files
 
 NO_TASK = "no task: give --task_name, or --recipe with a task"
 
@@ -37,8 +45,7 @@ def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
     add("--allow_write", action="append", default=[], metavar="DIR", help=write)
     add("--plugin", action="append", default=[], metavar="MODULE", help="tasks and techniques of your own (plugins.py)")
-    pickle = "load pytorch_model.bin, as weights only, where no safetensors are"
-    add("--allow_pickle", action="store_true", help=pickle)
+    add("--allow_pickle", action="store_true", help="load pytorch_model.bin, as weights only, without safetensors")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it
@@ -54,17 +61,17 @@ def names_task(flags: argparse.Namespace) -> bool:
 
 
 def read_task(
-    flags: argparse.Namespace, mistakes: Mistakes, saved: SavedCheckpoint | None = None
+    flags: argparse.Namespace, mistakes: Mistakes, split: str, saved: SavedCheckpoint | None = None
 ) -> tuple[TaskSpec | None, str | None]:
-    """Read the task and its cache folder from the flags and the last phase of their recipe.
+    """Read the task and its cache folder from the flags and the last phase of their recipe; check the split's files.
 
     Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
     """
-    data = (mistakes.of(read_json, flags.recipe, "the recipe") or {}) if flags.recipe else {}
-    recipe, file = mistakes.of(parse_recipe, data) if data else None, flags.recipe or ""
+    data = mistakes.of(read_json, flags.recipe, "the recipe") if flags.recipe else None
+    recipe, folder = mistakes.of(parse_recipe, data) if data else None, Path(flags.recipe or "").parent
     spec = (recipe.phases[-1].task or recipe.task) if recipe else None
     if saved and not flags.recipe:
-        recipe, spec, file = saved.recipe, saved.task, str(saved.recipe_file)
+        recipe, spec, folder = saved.recipe, saved.task, saved.run
     task_data = spec.model_dump() if spec else {}
     given = {"name": flags.task_name, "data_dir": flags.data_dir}
     task_data |= {field: value for field, value in given.items() if value is not None}
@@ -73,9 +80,19 @@ def read_task(
     task = mistakes.of(parse_task, task_data)
     if "name" not in task_data:
         mistakes.append(NO_TASK)
-    in_file = recipe.cache_dir if recipe else None
-    roots = [Path(file).parent, *flags.allow_write]
-    return task, flags.cache_dir or mistakes.of(cache_place, in_file, in_file, roots)
+    mistakes += check_data_files(task, splits=(split,)) if task else []
+    cache_dir = recipe.cache_dir if recipe else None
+    # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
+    roots = [*([folder] if os.path.isfile(folder / RUN_LIST) else []), *flags.allow_write]
+    return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
+
+
+def checked_exits(values: dict[str, Any]) -> ExitsSpec:
+    """Build a specification of exits from the values of flags; UserError names the flag whose value is not valid."""
+    try:
+        return ExitsSpec(**values)
+    except ValidationError as error:
+        raise UserError(flag_mistake(error.errors()[0])) from None
 
 
 def output_path(text: str) -> Path:

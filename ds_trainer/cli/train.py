@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import difflib
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -11,27 +13,24 @@ from typing import Any
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.config.recipe import Recipe, parse_recipe, recipe_schema
-from ds_trainer.config.settings import apply_setting, assign
+from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
+from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import read_json
+from ds_trainer.files.messages import cut, shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.write_places import cache_place, environment_of, placed_engine_file
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
-_FIELDS = {
-    "model_name_or_path": "model.name_or_path",
-    "task_name": "task.name",
-    "data_dir": "task.data_dir",
-    "output_dir": "output_dir",
-    "cache_dir": "cache_dir",
-    "seed": "seed",
-}
-"""The flags that are fields of the recipe."""
+_FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
+_FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
+"""The fields of the recipe that have a flag, by the flag."""
 
 
 def train_command(arguments: Sequence[str]) -> None:
@@ -39,14 +38,26 @@ def train_command(arguments: Sequence[str]) -> None:
     if "--recipe_schema" in arguments:
         _print_schema(arguments)
         return
-    job = read_train_job(arguments)
-    os.environ.update(environment_of(job.engine_config, job.output))
+    train(read_train_job(arguments))
+
+
+def train(job: TrainJob) -> dict[str, Any]:
+    """Train, and return the results by phase; of a dry run, which only prints, there are none."""
     if job.debug_port:
         wait_for_debugger(job.debug_port)
     from ds_trainer.run import dry_run, run
 
-    with trusting(job.trust):
-        (dry_run if job.dry_run else run)(job)
+    places = environment_of(job.engine_config, job.output)
+    os.environ.update(places)
+    try:
+        with trusting(job.trust):
+            if not job.dry_run:
+                return run(job)
+            dry_run(job)
+            return {}
+    finally:
+        for name in places:  # a notebook's next run has another output folder
+            del os.environ[name]
 
 
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
@@ -58,8 +69,7 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     for setting in flags.set:
-        of_recipe = setting.split("=")[0].split(".")[0] in Recipe.model_fields
-        mistakes.of(apply_setting, recipe_data if of_recipe else engine_config, setting)
+        mistakes.of(_apply_setting, recipe_data, engine_config, setting)
     for flag, field in _FIELDS.items():
         if (value := getattr(flags, flag)) is not None:
             mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
@@ -76,15 +86,14 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         mistakes.append("no output folder: give --output_dir, or output_dir in the recipe")
     if recipe and output:
         if distributed.is_main() and not flags.dry_run:
-            mistakes += check_output_folder(output, flags.overwrite_output_dir, resume, checkpoint)
+            mistakes += check_output_folder(output, flags.overwrite, resume, checkpoint)
         roots = [output, *flags.allow_write]
         cache = mistakes.of(cache_place, recipe.cache_dir, recipe_file.get("cache_dir"), roots)
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    values: dict[str, Any] = {"recipe": recipe, "engine_config": engine_config, "output": output, "trust": trust}
-    values |= {"overwrite": flags.overwrite_output_dir, "resume": resume, "checkpoint": checkpoint}
-    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), **values)
+    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
+    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), resume=resume, trust=trust, **values)
     for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
         distributed.warn(line)
     return job
@@ -98,7 +107,7 @@ def train_parser() -> argparse.ArgumentParser:
     add("--model_name_or_path", help="model folder or hub name the first phase starts from")
     add("--output_dir", help="where everything is written")
     add("--seed", type=int)
-    existing.add_argument("--overwrite_output_dir", action="store_true", help="replace what an earlier run wrote there")
+    existing.add_argument("--overwrite_output_dir", dest="overwrite", action="store_true", help="replace earlier files")
     resume = "go on with the run in --output_dir from its newest whole checkpoint, or from CHECKPOINT; start it if new"
     existing.add_argument("--resume", nargs="?", const="", metavar="CHECKPOINT", help=resume)
     add("--timeout", type=int, default=1800, help="seconds that a rank waits for another before the run ends (1800)")
@@ -114,7 +123,20 @@ def _print_schema(arguments: Sequence[str]) -> None:
     """Print the recipe's JSON schema, with the tasks and techniques of the plugins that the command names."""
     add_common_flags(parser := Parser("train", ""), "")
     parser.parse_known_args(list(arguments))
-    print(recipe_schema())
+    print(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
+    """Change a field of the file that has a field of its name; UserError names the nearest of both files."""
+    path, value = parse_setting(setting)
+    name, source = path[0], f'--set "{cut(setting, 200)}"'
+    if name not in {*Recipe.model_fields, *key_table()["keys"], *key_table()["removed"], *engine_config}:
+        homes = {field: f"phases.*.{field}" for field in Phase.model_fields}
+        homes |= {field: field for field in (*key_table()["keys"], *Recipe.model_fields)}
+        near = difflib.get_close_matches(name, homes, 1)
+        way_out = f"did you mean {homes[near[0]]}?" if near else f"the recipe has {', '.join(Recipe.model_fields)}"
+        raise UserError(f"{source}: neither the recipe nor the engine file has a field {shown(name)}: {way_out}")
+    assign(recipe if name in Recipe.model_fields else engine_config, path, value, source)
 
 
 def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:

@@ -35,8 +35,8 @@ def _threshold(most: float, allowed: str) -> BeforeValidator:
         values = value if isinstance(value, list) else [value]
         if values and all(type(number) in (int, float) and 0 <= number <= most for number in values):
             return value
-        found = f", not {value}" if isinstance(value, list) else ""
-        raise UserError(f"write {allowed}, or a list of one per head{found}")
+        instead = f", not {value}" if isinstance(value, list) else ""  # of a number the caller adds it
+        raise UserError(f"write {allowed}, or a list of one per head{instead}")
 
     return BeforeValidator(check)
 
@@ -60,17 +60,15 @@ class ExitsSpec(Strict):
     """A classifier after every layer: DeeBERT (arXiv 2004.12993) and PABEE (arXiv 2006.04152)."""
 
     layers: LayerNumbers | None = Field(None, description="layers that get a head, counted from 1; by default all")
-    training: Literal["heads", "joint"] = Field(
-        "heads", description='"heads": train them alone (DeeBERT\'s second stage); "joint": train the model as well'
-    )
+    training: Literal["heads", "joint"] = Field("heads", description="the heads alone, as in DeeBERT's stage 2, or all")
     head_weights: list[Rate] | None = Field(
         None,
         min_length=1,
-        description="weights in the sum exits.heads, by default 1 each; in joint training a weighted mean, with the "
-        "model's own head as the last, and by default the layers' numbers as weights",
+        description="weights of the heads' losses in the term exits.heads: of a sum, by default 1 each; in joint "
+        "training of a mean, which ends with the model's own head, by default the numbers of the layers",
     )
-    terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those in the loss table")
-    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of exits.distill")
+    terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
+    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
     criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
     early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
@@ -89,7 +87,7 @@ class ExitsSpec(Strict):
             raise UserError("per_head refines a calibration: set target_speedup or max_drop, or write a list")
         aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
         for name in self._thresholds_set():
-            if self.calibrated and name != "patience":  # of a regression only the tolerance is calibrated
+            if self.calibrated and name != "patience":  # calibrating a regression picks its tolerance, not its patience
                 raise UserError(f"{name} is set, and {aim} picks it: drop one of them")
             if _CRITERIA[name] != criterion:
                 raise UserError(f'{name} goes with criterion "{_CRITERIA[name]}", not with "{criterion}": drop one')
@@ -111,13 +109,18 @@ class ExitsSpec(Strict):
 class ExitPolicy(Strict):
     """The rule by which a sample leaves.
 
-    `thresholds` has one entry per head. With the criterion patience they are the tolerances of a regression; a
-    classification by patience has none.
+    `thresholds` has one entry per head. By patience only a regression has thresholds: the tolerances within which two
+    scores agree.
     """
 
     criterion: Criterion
     thresholds: list[Rate] = Field(default_factory=list)
     patience: Patience | None = None
+
+    @property
+    def of_regression(self) -> bool:
+        """Whether the policy can only be that of a regression; the model itself decides."""
+        return self.criterion == "patience" and bool(self.thresholds)
 
 
 class SavedExits(Strict):
@@ -133,19 +136,16 @@ class SavedExits(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> SavedExits:
-        # only the model itself shows whether it is a regression; here its tolerances stand for that
-        check_policy(
-            self.policy, len(self.layers), self.policy.criterion == "patience" and bool(self.policy.thresholds)
-        )
+        check_policy(self.policy, len(self.layers), self.policy.of_regression)
         return self
 
 
 def check_policy(policy: ExitPolicy, heads: int, regression: bool) -> None:
     """Raise UserError where a policy does not fit a model with so many heads beside its own."""
-    by_patience, given = policy.criterion == "patience", len(policy.thresholds)
+    by_patience = policy.criterion == "patience"
     if regression and not by_patience:
         raise UserError(f"exits: {_no_probabilities(policy.criterion)}")
-    needed = 0 if by_patience and not regression else heads
+    given, needed = len(policy.thresholds), 0 if by_patience and not regression else heads
     if given != needed:
         raise UserError(f"exits: {given} thresholds for {heads} heads by {policy.criterion}: give {needed}")
     if by_patience and policy.patience is None:

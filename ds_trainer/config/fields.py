@@ -1,16 +1,17 @@
 """The types of a recipe's fields, each with its unit and the message for a mistake."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ds_trainer.ranks.failures import UserError
 
+_TOO_LARGE = 2**63
+"""The first whole number that torch and numpy cannot hold."""
+
 
 def _whole_or_fraction(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
     if whole or (isinstance(value, float) and 0 <= value <= 1):
         return value
     raise UserError("write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
@@ -23,8 +24,8 @@ Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
 Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
-Positive = Annotated[int, Field(strict=True, gt=0)]
-Count = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, gt=0, lt=_TOO_LARGE)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=_TOO_LARGE)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

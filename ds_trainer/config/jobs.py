@@ -23,7 +23,7 @@ BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The names of the flag and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
+"""Our names of dtypes, and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
 
 
 _DISTINCT = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
@@ -32,15 +32,15 @@ Counts = Annotated[tuple[Count, ...], _DISTINCT]
 Names = Annotated[tuple[str, ...], _DISTINCT]
 
 
-class Job(BaseModel):
-    """What every command has: what the user permits the model folders that it loads."""
+class CommandJob(BaseModel):
+    """What the jobs of all commands have: what the user permits the model folders that it loads."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     trust: Trust
 
 
-class TaskJob(Job):
+class TaskJob(CommandJob):
     """What the commands have that run a model on a task."""
 
     model: str
@@ -50,7 +50,7 @@ class TaskJob(Job):
     cache_dir: str | None
 
 
-class TrainJob(Job):
+class TrainJob(CommandJob):
     """A checked training command: the recipe, the engine file as written, and what the flags request."""
 
     command: str
@@ -94,13 +94,12 @@ class EvaluateJob(TaskJob):
             return None
         if saved is None:
             raise UserError(f"an exit policy is given, and {self.model} has no {EXITS_FILE}, so no heads to exit at")
-        regression = saved.policy.criterion == "patience" and bool(saved.policy.thresholds)
-        if self.exits.patience is not None and regression:  # its tolerances stay
+        if self.exits.patience is not None and saved.policy.of_regression:  # its tolerances stay
             return saved.policy.model_copy(update={"patience": self.exits.patience})
-        return policy_of(self.exits, len(saved.layers), regression)
+        return policy_of(self.exits, len(saved.layers), saved.policy.of_regression)
 
 
-class ExportJob(Job):
+class ExportJob(CommandJob):
     """A checked export command."""
 
     model: Path
@@ -135,7 +134,7 @@ class ExportJob(Job):
         return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
 
 
-class BenchmarkJob(Job):
+class BenchmarkJob(CommandJob):
     """A checked benchmark command: model folders by label, the base of all ratios first, and what to measure at."""
 
     folders: dict[str, Path]

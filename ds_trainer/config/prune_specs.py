@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ds_trainer.config.fields import Count, Positive, Rate, Strict, Units
+from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Strict, Units
 from ds_trainer.config.schedules import Shape
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.ranks.failures import UserError
@@ -83,23 +83,20 @@ class PruneSpec(Strict):
         None, min_length=1, description="name patterns of linear layers; of a head's or neuron's block all or none"
     )
     mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
-    mask_scale: float = Field(
-        0.0, description="the constant, or half of the uniform range; by default 1 for threshold, 2.197 for l0"
-    )
+    mask_scale: float = Field(0.0, description="the constant, or half of the range; 1 for threshold, 2.197 for l0")
     initial_threshold: float = Field(1.0, description="by default 0 for threshold and sigmoied_threshold")
     final_threshold: float = Field(
         0.15,
         description="the share to keep; for threshold and sigmoied_threshold what scores must exceed, by default 0.1; "
         "null in either threshold means the default, or the target",
     )
-    target_flops: float | None = Field(
+    target_flops: Fraction | None = Field(
         None,
         gt=0,
-        le=1,
         description="share of the encoder's FLOPs to keep, instead of final_threshold, chosen over all layers with "
         "scores standardised among heads and among neurons",
     )
-    target_latency: float | None = Field(None, gt=0, le=1, description="share of the encoder's measured seconds")
+    target_latency: Fraction | None = Field(None, gt=0, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
     uniform: bool = Field(False, description="keep the same number in every layer, for each kind of matrix or block")
     min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
@@ -109,12 +106,8 @@ class PruneSpec(Strict):
     schedule: Shape = "cubic"
     regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = None
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
-    global_topk: bool = Field(
-        False, description="one threshold over all layers; scores of different granularities are standardised first"
-    )
-    global_topk_frequency_compute: Positive = Field(
-        1, description="optimizer steps between choices over all layers, by global_topk or a target"
-    )
+    global_topk: bool = Field(False, description="one threshold over all layers; unlike scores are standardised")
+    global_topk_frequency_compute: Positive = Field(1, description="steps between two choices over all layers")
     mask_scores_learning_rate: Rate = Field(1e-2, description="by default 0.1 for l0")
     evaluate_at_final_threshold: bool = Field(False, description="evaluations also score the model at final_threshold")
     train_weights: bool = Field(True, description="false trains only the scores (static model pruning)")

@@ -9,17 +9,18 @@ imports neither torch nor DeepSpeed, so that mistakes are reported at once.
 from __future__ import annotations
 
 import difflib
-import json
-import typing
+import os
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ds_trainer.config.exit_specs import ExitsSpec, ExitTerm, SavedExits  # noqa: F401
+from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
+from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError
 
@@ -90,19 +91,13 @@ class Phase(Strict):
     fp16: bool | None = None
 
     per_device_eval_batch_size: Positive = 64
-    max_skipped_steps: Positive = Field(
-        50, description="stop after so many skipped steps in a row; a scale of 2**32 in fp16 costs 33 at the most"
-    )
+    max_skipped_steps: Positive = Field(50, description="in a row; fp16 with a scale of 2**32 skips 33 at the most")
     logging_steps: Steps = 10
-    histograms: bool = Field(
-        False, description="of every trained parameter, its scores and gradients, in TensorBoard at every record"
-    )
+    histograms: bool = Field(False, description="of parameters, scores and gradients, in TensorBoard at every record")
     eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
-    metric_for_best_model: str | None = Field(
-        None, description="also keep the checkpoint that was best by this metric of evaluation, e.g. accuracy"
-    )
+    metric_for_best_model: str | None = Field(None, description="e.g. accuracy: also keep the best checkpoint by it")
     greater_is_better: bool = Field(True, description="whether more of that metric is better")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
     shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
@@ -110,7 +105,7 @@ class Phase(Strict):
     @model_validator(mode="before")
     @classmethod
     def _one_home_of_weights(cls, data: Any) -> Any:
-        """Move the weights that techniques name into the loss table; distil the terms that it weighs."""
+        """Move the weights that techniques name into the loss table; by default its entries choose their terms."""
         if not _is_nested(data):
             return data
         loss, techniques = data.get("loss"), dict(data.get("techniques") or {})
@@ -242,9 +237,10 @@ def parse_task(data: dict[str, Any]) -> TaskSpec:
     return _parse(TaskParser, {"task": data}, "").task
 
 
-def parse_exits(data: dict[str, Any], where: str) -> SavedExits:
-    """Check the `exits.json` of a model folder; `where` names it in errors."""
-    return _parse(SavedExits, data, where)
+def saved_exits(folder: str | Path) -> SavedExits | None:
+    """Read the `exits.json` of a model folder; None where there is none, UserError where it is not valid."""
+    path = os.path.join(folder, EXITS_FILE)
+    return _parse(SavedExits, read_json(path, "the exits of a model,"), path) if os.path.isfile(path) else None
 
 
 def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
@@ -267,18 +263,13 @@ def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
         raise UserError("\n".join(f"{prefix}{_message(model, item)}" for item in error.errors())) from None
 
 
-def recipe_schema() -> str:
-    """Return the JSON schema of the recipe, for editors."""
-    return json.dumps(Recipe.model_json_schema(), indent=2)
-
-
 def _message(model: type[BaseModel], error: Any) -> str:
     """Return the message of one of pydantic's errors, with the path of the field as the user wrote it."""
     owner, path = _walk(model, error["loc"])
     if error["type"] != "extra_forbidden":
         message, value = error["msg"].removeprefix("Value error, "), error["input"]
-        found = "" if isinstance(value, dict | list) else f" (found {shown(value)})"
-        return f"{'.'.join(path)}: {message}{found}" if path else message
+        instead = "" if isinstance(value, dict | list) else f" (found {shown(value)})"
+        return f"{'.'.join(path)}: {message}{instead}" if path else message
     known = list(owner.model_fields)
     near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
@@ -305,7 +296,7 @@ def _models_in(annotation: Any) -> set[type[BaseModel]]:
     """Return the pydantic models inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
-    return {found for arg in typing.get_args(annotation) for found in _models_in(arg)}
+    return {model for argument in get_args(annotation) for model in _models_in(argument)}
 
 
 def _terms(technique: str, table: dict[str, Any]) -> list[str]:
@@ -314,10 +305,10 @@ def _terms(technique: str, table: dict[str, Any]) -> list[str]:
 
 
 def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
-    """Return the loss table of a phase with exits. By default the only term is "heads"; each term weighs 1.
+    """Return the loss table of a phase with exits, in which their terms (by default "heads") weigh 1 by default.
 
-    Joint training has the model's own head in the loss of the heads, and otherwise the head is frozen: the task weighs
-    nothing beside them, unless the recipe gives it a weight.
+    In joint training the term exits.heads has the loss of the model's own head in it; in training of the heads alone
+    the model's own head is frozen. In both cases the task's loss weighs 0, unless the recipe gives it a weight.
     """
     if _terms("exits", table):
         return table

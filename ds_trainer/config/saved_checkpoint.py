@@ -36,10 +36,6 @@ class SavedCheckpoint:
     position: Mapping[str, Any]
     """Where the run was, as `engine.checkpoint.CheckpointState`."""
 
-    @property
-    def recipe_file(self) -> Path:
-        return self.run / _RECIPE
-
 
 def is_checkpoint(name: str) -> bool:
     """Whether a path is a checkpoint of a run, and not a model folder that has such a name."""

@@ -4,8 +4,6 @@ They are pure functions of the step, so that a resumed run needs no schedule sta
 nor DeepSpeed: the recipe is checked with it before either is loaded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

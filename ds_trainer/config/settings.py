@@ -7,6 +7,9 @@ from ds_trainer.files.json_file import value_mistake
 from ds_trainer.files.messages import cut, listed, shown
 from ds_trainer.ranks.failures import UserError
 
+_DEEPEST = 100
+"""The parts of a path at most: no field lies deeper, and Python's recursion ends at 1,000."""
+
 
 def apply_setting(target: dict[str, Any], setting: str) -> None:
     """Change the field of an object that the PATH=JSON of a `--set` names."""
@@ -21,7 +24,7 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
     """
     path, equals, text = setting.partition("=")
     parts = path.split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > _DEEPEST:
         raise UserError(f'--set "{cut(setting, 200)}": write PATH=JSON, e.g. phases.prune.max_steps=100')
     try:
         value = json.loads(text)

@@ -18,6 +18,7 @@ from ds_trainer.ranks.failures import UserError
 
 Term = Literal["logits", "mse", "cos", "hidden", "attention"]
 LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
+_PAIRS = "[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
 
 
 class DistillSpec(Strict):
@@ -27,17 +28,13 @@ class DistillSpec(Strict):
     terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
-    layer_pairs: list[LayerPair] = Field(
-        [[-1, -1]], min_length=1, description="[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
-    )
+    layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
     cache_teacher: bool = Field(False, description="keep the teacher's answers to the training set on disk")
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
-    alpha_ce: Rate | None = Field(
-        None, description='becomes the loss weight "task" beside alpha_distil, else "distill.logits"'
-    )
+    alpha_ce: Rate | None = Field(None, description='beside alpha_distil the weight "task", else "distill.logits"')
     alpha_distil: Rate | None = Field(None, description='becomes the loss weight "distill.logits"')
     alpha_mlm: Rate | None = Field(None, description='becomes the loss weight "task"')
     alpha_clm: Rate | None = Field(None, description='becomes the loss weight "task"')
@@ -78,9 +75,7 @@ class Techniques(Strict):
 class StudentSpec(Strict):
     """A smaller model to start from: chosen layers of the larger one, or a config of its own with random weights."""
 
-    layers: list[Count] | None = Field(
-        None, min_length=1, description="layers to copy, counted from 0; embeddings and head are copied too"
-    )
+    layers: list[Count] | None = Field(None, min_length=1, description="counted from 0; embeddings and head go along")
     model_type: str | None = Field(None, description='family of the copy, by default the same; "distilbert" of a BERT')
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields: random weights instead")
 

@@ -3,8 +3,6 @@
 All ratios are relative to the first folder. Everything is measured in one process, on one device at a time.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.metadata
 import inspect
@@ -19,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoModel
 
 from ds_trainer.config.jobs import DTYPES, OF_THE_TASK, BenchmarkJob
 from ds_trainer.deploy.benchmark_cases import BenchmarkCase, benchmark_cases
 from ds_trainer.deploy.benchmark_page import show, write, write_numbers
-from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit, in_turns, summary
+from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit_in_memory, in_turns, summary
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models import pretrained
 from ds_trainer.models.flops import encoder_flops
@@ -32,10 +29,11 @@ from ds_trainer.models.layers import blocks_of, count_weights, layers_of
 from ds_trainer.models.model_folder import INT8
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
+from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.tasks.task import Batch, Predict, Task
+from ds_trainer.tasks.task import Predict, Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 from ds_trainer.techniques.exits.heads import has_exits
 
@@ -45,12 +43,11 @@ _TRACED = 8
 """The length of the batch that an .onnx file is made with; the file takes any length."""
 _CHECKED = 21
 """The length of the batch that an .onnx file is checked with, where the model has so many positions."""
-_HEADLESS = pretrained.HeadKind("model without a head", AutoModel, MODEL_MAPPING)
 
 
 @dataclass
 class BenchmarkModel:
-    """A folder, its model on the CPU in fp32, the task that reads texts as it needs them, and how it exits early."""
+    """A folder, its model on the CPU in fp32, the task that reads texts as it needs them, and its early exits."""
 
     folder: Path
     model: Any
@@ -68,9 +65,9 @@ class BenchmarkModel:
         return [batch.inputs for batch in batches(self.task, size)]
 
     def mean_flops(self, lengths: Sequence[int]) -> float | None:
-        """The encoder's FLOPs for an example, over these lengths; None for layers of a family that is not known.
+        """The mean over these lengths of the encoder's FLOPs for an example; None for a family that is not known.
 
-        A family is known where everything that costs is: attention by its block, or DeBERTa's.
+        A family is known where all products of its layers are counted: those of a block of attention, or of DeBERTa's.
         """
         layers = layers_of(self.model).values()
         known = all(
@@ -83,7 +80,7 @@ class BenchmarkModel:
 
 def benchmark(job: BenchmarkJob) -> None:
     """Measure what a job requests: tables on standard output, and the files of its output folder."""
-    pretrained.quiet_transformers()
+    silence_transformers()
     distributed.keep_freed_memory()  # as this library does in training and evaluation
     with leaving():
         for results in measure(job):
@@ -154,9 +151,7 @@ def add_ratios(
     A speed-up is the median over the turns of the ratio of two calls in one turn: what disturbs the machine for some
     turns does not change it.
     """
-    for label, each in times.items():
-        if base not in times:
-            continue
+    for label, each in times.items() if base in times else ():
         turns = zip(taken[base], taken[label], strict=False)  # the time limit may cut the last turn short
         each["speed_up"] = statistics.median(first / second for first, second in turns)
         of_model, of_base = flops.get(label), flops.get(base)
@@ -190,20 +185,18 @@ def _devices(job: BenchmarkJob) -> list[str]:
 
 def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, BenchmarkModel]:
     folders = list(job.folders.values())
-    if not all(fit(folders, torch.device(device)) for device in devices):
+    if not all(fit_in_memory(folders, torch.device(device)) for device in devices):
         raise UserError(
-            f"the {len(folders)} models together, which are measured in turns, would take more than half of the memory "
-            f"in fp32: give fewer folders"
+            f"the {len(folders)} models are measured in turns, and would take more than half of the free memory "
+            f"together, in fp32: give fewer folders"
         )
     return {label: _load_one(folder, job) for label, folder in job.folders.items()}
 
 
 def _load_one(folder: Path, job: BenchmarkJob) -> BenchmarkModel:
     if job.task is None:
-        headless = _HEADLESS.trained_in(pretrained.load_config(folder, _HEADLESS))
-        model: Any = pretrained.load_with_head(folder, _HEADLESS) if headless else pretrained.load_trained(folder)
-        if model.config.pad_token_id is None:  # decoders without one classify one text at a time
-            model.config.pad_token_id = 0
+        model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
+        pretrained.set_padding(model, 0)
         return BenchmarkModel(folder, model.eval())
     task = build_task(job.task, folder, job.cache_dir)
     task.check_trained(folder)
@@ -227,28 +220,21 @@ def _check_lengths(job: BenchmarkJob, models: Mapping[str, BenchmarkModel]) -> N
 def _export(models: Mapping[str, BenchmarkModel], aside: Path, int8: bool) -> Iterator[str]:
     """Write the .onnx file of each model, and a copy in int8 if requested; yield a line for each that has none."""
     for number, (label, model) in enumerate(models.items()):
-        path = aside / str(number) / "model.onnx"
-        path.parent.mkdir()
+        path = aside / f"{number}.onnx"
         try:
             write_onnx(model.model, random_inputs(model.model, _TRACED, 2), path)
-            check_onnx(model.model, path, [_masked_inputs(model.model)])
+            checked = random_inputs(model.model, min(_CHECKED, pretrained.positions_of(model.model) or _CHECKED), 2)
+            if "attention_mask" in checked:  # half of the second text is padding
+                checked["attention_mask"][1, _CHECKED // 2 :] = 0
+            check_onnx(model.model, path, [checked])
             model.onnx_files["fp32"] = path
             if int8:
-                quantise(path, quantised := path.with_name(f"model.{INT8}.onnx"))
-                model.onnx_files[INT8] = quantised
+                quantise(path, aside / f"{number}.{INT8}.onnx")
+                model.onnx_files[INT8] = aside / f"{number}.{INT8}.onnx"
         except Exception as error:  # noqa: BLE001 - exporters raise many kinds of errors; other backends are measured
             yield f"{label}: no ONNX file: {_named(error)}"
         if model.task and model.task.own_inputs:
             yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
-
-
-def _masked_inputs(model: Any) -> dict[str, Tensor]:
-    """A batch of another length than an .onnx file is made with, and with half of the second text masked."""
-    length = min(_CHECKED, pretrained.positions_of(model) or _CHECKED)
-    inputs = random_inputs(model, length, 2)
-    if "attention_mask" in inputs:
-        inputs["attention_mask"][1, length // 2 :] = 0
-    return inputs
 
 
 def _score(models: Mapping[str, BenchmarkModel], batch_size: int) -> None:
@@ -257,21 +243,21 @@ def _score(models: Mapping[str, BenchmarkModel], batch_size: int) -> None:
         assert model.task is not None, "all models have one or none has"
         distributed.info(f"{label}: scoring")
         device = distributed.device()
-        ways: dict[str, Predict] = {"torch": partial(_predict, _placed(model.model, device, torch.float32))}
+        ways: dict[str, Predict] = {"torch": _predictor(_placed(model.model, device, torch.float32))}
         if model.early:
-            ways["torch, early exit"] = partial(_predict, _placed(model.early, device, torch.float32))
+            ways["torch, early exit"] = _predictor(_placed(model.early, device, torch.float32))
         for dtype, path in model.onnx_files.items():
             ways[_named_with("onnxruntime", dtype)] = predictor(session(path, torch.get_num_threads()))
         for way, predict in ways.items():
             model.scores[way] = evaluate(predict, model.task, batch_size).scores
 
 
-def _predict(model: Any, batch: Batch) -> Any:
-    return model(**batch.inputs)
+def _predictor(model: Any) -> Predict:
+    return lambda batch: model(**batch.inputs)
 
 
 def _named_with(name: str, dtype: str) -> str:
-    """The name of a score or a size with its type, which is left out where it is fp32."""
+    """The name of a score or a size, with its type where that is not fp32."""
     return name if dtype == "fp32" else f"{name}, {dtype}"
 
 
@@ -293,10 +279,11 @@ def _measured(models: Mapping[str, BenchmarkModel], case: BenchmarkCase, limit: 
         compile_anew()
     for label, model in models.items():
         for name, build in _ways(label, model, case).items():
-            calls[name], failure = _warm_calls(build, inputs[label], case.device)
-            if failure:
-                notes[name] = failure
-    taken = in_turns({name: each for name, each in calls.items() if each}, limit, torch.device(case.device), CALLS)
+            try:
+                calls[name] = _warm_calls(build(), inputs[label], case.device)
+            except Exception as error:  # noqa: BLE001, PERF203 - compilers raise many kinds of errors
+                notes[name] = _named(error)
+    taken = in_turns(calls, limit, torch.device(case.device), CALLS)
     times = {
         label: summary(each) | {"examples_per_s": case.batch_size * len(each) / sum(each)}
         for label, each in taken.items()
@@ -310,18 +297,12 @@ def _measured(models: Mapping[str, BenchmarkModel], case: BenchmarkCase, limit: 
     return asdict(case) | {"mean_tokens": sum(tokens) / len(tokens), "folders": times, "notes": notes}
 
 
-def _warm_calls(
-    build: Callable[[], Inference], inputs: Sequence[Mapping[str, Tensor]], device: str
-) -> tuple[list[partial[Any]], str | None]:
-    """A call for each batch, already made once; or why there is none."""
-    try:
-        forward = build()
-        calls = [partial(forward, {name: value.to(device) for name, value in batch.items()}) for batch in inputs]
-        for call in calls:
-            call()
-    except Exception as error:  # noqa: BLE001 - compilers and runtimes raise many kinds of errors
-        return [], _named(error)
-    return calls, None
+def _warm_calls(forward: Inference, inputs: Sequence[Mapping[str, Tensor]], device: str) -> list[partial[Any]]:
+    """A call for each batch, already made once."""
+    calls = [partial(forward, {name: value.to(device) for name, value in batch.items()}) for batch in inputs]
+    for call in calls:
+        call()
+    return calls
 
 
 def _ways(label: str, model: BenchmarkModel, case: BenchmarkCase) -> dict[str, Callable[[], Inference]]:

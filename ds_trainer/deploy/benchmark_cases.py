@@ -1,7 +1,5 @@
 """The cases of a benchmark: every combination of backend, device, type, threads, length and batch size that can run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

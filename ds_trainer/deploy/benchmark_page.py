@@ -3,9 +3,7 @@
 `results` is the content of `benchmark.json`, as `benchmark.measure` yields it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +82,16 @@ def sizes(results: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def times(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """A row for each folder in each case."""
-    return [row for measured in results["measurements"] for row in _rows_of(measured)]
+    rows = []
+    for measured in results["measurements"]:
+        case = {name: str(measured[name]) for name in ("backend", "device", "dtype", "threads")}
+        tokens = measured["length"] if measured["length"] != OF_THE_TASK else f"~{measured['mean_tokens']:.1f}"
+        case |= {"tokens": str(tokens), "batch": str(measured["batch_size"])}
+        for label, numbers in measured["folders"].items():
+            shown = {name: f"{numbers[key]:,.2f}" if key in numbers else "–" for key, name in _COLUMNS.items()}
+            rows.append({"folder": label} | case | shown)
+        rows += [{"folder": label} | case | {"median ms": "see below"} for label in measured["notes"]]
+    return rows
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
@@ -134,20 +141,6 @@ def measured_models(results: Mapping[str, Any]) -> tuple[str | None, list[Measur
                 score = folder["scores"].get(way, {}).get(metric) if metric else None
                 shown.append(MeasuredModel(name, size, share, score, speed_ups))
     return metric, shown
-
-
-def _rows_of(measured: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    case = {name: str(measured[name]) for name in ("backend", "device", "dtype", "threads")}
-    tokens = measured["length"] if measured["length"] != OF_THE_TASK else f"~{measured['mean_tokens']:.1f}"
-    case |= {"tokens": str(tokens), "batch": str(measured["batch_size"])}
-    for label in [*measured["folders"], *measured["notes"]]:
-        row = {"folder": label} | case
-        numbers = measured["folders"].get(label)
-        if numbers is None:
-            yield row | {"median ms": "see below"}
-        else:
-            shown = {name: f"{numbers[key]:,.2f}" if key in numbers else "–" for key, name in _COLUMNS.items()}
-            yield row | shown
 
 
 def _short(measured: Mapping[str, Any], measurements: Sequence[Mapping[str, Any]]) -> str:

@@ -1,7 +1,5 @@
 """Export a trained engine as an ordinary model folder: gather, fold the masks, cut, save, reload and compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.deploy.agreement import TOLERANCE, check_same, differences, tolerance_in
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import count_weights, sizes_of, whole_state_dict, whole_totals
 from ds_trainer.models.shrink import NothingToCutError, shrink
@@ -22,8 +21,6 @@ Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
 
 Change = Callable[[Any], Any]
 """Makes the model to save from the folded one: the same model, or another that gives the same logits."""
-
-TOLERANCE = 1e-5
 
 
 def as_it_is(model: Any) -> Any:
@@ -76,11 +73,12 @@ def save_folded(
 ) -> dict[str, Any]:
     """Fold, change and save a model, once the reloaded folder gives the masked model's logits on a real batch.
 
-    Returns `weights`, those of the folder and, where the change made them fewer, the totals `before`, and
-    `max_logit_difference`. In 16 bits a changed model rounds otherwise: there the folded model is compared in its own
-    precision, and the changed one with it in fp32.
+    Returns `max_logit_difference`, and the counts of the folder's `weights`, with the totals `before` where the change
+    made them fewer. In 16 bits a changed model rounds differently from the masked one. So the folded model is compared
+    with the masked one in their precision, and the changed model with the folded one in fp32.
     """
-    before = task.logits(model(**batch.inputs), batch)
+    what = f"{folder} is not written: the exported model's logits"
+    expected = task.logits(model(**batch.inputs), batch)
     # a technique may need another implementation than the default, and they do not round alike
     attention = model.config._attn_implementation
     for technique in techniques:
@@ -88,10 +86,10 @@ def save_folded(
     folded, model = model, change(model)
     totals, dtype, tolerance = whole_totals(folded), next(model.parameters()).dtype, TOLERANCE
     if model is not folded:
-        _check_same(before, task.logits(folded(**batch.inputs), batch), TOLERANCE, folder)
-        before = task.logits(folded.float()(**batch.inputs), batch)
-        # constants are added to biases, which are rounded to the precision they are saved in
-        dtype, tolerance = torch.float32, max(TOLERANCE, 4 * torch.finfo(dtype).eps)
+        given = task.logits(folded(**batch.inputs), batch)
+        check_same(differences(zip(expected, given, strict=True)), TOLERANCE, what)
+        expected = task.logits(folded.float()(**batch.inputs), batch)
+        dtype, tolerance = torch.float32, tolerance_in(dtype)
     del folded
     results: dict[str, Any] = {}
 
@@ -100,20 +98,13 @@ def save_folded(
             technique.save(aside)
         reloaded: Any = task.build_model(aside).to(dtype).eval()
         reloaded.set_attn_implementation(attention)
-        after = task.logits(reloaded(**batch.inputs), batch)
-        results["max_logit_difference"] = _check_same(before, after, tolerance, folder)
+        given = task.logits(reloaded(**batch.inputs), batch)
+        compared = differences(zip(expected, given, strict=True))
+        check_same(compared, tolerance, what)
+        results["max_logit_difference"] = compared["max_difference"]
         results["weights"] = count_weights(reloaded)
         if results["weights"]["model"]["total"] < totals["model"]:
             results["weights"] |= {"sizes": sizes_of(reloaded), "before": totals}
 
     save_folder(model, task.tokenizer, folder, finish)
     return results
-
-
-def _check_same(before: Sequence[Tensor], after: Sequence[Tensor], tolerance: float, folder: Path) -> float:
-    """The largest difference of logits; RuntimeError where it is more than rounding."""
-    difference = max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True))
-    scale = max(1.0, *(float(logits.abs().max()) for logits in before))
-    if not difference <= tolerance * scale:
-        raise RuntimeError(f"the exported model's logits differ by {difference}: {folder} is left as it was")
-    return difference

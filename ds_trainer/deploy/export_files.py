@@ -1,7 +1,5 @@
 """The names of the files of an export, and the report that it leaves. Loads no torch."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -5,14 +5,16 @@ is whole and its numbers agree, so that an error leaves nothing behind. Exit hea
 holds the plain model.
 """
 
-from __future__ import annotations
-
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,11 +24,12 @@ import torch
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.deploy import onnx_file
+from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.reading import read_value
-from ds_trainer.files.writing import write_json
+from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
@@ -36,14 +39,13 @@ from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
 
-_TOLERANCE = 1e-5
-"""By how much the logits of a shrunk model may differ, where the largest is 1 or less."""
 _SENTENCES = (
     "It rains.",
     "The old apple tree behind the house was cut down last winter, and nobody has planted another one since.",
@@ -60,16 +62,11 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
 
     UserError where the folder cannot be written.
     """
-    pretrained.quiet_transformers()
-    # on the disk of the output folder, so that files can be moved there
-    place = next(path for path in (job.output.absolute(), *job.output.absolute().parents) if path.is_dir())
-    with as_user_error(f"the output folder {job.output} cannot be written"):
-        aside = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
-    with leaving(), aside as folder:
-        made = Path(folder, "made")
-        made.mkdir()
+    silence_transformers()
+    with leaving(), _folder_aside(job.output) as aside:
+        made = aside / "made"
         source = job.checkpoint.path if job.checkpoint else job.model
-        report = {"folder": str(source), **_written(job, made, Path(folder))}
+        report = {"folder": str(source), **_written(job, made, aside)}
         if not job.writes_folder:
             report |= _earlier(job.output)
         write_json(made / REPORT, report)
@@ -78,16 +75,46 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
     print(json.dumps(report, indent=2), file=output, flush=True)
 
 
+@contextlib.contextmanager
+def _folder_aside(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder that holds an empty folder `made`, and remove those that killed exports left.
+
+    It lies on the disk of the output folder, so that files can be moved there. Its process locks it, and a lock ends
+    with its process. `made` comes after the lock: a folder with it that nobody locks is one of a dead process.
+    """
+    place = existing_above(output)
+    for made in place.glob(".export.*.tmp/made"):
+        with contextlib.suppress(OSError), _locked(made.parent):
+            shutil.rmtree(made.parent)
+    with as_user_error(f"the output folder {output} cannot be written"):
+        temporary = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
+    with temporary as name, contextlib.ExitStack() as until_end:
+        with contextlib.suppress(OSError):  # this file system has no locks: nobody will remove what is left here
+            until_end.enter_context(_locked(Path(name)))
+        Path(name, "made").mkdir()
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; OSError where another process has locked it, or where its file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _earlier(folder: Path) -> dict[str, Any]:
     """The report of how the model of a folder was made, which the report of its .onnx files keeps as `earlier`."""
     try:
         report = read_report(folder) or {}
     except UserError:  # a file that the user lets us overwrite
         return {}
-    of_onnx = {"onnx", "int8"} & report.keys()
-    if of_onnx and not {"shrunk", "compact", "unpacked", "imported"} & report.keys():
-        return {"earlier": report["earlier"]} if "earlier" in report else {}
-    return {"earlier": {name: value for name, value in report.items() if name not in of_onnx}} if report else {}
+    of_model = {name: value for name, value in report.items() if name not in ("onnx", "int8")}
+    earlier = report.get("earlier") or of_model
+    return {"earlier": earlier} if earlier.keys() - {"folder", "scores"} else {}
 
 
 def _put_in_place(made: Path, job: ExportJob) -> None:
@@ -125,7 +152,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
     model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
-    scores = {"model": _score_of_folder(job, task, job.model)} if task else {}
+    scores = {"model": score_folder(task, job.model, job.batch_size).scores} if task else {}
     batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
     report: dict[str, Any] = {}
     if job.checkpoint:
@@ -140,7 +167,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         compared = onnx_file.compare(model, onnx_file.by_torch(packed), batches)
         report["compact"] = {"file": COMPACT_FILE, **written, **compared}
         if task:
-            scores["compact"] = _score_of_folder(job, task, made)
+            scores["compact"] = score_folder(task, made, job.batch_size).scores
     if job.onnx:
         report |= _onnx(job, model, batches, made)
         for name in ("onnx", "int8"):
@@ -151,10 +178,8 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
 
 
 def _padding(model: Any, tokenizer: Any) -> Any:
-    """Have the model run on batches, and return it: decoders without a padding token classify one text at a time."""
-    padding = pretrained.pad_token_id(tokenizer)  # which gives a tokenizer without such a token one
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = padding
+    """Give model and tokenizer a padding token where they have none, and return the model."""
+    pretrained.set_padding(model, pretrained.pad_token_id(tokenizer))  # which gives the tokenizer such a token, too
     return model
 
 
@@ -175,13 +200,10 @@ def _dtype_of(folder: Path) -> torch.dtype:
 
 def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
     """Load the shrunk folder and report it, once its outputs are those of the whole model."""
-    shrunk, dtype = _padding(pretrained.load_trained(folder).eval(), tokenizer), _dtype_of(folder)
-    report = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
-    # constants are added to biases, which are rounded to the precision they are saved in
-    tolerance = max(_TOLERANCE, 0.0 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
-    if report["max_difference"] > tolerance * max(1.0, report["largest"]):
-        raise RuntimeError(f"the shrunk model's outputs differ by {report['max_difference']}")
-    return shrunk, report | {"weights": total_weights(shrunk)}
+    shrunk = _padding(pretrained.load_trained(folder).eval(), tokenizer)
+    compared = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
+    check_same(compared, tolerance_in(_dtype_of(folder)), "the shrunk model's outputs")
+    return shrunk, compared | {"weights": total_weights(shrunk)}
 
 
 def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Path) -> dict[str, Any]:
@@ -199,7 +221,8 @@ def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Pat
     if job.quantize:
         with as_user_error(f"{job.model} cannot be quantised"):
             onnx_file.quantise(target, small)
-        compared = onnx_file.compare_file(model, small, batches, threads)
+        opened = onnx_file.session(small, threads)
+        compared = onnx_file.compare(model, partial(onnx_file.outputs, opened), batches)
         report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
     return report
 
@@ -217,17 +240,9 @@ def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
 
 
 def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
-    """Batches of the task's texts: the shortest, the longest, both with one between, and eight of all lengths."""
+    """Batches of the task's texts: the shortest, the longest, and eight of all lengths, padded to one."""
     examples = task.examples(task.splits[0])
     order = np.argsort(examples.lengths, kind="stable").tolist()
-    of_all = order[:: max(1, len(order) // 8)][:8]
-    for some in ([order[0]], [order[-1]], [order[0], order[len(order) // 2], order[-1]], of_all):
+    for some in (order[:1], order[-1:], order[:: max(1, len(order) // 8)][:8]):
         inputs = task.collate(examples, some).inputs
         yield {name: value for name, value in inputs.items() if name not in task.own_inputs}
-
-
-@torch.no_grad()
-def _score_of_folder(job: ExportJob, task: Task, folder: Path) -> dict[str, float]:
-    task.check_trained(folder)
-    model: Any = task.build_model(folder).to(distributed.device()).eval()
-    return evaluate(lambda batch: model(**batch.inputs), task, job.batch_size).scores

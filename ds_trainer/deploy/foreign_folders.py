@@ -1,14 +1,12 @@
 """Import the folders of two other programs: movement pruning (arXiv 2005.07683) and DeeBERT (arXiv 2004.12993).
 
-A masked BERT has `mask_scores` beside the matrices of its layers. It is folded as its own script, bertarize.py, does:
-the result is a plain BERT. DeeBERT has a "highway" after every layer, a pooler and a classifier: the result is a plain
-BERT or RoBERTa with exit heads. Configs this old say little, so family and head are read from the weights' names.
+A masked BERT has `mask_scores` beside the matrices of its layers. It is folded as the program's script bertarize.py
+does: the result is a plain BERT. DeeBERT has a "highway" after every layer, a pooler and a classifier: the result is a
+plain BERT or RoBERTa with exit heads. Configs this old say little, so family and head are read from the weights' names.
 
 The weights may be in `pytorch_model.bin`, a pickle. It is read as weights only, and only here without `--allow_pickle`:
 a user who names the program that wrote a folder asks for it.
 """
-
-from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from transformers import AutoConfig
 
 from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.jobs import ExportJob
-from ds_trainer.files.messages import listed, quoted
+from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import TOKENIZER_FILES
 from ds_trainer.models.folders import save_folder
@@ -63,18 +61,16 @@ def import_folder(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     model = _plain_model(job.model, config, state)
     tokenizer = _load_tokenizer(job.model, model, aside / "tokenizer")
     check_fits(model, tokenizer, max_seq_length=1)
-    report: dict[str, Any]
+    report: dict[str, Any] = {"from": job.import_from}
     if masked:
-        method, threshold = config["pruning_method"], job.threshold
-        _fold(job.model, model, beside, method, threshold or 0.0)
-        save_folder(model, tokenizer, made)
-        report = {"pruning_method": method, "threshold": threshold}
-    else:
-        save_folder(model, tokenizer, made)
-        layers = _save_heads(job.model, model, beside, made)
-        report = {"exits": layers, "left_out": "the highway of the last layer, which DeeBERT does not train"}
+        report |= {"pruning_method": config["pruning_method"], "threshold": job.threshold}
+        _fold(job.model, model, beside, config["pruning_method"], job.threshold or 0.0)
+    save_folder(model, tokenizer, made)
+    if not masked:
+        report["exits"] = _save_heads(job.model, model, beside, made)
+        report["left_out"] = "the highway of the last layer, which DeeBERT does not train"
     load_for_inference(made)  # refuses what would not be loaded later
-    return {"imported": {"from": job.import_from, **report, "weights": total_weights(model)}}
+    return {"imported": report | {"weights": total_weights(model)}}
 
 
 def mask_of(scores: Tensor, method: str, threshold: float) -> Tensor:
@@ -126,13 +122,13 @@ def _plain_model(folder: Path, config: Mapping[str, Any], state: Mapping[str, Te
     with as_user_error(f"the weights of {folder} do not fit its config.json"):
         new: Any = AutoConfig.for_model(family, **fields)
         new.num_labels = len(head)
-        model = kind.model_class(new)(new)
+        model = kind.classes(new)[0](new)
         model.load_state_dict(state)
     return model.eval()
 
 
 def _load_tokenizer(folder: Path, model: Any, staging: Path) -> Any:
-    """The folder's tokenizer: transformers tells its kind by the config, which must be the new one."""
+    """Load the folder's tokenizer beside the new config, by which transformers chooses the tokenizer's class."""
     model.config.save_pretrained(staging)
     for path in folder.iterdir():
         if any(fnmatchcase(path.name, pattern) for pattern in TOKENIZER_FILES):
@@ -144,24 +140,15 @@ def _load_tokenizer(folder: Path, model: Any, staging: Path) -> Any:
 @torch.no_grad()
 def _fold(folder: Path, model: Any, scores: Mapping[str, Tensor], method: str, threshold: float) -> None:
     """Multiply each matrix of the layers by the mask that its scores make."""
-    linears = encoder_linears(model)
-    matrices = {} if method == "magnitude" else {f"{name}{_SCORES}": linear.weight for name, linear in linears.items()}
-    wanted, given = ({name: value.shape for name, value in state.items()} for state in (matrices, scores))
-    wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
-    if wrong:
-        raise UserError(f"the scores of {folder} do not go with its matrices and {method}: {listed(wrong, 3)}")
-    for name, linear in linears.items():
-        values = linear.weight.abs() if method == "magnitude" else scores[f"{name}{_SCORES}"].float()
-        if not values.isfinite().all():
-            raise UserError(f"the weights of {folder}: what {name} is masked by holds NaN or infinity")
-        linear.weight *= mask_of(values, method, threshold)
+    with as_user_error(f"the scores of {folder} do not go with its matrices and {method}"):
+        for name, linear in encoder_linears(model).items():
+            values = linear.weight.abs() if method == "magnitude" else scores[f"{name}{_SCORES}"].float()
+            linear.weight *= mask_of(values, method, threshold)
 
 
 def _save_heads(folder: Path, model: Any, highways: Mapping[str, Tensor], made: Path) -> list[int]:
     """Write a head for every layer but the last, which has the model's own; returns the numbers of those layers."""
     layers = list(range(1, model.config.num_hidden_layers))
-    if not layers:
-        raise UserError(f"the model of {folder} has one layer, which has its own head: there is nowhere to exit")
     heads, names, state = new_heads(model, layers, "first"), _HEADS[model.config.model_type], {}
     with as_user_error(f"the weights of {folder} are not those of DeeBERT's second stage"):
         for name, value in highways.items():

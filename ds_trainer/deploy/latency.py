@@ -3,8 +3,6 @@
 `in_turns` and `summary` measure all latencies of this library: for the report of a run, here, and for the benchmark.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -15,14 +13,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ds_trainer.files.reading import memory
+from ds_trainer.files.reading import memory_limit
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
 from ds_trainer.tasks.data import spread
+from ds_trainer.tasks.evaluation import load_on_device
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.early_exit import with_exits
 from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
@@ -31,6 +31,7 @@ BATCH_SIZES = (1, 32)
 FOR_P95 = 20
 """With fewer calls, the 95th percentile would be the slowest one."""
 _EXAMPLES = 64
+"""How many texts are timed, or one batch of them where a batch is larger."""
 _SECONDS = 60.0
 """The time limit for all models and batch sizes together."""
 _ROUNDS = 5
@@ -49,7 +50,7 @@ class TimedModel:
     task: Task
 
 
-def compare(models: Mapping[str, TimedModel]) -> dict[str, dict[str, Any]]:
+def measure_costs(models: Mapping[str, TimedModel]) -> dict[str, dict[str, Any]]:
     """Measure each model's `size`, its `latency`, and where it has exit heads its `early_exit_latency`.
 
     Latency is by batch size, `{"batch_1": {"median_ms", "p95_ms", "calls"}}`, in fp32, without `p95_ms` where there are
@@ -62,7 +63,7 @@ def compare(models: Mapping[str, TimedModel]) -> dict[str, dict[str, Any]]:
         name: {"size": {"bytes": bytes_on_disk(model.folder)}} for name, model in models.items()
     }
     timed = _with_the_last_data(models)
-    if not fit([model.folder for model in timed.values()]):
+    if not fit_in_memory([model.folder for model in timed.values()]):
         distributed.info("latency: the models of the run are too large to be held in memory together")
         return costs
     forwards = {name: _forwards(model) for name, model in timed.items()}
@@ -132,13 +133,13 @@ def eager(model: Any) -> Inference:
 
 def batches(task: Task, size: int) -> list[Batch]:
     """Whole batches of the chosen examples; a smaller last batch would not measure this size."""
-    examples, chosen = task.examples(task.splits[0]), _chosen(task)
+    examples, chosen = task.examples(task.splits[0]), _chosen(task, size)
     parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
     return [task.collate(examples, part).to(distributed.device()) for part in parts]
 
 
 def bytes_by_form(folder: Path) -> dict[str, int]:
-    """The size of each form of a folder's weights, exit heads counted with each; the model is read from the first."""
+    """The bytes of each form of a folder's weights, with the exit heads; the model is read from the first form."""
     files = {
         "safetensors": [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")],
         "compact": [*folder.glob(COMPACT_FILE)],
@@ -153,14 +154,16 @@ def bytes_on_disk(folder: Path) -> int:
     return next(iter(bytes_by_form(folder).values()), 0)
 
 
-def fit(folders: Sequence[Path], device: torch.device | None = None) -> bool:
-    """Whether the weights of all folders, in fp32, take at most about half of the memory of host and device.
+def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -> bool:
+    """Whether the weights of all folders, in fp32, take at most about half of the memory that is free.
 
-    Weights on disk may be in fp16, half as large as in fp32, or in a compact file, assumed to be an eighth as large.
+    It is that of the host, within the limit of a container, and of the device. In fp32 the weights are assumed to be
+    twice as large as on disk, where they may be in fp16, and eight times as large as a compact file.
     """
-    room, device = memory(), device or distributed.device()
+    room, device = memory_limit(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
+    room = min(room, psutil.virtual_memory().available)
     return sum(bytes_on_disk(folder) * (8 if is_compact(folder) else 2) for folder in folders) <= room / 2
 
 
@@ -172,22 +175,21 @@ def _with_the_last_data(models: Mapping[str, TimedModel]) -> dict[str, TimedMode
 
 def _forwards(timed: TimedModel) -> dict[str, Inference]:
     """The ways to run a folder's model, loaded once: to its end, and with early exits where it has them."""
-    device = distributed.device()
-    model: Any = timed.task.build_model(timed.folder).to(device).eval()
+    model = load_on_device(timed.task, timed.folder)
     if not has_exits(timed.folder):
         return {"latency": eager(model)}
-    early = with_exits(model, timed.folder).to(device).eval()
+    early = with_exits(model, timed.folder).eval()
     return {"latency": eager(early.model), "early_exit_latency": eager(early)}
 
 
-def _chosen(task: Task) -> list[int]:
-    """The same examples for each model of a run, evenly spread over the first evaluation split."""
-    return list(spread(len(task.examples(task.splits[0])), _EXAMPLES))
+def _chosen(task: Task, size: int) -> list[int]:
+    """The same examples for each model, evenly spread over the first evaluation split; enough for a batch of `size`."""
+    return list(spread(len(task.examples(task.splits[0])), max(_EXAMPLES, size)))
 
 
 def _conditions(task: Task) -> dict[str, Any]:
     """What latencies depend on beside the model."""
-    device, chosen = distributed.device(), _chosen(task)
+    device, chosen = distributed.device(), _chosen(task, max(BATCH_SIZES))
     return {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -6,7 +6,6 @@ file itself, which the format limits to 2 GiB. onnx and onnxruntime come with th
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import warnings
@@ -16,10 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.deploy.agreement import agree, differences
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch
@@ -29,26 +28,25 @@ if TYPE_CHECKING:
 
 Inputs: TypeAlias = Mapping[str, Tensor]
 """A batch by the names of a model's inputs."""
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-Forward: TypeAlias = Callable[[Inputs], Sequence[Array]]
+Forward: TypeAlias = Callable[[Inputs], Sequence[Tensor]]
 """Gives the outputs for a batch on the CPU, in the order in which a model has them."""
 
 TOLERANCE = 1e-4
+"""By how much the outputs of an .onnx file may differ, whose operators sum up in another order than torch's."""
 _OPSET = 17
 """The first with layer norm as one operator: every onnxruntime since 1.13 reads it."""
 _OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """The outputs of a model that go into a file."""
 _MOST_BYTES = 2**31 - 2**24
 """The limit for the weights: the format's 2 GiB hold the graph, too."""
-_TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
 
 
-def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
+def write_onnx(model: Any, inputs: Inputs, path: Path) -> None:
     """Write a model on the CPU, in fp32, as an .onnx file whose batch and length are free; sets it to evaluation.
 
     `inputs` are an example, each (rows, length, ...), and name the file's inputs. Its outputs are `logits`, or
-    `start_logits` and `end_logits`; `output` for a model that gives one tensor. Raises UserError for a model of more
-    than 2 GiB, and the exporter's own errors for a model that it cannot follow.
+    `start_logits` and `end_logits`. Raises UserError for a model of more than 2 GiB, and the exporter's own errors for
+    a model that it cannot follow.
 
     The exporter is torch's older one, which traces. For the models that this library knows both give the same numbers
     and onnxruntime runs both equally fast, but the newer one takes five to ten times as long, needs a further package,
@@ -59,22 +57,27 @@ def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
         raise UserError(
             f"the model has {size:,} bytes in fp32, and an .onnx file holds 2 GiB: export a smaller one, --shrink it"
         )
-    traced = {name: value if value.is_floating_point() else value.long() for name, value in inputs.items()}
-    with torch.no_grad(), _eager_attention(model.eval()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one for every branch on a shape, and one for the newer exporter
-        outputs_of_model = _outputs_of(model, traced)
-        axes = {name: {0: "batch", 1: "length"} for name in traced}
-        axes |= {name: _free_axes(name, value) for name, value in outputs_of_model.items()}
-        torch.onnx.export(
-            _ByPosition(model, tuple(traced)).eval(),  # or the exporter would set the model to training at its end
-            tuple(traced.values()),
-            str(path),
-            dynamo=False,
-            input_names=list(traced),
-            output_names=list(outputs_of_model),
-            dynamic_axes=axes,
-            opset_version=_OPSET,
-        )
+    traced = {name: _as_traced(value) for name, value in inputs.items()}
+    attention = model.config._attn_implementation
+    model.eval().set_attn_implementation("eager")  # a smaller graph than torch's fused attention gives, taken apart
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one for every branch on a shape, and one for the newer exporter
+            outputs_of_model = _outputs_of(model, traced)
+            axes = {name: {0: "batch", 1: "length"} for name in traced}
+            axes |= {name: _free_axes(name, value) for name, value in outputs_of_model.items()}
+            torch.onnx.export(
+                _ByPosition(model, tuple(traced)).eval(),  # or the exporter would set the model to training at its end
+                tuple(traced.values()),
+                str(path),
+                dynamo=False,
+                input_names=list(traced),
+                output_names=list(outputs_of_model),
+                dynamic_axes=axes,
+                opset_version=_OPSET,
+            )
+    finally:
+        model.set_attn_implementation(attention)
 
 
 def session(path: Path, threads: int) -> InferenceSession:
@@ -92,7 +95,7 @@ def session(path: Path, threads: int) -> InferenceSession:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def outputs(opened: InferenceSession, inputs: Inputs) -> tuple[Array, ...]:
+def outputs(opened: InferenceSession, inputs: Inputs) -> tuple[Tensor, ...]:
     """Run an .onnx file on a batch; its outputs in their order.
 
     Inputs that the file does not have are left out; token types that are not given are zeros.
@@ -101,8 +104,8 @@ def outputs(opened: InferenceSession, inputs: Inputs) -> tuple[Array, ...]:
     for node in opened.get_inputs():
         missing = node.name == "token_type_ids" and node.name not in inputs
         value = torch.zeros_like(inputs["input_ids"]) if missing else inputs[node.name]
-        given[node.name] = value.detach().cpu().numpy().astype(_TYPES[node.type], copy=False)
-    return tuple(opened.run(None, given))
+        given[node.name] = _as_traced(value).detach().cpu().numpy()
+    return tuple(torch.from_numpy(array) for array in opened.run(None, given))
 
 
 def predictor(opened: InferenceSession) -> Callable[[Batch], Any]:
@@ -110,7 +113,7 @@ def predictor(opened: InferenceSession) -> Callable[[Batch], Any]:
     names = [node.name for node in opened.get_outputs()]
 
     def predict(batch: Batch) -> Any:
-        tensors = [torch.from_numpy(array).to(batch.labels.device) for array in outputs(opened, batch.inputs)]
+        tensors = [value.to(batch.labels.device) for value in outputs(opened, batch.inputs)]
         results = SimpleNamespace(**dict(zip(names, tensors, strict=True)))
         positions = batch.inputs.get("head_positions")
         if positions is not None:  # the head of a file has run at all positions
@@ -122,38 +125,27 @@ def predictor(opened: InferenceSession) -> Callable[[Batch], Any]:
 
 @torch.no_grad()
 def compare(model: nn.Module, forward: Forward, batches: Iterable[Inputs]) -> dict[str, float]:
-    """Compare the outputs of `forward` with the model's: `max_difference`, and the `largest` of the model's outputs.
+    """Return the `differences` of the outputs of `forward` from the model's, which is set to evaluation.
 
-    The model is set to evaluation. Outputs for tokens count where `attention_mask` has a token. UserError where outputs
-    are not finite.
+    Outputs for tokens count where `attention_mask` has a token.
     """
-    difference = largest = 0.0
     model.eval()
-    for inputs in batches:
-        expected = _outputs_of(model, inputs)
-        for (name, wanted), values in zip(expected.items(), forward(inputs), strict=True):
-            of_tokens = 1 in _free_axes(name, wanted) and "attention_mask" in inputs
-            chosen: Any = inputs["attention_mask"].bool().numpy() if of_tokens else slice(None)
-            ours, theirs = wanted.numpy()[chosen], values[chosen]
-            if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-                raise UserError(f"{name} are not finite (NaN or infinity): the model's weights are broken")
-            difference = max(difference, float(np.abs(theirs - ours).max(initial=0.0)))
-            largest = max(largest, float(np.abs(ours).max(initial=0.0)))
-    return {"max_difference": difference, "largest": largest}
 
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs in batches:
+            expected = _outputs_of(model, inputs)
+            for (name, wanted), given in zip(expected.items(), forward(inputs), strict=True):
+                of_tokens = 1 in _free_axes(name, wanted) and "attention_mask" in inputs
+                chosen: Any = inputs["attention_mask"].bool() if of_tokens else slice(None)
+                yield wanted[chosen], given[chosen]
 
-def compare_file(model: nn.Module, path: Path, batches: Iterable[Inputs], threads: int = 1) -> dict[str, float]:
-    """Compare as `compare` does with an .onnx file, both given the inputs that the file has, and no others."""
-    opened = session(path, threads)
-    names = {node.name for node in opened.get_inputs()}
-    taken = ({name: value for name, value in batch.items() if name in names} for batch in batches)
-    return compare(model, partial(outputs, opened), taken)
+    return differences(pairs())
 
 
 def check_onnx(model: nn.Module, path: Path, batches: Iterable[Inputs], threads: int = 1) -> dict[str, float]:
     """Compare a file with its model; UserError where they differ by more than 1e-4 of the largest output, or of 1."""
-    results = compare_file(model, path, batches, threads)
-    if results["max_difference"] > TOLERANCE * max(1.0, results["largest"]):
+    results = compare(model, partial(outputs, session(path, threads)), batches)
+    if not agree(results, TOLERANCE):
         raise UserError(
             f"the ONNX model's outputs differ from the model's by {results['max_difference']:.3g}, where the largest "
             f"is {results['largest']:.3g}: {type(model).__name__} does something that a trace does not hold, so that "
@@ -163,12 +155,12 @@ def check_onnx(model: nn.Module, path: Path, batches: Iterable[Inputs], threads:
 
 
 def by_torch(model: nn.Module) -> Forward:
-    """The forward of the model itself, to be compared."""
-    return torch.no_grad()(lambda inputs: tuple(value.numpy() for value in _outputs_of(model, inputs).values()))
+    """Make of a model the `Forward` that another model is compared with."""
+    return torch.no_grad()(lambda inputs: tuple(_outputs_of(model, inputs).values()))
 
 
 def quantise(path: Path, target: Path) -> None:
-    """Write a copy whose weights are int8, a scale for each output, and whose activations are made so as it runs.
+    """Write a copy whose weights are int8, with a scale for each output; activations become int8 as the copy runs.
 
     Processors without int8 dot products (VNNI) may saturate sums of them: what that costs is measured, not bounded.
     """
@@ -179,6 +171,11 @@ def quantise(path: Path, target: Path) -> None:
         quantize_dynamic(path, target, weight_type=QuantType.QInt8, per_channel=True)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _as_traced(value: Tensor) -> Tensor:
+    """An input in the type that the file takes: whole numbers as int64, whichever type a batch holds them in."""
+    return value if value.is_floating_point() else value.long()
 
 
 class _ByPosition(nn.Module):
@@ -193,12 +190,10 @@ class _ByPosition(nn.Module):
 
 
 def _outputs_of(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """Run a model on those of the inputs that it takes; its outputs by name, `output` where they have none."""
+    """Run a model on those of the inputs that it takes; its outputs by name."""
     accepted = inspect.signature(model.forward).parameters
     options = {"return_dict": True, "use_cache": False, **inputs}
     result = model(**{name: value for name, value in options.items() if name in accepted})
-    if isinstance(result, Tensor):
-        return {"output": result}
     named = {name: result[name] for name in _OUTPUTS if name in result}
     if not named:
         raise UserError(f"the model gives {', '.join(result)}: an ONNX file is made of one that gives logits")
@@ -206,20 +201,6 @@ def _outputs_of(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _free_axes(name: str, value: Tensor) -> dict[int, str]:
-    """Logits of two axes have a row for each example; all other outputs have one for each token."""
+    """The axes of an output that are free: logits of two axes have a row per example, other outputs one per token."""
     per_example = name == "logits" and value.dim() == 2
     return {0: "batch"} if per_example else {0: "batch", 1: "length"}
-
-
-@contextlib.contextmanager
-def _eager_attention(model: nn.Module) -> Iterator[None]:
-    """Attention in plain operators: it gives a smaller graph than torch's fused one, taken apart again."""
-    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    before = {id(config): (config, getattr(config, "_attn_implementation", None)) for config in configs if config}
-    try:
-        for config, _ in before.values():
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, attention in before.values():
-            config._attn_implementation = attention

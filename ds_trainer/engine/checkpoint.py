@@ -1,18 +1,19 @@
 """Engine checkpoints of a phase: `checkpoint-N/`, N the optimizer step. Each is whole, or does not exist.
 
-A checkpoint is written aside, read back, listed in its `complete.json` with the size and checksum of every file and
-with the state of the phase, and only then renamed to its name. The thresholds and the random state are functions of
-the step. Where the ranks or the ZeRO stage have changed, `reshard.py` loads it.
+A checkpoint is first written into a folder of another name and read back. Then its `complete.json` lists the size and
+the checksum of every file, and the state of the phase; only then does the folder get its name. Thresholds and the
+random state are not stored, since they are functions of the step. A checkpoint of other ranks or of another ZeRO stage
+is loaded by `reshard.py`.
 """
 
 import contextlib
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
@@ -26,31 +27,39 @@ from ds_trainer.ranks.failures import UserError
 class CheckpointState:
     """How far a phase has come, as `complete.json` keeps it under "position" beside the list of files.
 
-    The fields are the keys on disk. Those with a default are missing from checkpoints of older versions.
+    The fields are the keys on disk, except that `order_batch_size` is "order". `Checkpoints.save` fills in those with a
+    default.
     """
 
     step: int
     examples: int
     """Seen so far, from the start of the phase."""
     batch_size: int
-    order: int
-    """The batch size by which the order of the examples is cut: that of the first run of the phase."""
+    order_batch_size: int
+    """The batch size of the phase's first run. The order of the examples stays that of batches of this size."""
     identity: Mapping[str, Any]
     """What a resumed run must have in common with this one: the name for messages -> the value."""
+    asked: bool
+    """Whether the recipe requests a checkpoint of this step; false for one that only a stop has made."""
+    evaluated: int
+    """The step of the last finished evaluation."""
+    scores: Mapping[str, float]
+    """The scores of that evaluation."""
+    report: Mapping[str, Any] | None
+    techniques: Mapping[str, Any]
+    total: int
+    """The steps of the phase, which its schedules follow."""
+    phase: Mapping[str, Any]
+    """The phase as the recipe had it: a later `--resume` may have another recipe."""
     world_size: int = 0
     zero_stage: int = 0
-    asked: bool = True
-    """Whether the recipe requests a checkpoint of this step; false for one that only a stop has made."""
-    evaluated: int = 0
-    """The step of the last finished evaluation."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """The scores of that evaluation."""
-    report: Mapping[str, Any] | None = None
-    techniques: Mapping[str, Any] = field(default_factory=dict)
-    total: int = 0
-    """The steps of the phase, which its schedules follow."""
-    phase: Mapping[str, Any] = field(default_factory=dict)
-    """The phase as the recipe had it: a later `--resume` may have another recipe."""
+
+
+class WholeCheckpoint(NamedTuple):
+    """A checkpoint whose files are all as they were written."""
+
+    path: Path
+    state: CheckpointState
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,17 @@ class Best:
     greater: bool
 
     def key(self, state: CheckpointState) -> float:
-        """Return a number that is higher for a better checkpoint; -inf where its own step has no finite score."""
+        """Return a number that is higher for a better checkpoint; -inf where its step was not given a finite score."""
         score = state.scores.get(self.metric, math.nan) if state.evaluated == state.step else math.nan
         return (score if self.greater else -score) if math.isfinite(score) else -math.inf
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in a phase's folder, of which the newest `keep` (None: all) and the best are kept.
+    """The checkpoints in a phase's folder: the newest `keep` of them (None: all) and the best are kept.
 
-    A passing checkpoint, which only a stop has made, does not count. It stays until the next one is written or the
-    phase has ended, so that a run that was stopped and resumed keeps the same checkpoints as one that was not.
+    A checkpoint that only a stop has made is a passing one. It does not count, and stays until the next checkpoint is
+    written or the phase has ended. So a run that was stopped and resumed keeps the same checkpoints as any other.
     """
 
     folder: Path
@@ -81,8 +90,8 @@ class Checkpoints:
     def save(self, engine: Any, state: CheckpointState) -> Path | None:
         """Write `checkpoint-N`; collective. None, and a warning, where it cannot be written.
 
-        The oldest beyond `keep` are dropped before, not after: the score of the new one is only known later, so that
-        until the next save there is one more than `keep`.
+        The oldest beyond `keep` are dropped before the new one is written, not after: its score is only known later.
+        So one more than `keep` exists until the next save.
         """
         self.drop_oldest()
         target = self.folder / f"checkpoint-{state.step}"
@@ -100,10 +109,10 @@ class Checkpoints:
         return None
 
     def _write(self, engine: Any, state: CheckpointState, aside: Path, target: Path) -> None:
-        """Write aside, read back, list, and rename to the target. OSError on every rank where one of these fails.
+        """Write the checkpoint aside, read it back, list it, and rename it. Raises OSError on every rank or on none.
 
-        All ranks write into the folder, so that no rank may rename it before all have written and all sums agree:
-        rank 0 does so, behind the collective of `checked_sums`.
+        All ranks write into the folder. So rank 0 renames it only after the collective of `checked_sums`, which every
+        rank reaches once it has written.
         """
 
         def begin() -> None:
@@ -121,9 +130,11 @@ class Checkpoints:
         state = replace(state, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
 
         def rename() -> None:
-            write_marker(aside, sums, asdict(state))
+            on_disk = asdict(state)
+            on_disk["order"] = on_disk.pop("order_batch_size")
+            write_marker(aside, sums, on_disk)
             if target.exists():
-                shutil.rmtree(target)  # of a future that a resumed run has left
+                shutil.rmtree(target)  # of an earlier session, before the run went back to an older checkpoint
             aside.rename(target)
             checkpoint_files.sync_folder(target.parent)
 
@@ -134,7 +145,7 @@ class Checkpoints:
         return [path for path in checkpoints_in(self.folder) if (path / MARKER).exists()]
 
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add the scores of its own step to `checkpoint-N`; collective."""
+        """Add the scores of step N to `checkpoint-N`; collective."""
         checkpoint = self.folder / f"checkpoint-{step}"
 
         def add() -> None:
@@ -172,25 +183,25 @@ class Checkpoints:
         best = max(keys, key=lambda path: keys[path], default=None)
         return best if best and keys[best] > -math.inf else None
 
-    def best_saved(self) -> tuple[Path, CheckpointState] | None:
+    def best_saved(self) -> WholeCheckpoint | None:
         """Return the checkpoint of the best score that is still whole; collective."""
         return self._first_whole(self.best_one)
 
-    def newest(self) -> tuple[Path, CheckpointState] | None:
+    def newest(self) -> WholeCheckpoint | None:
         """Return the newest checkpoint that is still whole; collective."""
         return self._first_whole(lambda: next(reversed(self.all()), None))
 
-    def _first_whole(self, choose: Callable[[], Path | None]) -> tuple[Path, CheckpointState] | None:
+    def _first_whole(self, choose: Callable[[], Path | None]) -> WholeCheckpoint | None:
         """Verify the checkpoint that rank 0 chooses; rename a damaged one to `damaged-N` and choose again."""
         while checkpoint := distributed.on_main(choose):
             state, damage = _verified(checkpoint)
             if state:
-                return checkpoint, state
+                return WholeCheckpoint(checkpoint, state)
             distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
             distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
         return None
 
-    def named(self, checkpoint: Path) -> tuple[Path, CheckpointState]:
+    def named(self, checkpoint: Path) -> WholeCheckpoint:
         """Return the checkpoint that the user has named; collective. Raises UserError where it is damaged."""
         state, damage = _verified(checkpoint)
         if state is None:
@@ -198,7 +209,7 @@ class Checkpoints:
                 f"--resume {checkpoint}: the checkpoint is damaged ({damage}), and the run is left as it was: name "
                 f"another, or none for the newest"
             )
-        return self.folder / checkpoint.name, state
+        return WholeCheckpoint(self.folder / checkpoint.name, state)
 
     def load(self, engine: Any, checkpoint: Path, state: CheckpointState) -> None:
         """Make the engine go on from a checkpoint, whatever ranks and ZeRO stage wrote it; collective."""
@@ -245,10 +256,10 @@ def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int
     """Return state and files of a checkpoint, or the error in its marker."""
     try:
         sums, state = read_marker(checkpoint)
-        return CheckpointState(**state), sums, None
+        return CheckpointState(order_batch_size=state.pop("order"), **state), sums, None
     except ValueError as error:
         return None, {}, str(error)
-    except TypeError:
+    except (KeyError, TypeError):
         return None, {}, f"{MARKER} is of another version of this library"
 
 
@@ -276,7 +287,7 @@ def _put_aside(checkpoint: Path, reason: str) -> None:
 
 
 def _drop(checkpoint: Path) -> None:
-    """Delete a checkpoint, renamed first: a kill half-way must not leave a folder with the name of a whole one."""
+    """Rename a checkpoint and delete it: a kill in between must not leave half of one under the name of a whole one."""
     dropped = checkpoint.with_name(f".{checkpoint.name}.dropped")
     shutil.rmtree(dropped, ignore_errors=True)
     with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted costs space, and must not end the run

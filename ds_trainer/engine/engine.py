@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_trainer.engine import reshard
 from ds_trainer.engine.keys import precision_of, zero_stage
 from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_optimizer
-from ds_trainer.engine.saved_states import SCALER
+from ds_trainer.engine.saved_states import dynamic_scale
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
 
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
@@ -33,7 +32,7 @@ def start_engine(
     base: Hyperparameters,
     lr_factor: Callable[[int], float],
 ) -> Engine:
-    """Hand the model to DeepSpeed and return its engine. Raises UserError with DeepSpeed's words where it refuses.
+    """Hand the model to DeepSpeed and return its engine, with what DeepSpeed leaves out without ZeRO.
 
     An `optimizer` block of the resolved engine file builds that optimizer over our groups; without one, torch AdamW is
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
@@ -43,18 +42,14 @@ def start_engine(
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     in_file = "optimizer" in config
-    try:
-        with distributed.building_kernels():
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                config=dict(config),
-                optimizer=None if in_file else build_optimizer(groups, base),
-                model_parameters=as_torch(groups, base) if in_file else None,
-                lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
-            )
-    # DeepSpeed has no type of its own for the errors by which it refuses a config
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {error or repr(error)}") from error
+    with distributed.building_kernels():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            config=dict(config),
+            optimizer=None if in_file else build_optimizer(groups, base),
+            model_parameters=as_torch(groups, base) if in_file else None,
+            lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
+        )
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine
@@ -98,10 +93,9 @@ class OptimizerSettings:
             group.update(settings)
         self._restore_rates(engine, loaded)
         for name, value in self._wrapper.items():
-            state = vars(vars(optimizer)[name]) if name in _SCALERS else {}
+            state = dynamic_scale(vars(vars(optimizer)[name])) if name in _SCALERS else None
             setattr(optimizer, name, value)
-            if state.get("dynamic", state.get("dynamic_loss_scale")):  # it goes on where the checkpoint had it
-                reshard.set_scaler(optimizer, {key: state[key] for key in SCALER if key in state})
+            reshard.set_scaler(optimizer, state)  # the scale itself goes on where the checkpoint had it
 
     def changes_since(self, older: OptimizerSettings) -> str:
         """Describe how these settings differ from older ones of the same engine, for the log; "" where they do not."""
@@ -220,11 +214,13 @@ def stop_engine(engine: Engine) -> None:
 
     A program has to ask for the summary of the engine file's `comms_logger`: it is printed here.
     """
-    if engine.config.get("comms_logger", {}).get("enabled"):
-        import deepspeed
+    import deepspeed
+    from deepspeed.runtime import torch_autocast
 
+    if engine.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     engine.destroy()
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else ZeRO goes on with this autocast under the next engine
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

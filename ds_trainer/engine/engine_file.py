@@ -3,17 +3,18 @@
 The check works on the text alone, before torch is loaded, so that a mistake shows within seconds. It reports unknown
 keys, wrong types and ranges (`keys.py`), keys that have no effect in ds_trainer (`verdicts.py`), values that differ
 between the engine file and the recipe, and combinations that DeepSpeed accepts although it then ignores a part of them
-or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`engine.start_engine`).
+or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`rehearsal.py`).
 """
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.recipe import Phase
 from ds_trainer.engine import keys
+from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
@@ -37,11 +38,7 @@ class EngineNumbers:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     max_grad_norm: float
-    learning_rate: float
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
+    optimizer: Hyperparameters
 
 
 NAMES_IN_RECIPE = {
@@ -131,11 +128,11 @@ def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_
 
 def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int) -> EngineNumbers:
     """Settle every number between a file without mistakes and the recipe."""
-    train, micro, steps = _batch_triangle(config, phase, world_size)
     betas = keys.value_at(config, "optimizer.params.betas")
     beta1, beta2 = betas or (_in_recipe(phase, "adam_beta1"), _in_recipe(phase, "adam_beta2"))
-    numbers = {NAMES_IN_RECIPE[path]: _settled(config, phase, path, value) for path, value in DEFAULTS.items()}
-    return EngineNumbers(train, micro, steps, adam_beta1=_first(beta1, 0.9), adam_beta2=_first(beta2, 0.999), **numbers)
+    clipping, lr, decay, eps = (_settled(config, phase, path, default) for path, default in DEFAULTS.items())
+    optimizer = Hyperparameters(lr, decay, (_first(beta1, 0.9), _first(beta2, 0.999)), eps)
+    return EngineNumbers(*_batch_triangle(config, phase, world_size), clipping, optimizer)
 
 
 def resolve_engine_file(
@@ -161,9 +158,9 @@ def resolve_engine_file(
     for section, is_on in _precision_modes(config, phase).items():
         if is_on or section in resolved:
             resolved.setdefault(section, {})["enabled"] = is_on
-    _fill_optimizer(resolved, phase, numbers)
+    _fill_optimizer(resolved, phase, numbers.optimizer)
     if "scheduler" in resolved:
-        warmup = {"warmup_min_lr": 0, "warmup_max_lr": numbers.learning_rate, "total_num_steps": total_steps}
+        warmup = {"warmup_min_lr": 0, "warmup_max_lr": numbers.optimizer.lr, "total_num_steps": total_steps}
         if warmup_steps is not None:
             warmup["warmup_num_steps"] = max(1, warmup_steps)  # DeepSpeed refuses 0, "no warm-up" to everyone else
         _fill_auto(resolved["scheduler"].setdefault("params", {}), warmup)
@@ -331,18 +328,13 @@ def _section(config: dict[str, Any], kind: str) -> str:
 # Filling
 
 
-def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, numbers: EngineNumbers) -> None:
+def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, settled: Hyperparameters) -> None:
     """Fill every "auto", the values that only the recipe has, and the learning rate in any case.
 
     Under offload DeepSpeed builds its own CPU Adam from the block, and refuses an optimizer that it is handed unless
     `zero_force_ds_cpu_optimizer` is false: a file without the block gets one.
     """
-    ours = {
-        "lr": numbers.learning_rate,
-        "betas": [numbers.adam_beta1, numbers.adam_beta2],
-        "eps": numbers.adam_epsilon,
-        "weight_decay": numbers.weight_decay,
-    }
+    ours = asdict(settled) | {"betas": list(settled.betas)}
     if "optimizer" not in resolved:
         if keys.offloads(resolved, "optimizer") and keys.flag_at(resolved, "zero_force_ds_cpu_optimizer") is not False:
             resolved["optimizer"] = {"type": "AdamW", "params": ours}

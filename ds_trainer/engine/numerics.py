@@ -1,7 +1,7 @@
-"""Notice optimizer steps that did no good: skipped ones, and those whose gradients spoilt the weights.
+"""Watch for optimizer steps whose gradients are not finite: DeepSpeed skips some, and others spoil the weights.
 
-DeepSpeed 0.19.8 skips a step whose gradients are not finite in fp16, and with ZeRO in bf16 and fp32 too: weights and
-schedule stay as they were, `global_steps` goes on. It takes such a step in fp32 and bf16 autocast without ZeRO, with
+DeepSpeed 0.19.8 skips such a step in fp16, and with ZeRO in bf16 and fp32 too: weights and schedule stay as they were,
+and `global_steps` goes on. It takes such a step, and the weights are lost, in fp32 and bf16 autocast without ZeRO, with
 `bf16.check_grad_overflow` false (stages 1 and 2), and with `zero_optimization.compute_grad_norm` false in fp32.
 
 Every decision is the same on every rank: DeepSpeed decides to skip by a reduced value, and a check here is one small
@@ -36,9 +36,9 @@ class StepWatch:
     def after_step(self) -> None:
         """Note the optimizer step just made; nothing leaves the device.
 
-        A skipped step is reported at once, except where a loss scale adapts by skipping: such steps are reported at the
-        next check. Raises NonFiniteLossError at the `max_skipped`th skipped step in a row, or where the loss scale of
-        fp16 would have to fall below its minimum.
+        A skipped step is reported at once; where the loss is scaled, at the next check, since a loss scale adapts by
+        skipping steps. Raises NonFiniteLossError at the `max_skipped`th skipped step in a row, and where the loss scale
+        of fp16 would have to fall below its minimum.
         """
         step = int(self._engine.global_steps)
         if self._engine.was_step_applied():
@@ -140,7 +140,7 @@ def _dynamic_scaler(engine: Engine) -> Any:
 
 
 def _is_at_floor(engine: Engine) -> bool:
-    """Whether fp16's loss scale cannot fall at an overflow: it is the smallest, and no hysteresis remains."""
+    """Whether fp16's loss scale could not fall at an overflow: it is at its minimum, and no hysteresis remains."""
     scaler, config = _dynamic_scaler(engine), getattr(engine.optimizer, "loss_scale_config", None)
     if scaler is not None:
         lowers_now = 1 in (scaler.delayed_shift, scaler.cur_hysteresis)

@@ -1,16 +1,19 @@
 """Parameter groups from rules. The optimizer is torch's AdamW, or that of the engine file's `optimizer` block."""
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ds_trainer.config.recipe import GroupRule
 from ds_trainer.ranks.failures import UserError
+
+if TYPE_CHECKING:  # the engine file is checked before torch is loaded
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -114,4 +117,6 @@ def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, A
 
 def build_optimizer(groups: Sequence[Group], base: Hyperparameters) -> torch.optim.Optimizer:
     """Build torch AdamW, fused: one pass over memory, on the CPU too."""
+    import torch
+
     return torch.optim.AdamW(as_torch(groups, base), **asdict(base), fused=True)

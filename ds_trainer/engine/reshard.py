@@ -1,9 +1,9 @@
 """Load an engine checkpoint under another number of ranks, or another ZeRO stage, than it was written under.
 
-Every rank reads the parameters of which it steps a part, whole, and copies its part (`saved_states.py`). DeepSpeed's
-own way, by its universal checkpoint, is not used: it needs the disk space of a second checkpoint, cannot go from ZeRO 1
-and 2 to 3, back, or to none, gives every group the first one's rate under ZeRO 3, and leaves frozen parameters and
-buffers as the model was built.
+A rank steps a part of some parameters. It reads each of these parameters whole (`saved_states.py`), and copies its
+part. DeepSpeed's way, the universal checkpoint, is not used. It needs the disk space of a second checkpoint. It cannot
+go from ZeRO 1 or 2 to 3, back, or to no ZeRO. Under ZeRO 3 it gives every group the rate of the first one. And it
+leaves frozen parameters and buffers as the model was built.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.engine.saved_states import NAMES, SavedEngine, State, refuse_nvme
+from ds_trainer.engine.saved_states import NAMES, SavedEngine, State, dynamic_scale, refuse_nvme
 from ds_trainer.ranks.failures import UserError
 
 Engine = Any
@@ -44,18 +44,21 @@ class Slice:
 
 
 def parameter_names(engine: Engine) -> dict[str, list[list[str]]]:
-    """Return the `client_state` to save: every group's parameter names. With ZeRO the checkpoint has them itself."""
+    """Return the `client_state` of a checkpoint without ZeRO: every group's parameter names.
+
+    DeepSpeed stores the names itself in a checkpoint with ZeRO, for which nothing is returned.
+    """
     if engine.zero_optimization():
         return {}
     return {NAMES: [[engine.param_names[parameter] for parameter in group] for group in _whole_groups(engine)]}
 
 
 def load(engine: Engine, checkpoint: Path) -> None:
-    """Fill a freshly started engine from a checkpoint, whatever ranks and stage wrote it; collective.
+    """Fill a freshly started engine from a checkpoint of any number of ranks and any ZeRO stage; collective.
 
-    Weights, their fp32 masters, the optimizer's states, rates and steps, the schedule, the loss scale, the engine's
-    counts, frozen parameters and buffers are those of the checkpoint, bit by bit. The groups must be the same
-    (`checkpoint.check_fits`). Raises UserError where the engine has other parameters.
+    The engine then has the checkpoint's weights, fp32 masters, optimizer states, rates, step counts, schedule, loss
+    scale, frozen parameters and buffers, bit by bit. The parameter groups must be the same (`checkpoint.check_fits`).
+    Raises UserError where the engine has other parameters.
     """
     saved = SavedEngine.of(checkpoint)
     refuse_nvme(engine.config, "this run's engine file")
@@ -80,12 +83,12 @@ def load(engine: Engine, checkpoint: Path) -> None:
     set_scaler(engine.optimizer, saved.scaler())
     if engine.lr_scheduler is not None and saved.model["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved.model["lr_scheduler"])
-    for count in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, count, saved.model[count])
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, saved.model[name])
 
 
 def slices(engine: Engine) -> Iterator[Slice]:
-    """Yield the part of every trained parameter that this rank steps; without ZeRO, all of each."""
+    """Yield the part of every trained parameter that this rank steps; without ZeRO that is the whole parameter."""
     optimizer, kind = engine.optimizer, _kind(engine)
     if kind == "partitioned_weights":
         yield from _slices_of_partitions(engine)
@@ -107,23 +110,20 @@ def slices(engine: Engine) -> Iterator[Slice]:
 
 
 def stepping(engine: Engine) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers: two with `offload_optimizer.ratio` under ZeRO 3, one on the host, one on the GPU."""
+    """Return torch's optimizer; under ZeRO 3 with `offload_optimizer.ratio` those of the host and of the GPU."""
     on_gpu = getattr(engine.optimizer, "backup_optimizer", None)
     return [_base(engine), *([on_gpu] if on_gpu is not None else [])]
 
 
 def set_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
-    """Set the state of a dynamic loss scale; its settings stay those of the engine file."""
+    """Set the states of a dynamic loss scale; its settings stay those of the engine file."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    if saved is None or not (getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)):
-        return
-    for name, value in saved.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    if saved is not None and scaler is not None and dynamic_scale(vars(scaler)):
+        vars(scaler).update({name: value for name, value in saved.items() if hasattr(scaler, name)})
 
 
 def _kind(engine: Engine) -> str:
-    """Return which of DeepSpeed's wrappers the optimizer is in; "plain" for none."""
+    """Return the kind of DeepSpeed's wrapper around the optimizer; "plain" without a wrapper."""
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         return "plain"
     name = type(engine.optimizer).__name__
@@ -145,9 +145,10 @@ def _whole_groups(engine: Engine) -> list[list[torch.nn.Parameter]]:
 
 
 def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
-    """ZeRO 1 and 2: a group's parameters in a row, with padding, are cut into as many equal shares as there are ranks.
+    """Yield the parts under ZeRO 1 and 2: a group's parameters, put end to end with padding, are one row of values.
 
-    The row's order is not that of DeepSpeed's `_hp_mapping` where `round_robin_gradients` is set.
+    The row is cut into one equal share per rank, wherever the cuts fall in a parameter. With `round_robin_gradients`
+    the row has another order than DeepSpeed's `_hp_mapping`, so that the mapping cannot be used.
     """
     optimizer, rows = engine.optimizer, getattr(engine.optimizer, "round_robin_bit16_groups", None)
     for g, row in enumerate(rows if rows is not None else optimizer.bf16_groups):
@@ -162,7 +163,7 @@ def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
 
 
 def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
-    """ZeRO 3: this rank's part of every parameter; those of the last ranks may be shorter or empty."""
+    """Yield the parts under ZeRO 3: one of every parameter. The parts of the last ranks may be shorter, or empty."""
     optimizer = engine.optimizer
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     for sub, members in enumerate(optimizer.fp16_groups):
@@ -178,14 +179,14 @@ def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
 def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
     """Load the fp32 masters and the optimizer's states; without masters, the weights."""
     states = _base(engine).state
-    states.clear()  # some wrappers make a step of zero gradients when they are built, and count it
+    states.clear()  # some wrappers take a step with zero gradients as they are built, and count it
     shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in engine.param_names.items()}
     parts = {part.name: part for part in slices(engine)}  # a rank has one part of a parameter, or none
-    # Each master has its own step count with torch's optimizers without ZeRO. Else a group has one: it is in flat
-    # tensors, or DeepSpeed's FusedAdam counts on the group's last parameter only. The largest count is the group's,
-    # for those of parameters that had no gradient at first are behind.
-    own_count = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
-    counts: dict[Any, State] = {}
+    # Torch's optimizers without ZeRO count the steps of each parameter. Everywhere else a group has one count: its
+    # parameters are in one flat tensor, or DeepSpeed's FusedAdam counts on the last of them only. A group's count is
+    # the largest of those saved, since the counts of parameters that had no gradient at first are behind.
+    counts_each = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
+    step_counts: dict[Any, State] = {}
     for parameter in saved.parameters():
         part = parts.get(parameter.name)
         if part is None:
@@ -197,16 +198,16 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
             if key != "fp32" and key not in states[part.master]:
                 states[part.master][key] = torch.zeros_like(part.master)
             _put(part, part.master.data if key == "fp32" else states[part.master][key], parameter.tensor(key))
-        count = counts.setdefault(part.master if own_count else part.group, {})
+        count = step_counts.setdefault(part.master if counts_each else part.group, {})
         for key, value in parameter.scalars().items():
             count[key] = max(count.get(key, value), value)
     for part in parts.values():
-        for key, value in counts[part.master if own_count else part.group].items():
-            states[part.master][key] = _count(value, _base(engine), part.master.device)
+        for key, value in step_counts[part.master if counts_each else part.group].items():
+            states[part.master][key] = _step_count(value, _base(engine), part.master.device)
 
 
 def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's values of a parameter into the flat tensor that holds them, or into one of the same shape."""
+    """Copy this rank's part of a parameter into a stretch of a flat tensor, or into a tensor of the same shape."""
     if part.length == place.numel() == whole.numel():
         place.copy_(whole.view(place.shape))  # also where `place` is not contiguous
     else:
@@ -214,8 +215,8 @@ def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
         place.view(-1)[part.start : part.start + part.length].copy_(values)
 
 
-def _count(value: Any, optimizer: Any, device: torch.device) -> Any:
-    """Return a step count as the optimizer keeps it: a number for DeepSpeed's, a tensor of its own for torch's."""
+def _step_count(value: Any, optimizer: Any, device: torch.device) -> Any:
+    """Return a step count as the optimizer keeps it: DeepSpeed's have a number, torch's a tensor per parameter."""
     if _is_deepspeeds(optimizer):
         return int(value)
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
@@ -233,8 +234,10 @@ def _update_model(engine: Engine) -> None:
         for sub in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub)
     elif kind in ("bf16", "partitioned_states"):
+        # DeepSpeed links the parameters to their states at the first step that is not skipped, and only once. The
+        # states are new tensors now; while there are none yet, that step still comes.
         optimizer._hp_optimizer_states_linked = False
-        if any(optimizer.optimizer.state.values()):  # while every step so far was skipped, the first one links them
+        if any(optimizer.optimizer.state.values()):
             optimizer._lazy_init_hp_params_optimizer_state()
         optimizer.update_lp_params()
     elif kind != "plain":

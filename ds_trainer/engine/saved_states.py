@@ -1,8 +1,8 @@
-"""Read an engine checkpoint by parameter: the whole state of each as one tensor, whatever number of ranks wrote it.
+"""Read an engine checkpoint parameter by parameter: each as whole tensors, whatever number of ranks wrote it.
 
-DeepSpeed's universal checkpoint is not used: its converter cannot read checkpoints without ZeRO, and which settings of
-the groups it keeps differs by stage. Not done: tensor, pipeline and expert parallelism, MiCS, states on NVMe, elastic
-ZeRO 1.
+DeepSpeed's universal checkpoint is not used: its converter cannot read checkpoints without ZeRO, and keeps other
+settings of the groups at each stage. Not supported: tensor, pipeline and expert parallelism, MiCS, states on NVMe,
+elastic ZeRO 1.
 
 How DeepSpeed stores the fp32 weights and the optimizer's tensors on N ranks, for one group of parameters A, B, C:
 
@@ -30,16 +30,16 @@ NAMES = "parameter_names"
 """The key in `client_state` of the names of every group's parameters."""
 MODEL = "mp_rank_00_model_states.pt"
 _SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The states of a dynamic loss scale; DeepSpeed's other fields of it are settings."""
 
 
 def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the model's whole state dict from an engine checkpoint, bit by bit; tied weights under all their names.
 
-    Parameters come before buffers, which DeepSpeed leaves in fp32: transformers takes the dtype of a model from the
-    first tensor. `dtype` is what the engine had the model in: ZeRO 3 saves trained weights only as fp32 masters, which
-    its model holds rounded. All other stages save the model itself.
+    `dtype` is that of the engine's model. ZeRO 3 saves trained weights only as fp32 masters, which are rounded to it
+    here as in the model; the other stages save the model itself. Parameters come before buffers: DeepSpeed leaves
+    buffers in fp32, and transformers takes the dtype of a model from the first tensor.
     """
     if (checkpoint / MODEL).is_file():
         model = _read(checkpoint / MODEL)
@@ -53,12 +53,12 @@ def weights_of(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """A trained parameter in a checkpoint; its tensors are only read where they are asked for."""
+    """A trained parameter in a checkpoint. Its tensors are mapped, and only read from disk when they are used."""
 
     name: str
     shape: torch.Size
     parts: Sequence[tuple[State, int, int]]
-    """(flat state, start, length) by rank: where its values lie; those beyond its size are padding."""
+    """Where its values lie, by rank: (flat state, start, length). Values beyond the parameter's size are padding."""
 
     def tensor(self, key: str) -> torch.Tensor:
         """Join the values of all ranks, as a new tensor of the parameter's shape."""
@@ -70,7 +70,7 @@ class SavedParameter:
         return [key for key, value in self.parts[0][0].items() if torch.is_tensor(value) and key != "step"]
 
     def scalars(self) -> State:
-        """Return the rest of the state, of which a flat tensor of several parameters has one."""
+        """Return the rest of the state, such as the step count; parameters in one flat tensor share it."""
         return {key: value for key, value in self.parts[0][0].items() if key not in self.tensors()}
 
 
@@ -114,9 +114,7 @@ class SavedEngine:
         if self.shards:
             scaler = self.shards[0].get("loss_scaler")
             state = vars(scaler) if scaler else {}
-        if not state.get("dynamic", state.get("dynamic_loss_scale")):
-            return None
-        return {name: state[name] for name in SCALER if name in state}
+        return dynamic_scale(state)
 
     def parameters(self) -> Iterator[SavedParameter]:
         """Yield every trained parameter, group by group, in the optimizer's order."""
@@ -125,7 +123,7 @@ class SavedEngine:
         return self._of_fragments() if self.shards else self._of_whole()
 
     def _of_partitions(self) -> Iterator[SavedParameter]:
-        """ZeRO 3: every parameter is cut into as many equal parts as there are ranks, the last one padded.
+        """Yield the parameters under ZeRO 3: each is cut into one equal part per rank, and the last part is padded.
 
         DeepSpeed splits the optimizer's groups into sub-groups (`sub_group_size`): `param_shapes` and the flat tensors
         have one entry per sub-group.
@@ -142,10 +140,10 @@ class SavedEngine:
                 start += part
 
     def _of_fragments(self) -> Iterator[SavedParameter]:
-        """ZeRO 1 and 2: a group's parameters in a row, some with padding after them, are cut among the ranks.
+        """Yield the parameters under ZeRO 1 and 2: a group's are put end to end, and the row is cut among the ranks.
 
-        With `round_robin_gradients`, DeepSpeed's `param_slice_mappings` has the parameters in another order than the
-        values; `param_shapes` always has the order of the values.
+        The order of the row is that of `param_shapes`. DeepSpeed's `param_slice_mappings` has another one with
+        `round_robin_gradients`, and is not used. Padding may follow a parameter in the row.
         """
         paddings = self.shards[0].get("param_alignment_paddings")
         for group, shapes in enumerate(self.model["param_shapes"]):
@@ -163,7 +161,10 @@ class SavedEngine:
                 start = end + (paddings[group][i] if paddings else 0)
 
     def _of_whole(self) -> Iterator[SavedParameter]:
-        """Without ZeRO rank 0 has all, each parameter under its index; a fused 16-bit optimizer, one tensor a group."""
+        """Yield the parameters without ZeRO, of which rank 0 has all.
+
+        Each has its master and its state under its index; a fused 16-bit optimizer has one flat tensor for a group.
+        """
         if NAMES not in self.model:
             raise UserError(f"{self.folder} does not name its parameters: resume it without ZeRO")
         saved, module = self.model["optimizer"], self.model["module"]
@@ -181,7 +182,7 @@ class SavedEngine:
                 yield SavedParameter(name, shape, [(state, offset, shape.numel())])
 
     def untrained(self, trained: set[str]) -> dict[str, torch.Tensor]:
-        """Return frozen parameters and buffers, without the second names of tied parameters."""
+        """Return frozen parameters and buffers by name; a tied parameter only under its first name."""
         module = self.model["module"]
         if not self.partitioned:
             # a tied parameter is in the state dict under each of its names, and among the trained ones under one
@@ -197,6 +198,12 @@ class SavedEngine:
         return values
 
 
+def dynamic_scale(scaler: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the states among the fields of one of DeepSpeed's loss scalers; None where its scale is fixed."""
+    is_dynamic = scaler.get("dynamic", scaler.get("dynamic_loss_scale"))
+    return {name: scaler[name] for name in _SCALE if name in scaler} if is_dynamic else None
+
+
 def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError where states are offloaded to NVMe, whose files belong to a rank and name no parameters."""
     zero = config.get("zero_optimization") or {}
@@ -209,7 +216,7 @@ def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
 
 
 def _parts(flats: Sequence[State], start: int, end: int) -> list[tuple[State, int, int]]:
-    """Return (flat state, start, length) by rank for the values `start : end` of the flat tensors put end to end."""
+    """Return where the values `start : end` of a row lie that is cut among the ranks, as `SavedParameter.parts`."""
     size = flats[0]["fp32"].numel()
     if len(flats) == 1:
         return [(flats[0], start, end - start)]
@@ -223,9 +230,9 @@ def _rank_model(folder: Path, rank: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Map what `torch.save` wrote: weights, plain values, and the few objects of DeepSpeed's own.
+    """Map a file of `torch.save` that holds weights, plain values, and a few objects of DeepSpeed.
 
-    Nothing else is unpickled, so that a checkpoint of unknown origin runs no code.
+    No other object is unpickled, so that a checkpoint of unknown origin runs no code.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

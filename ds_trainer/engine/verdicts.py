@@ -8,63 +8,27 @@ honoured. `tests/tools/write_engine_docs.py` writes the table of `docs/engine_fi
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.engine.compression_block import recipe_for
-from ds_trainer.engine.keys import flag_at, is_auto, key_table, offloads, precision_of, value_at, zero_stage
-
-_OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
-
-
-def _is(path: str, *values: str) -> Callable[[dict[str, Any]], bool]:
-    """Make the condition that the text at a path is one of these, in any case."""
-    return lambda config: str(value_at(config, path)).lower() in values
-
-
-_ACCUMULATES_IN_FP32 = _is("data_types.grad_accum_dtype", "fp32", "float32", "float", "torch.float32")
-CONDITIONS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "stages_1_to_3": lambda config: zero_stage(config) > 0,
-    "stage_1_or_2": lambda config: zero_stage(config) in (1, 2),
-    "stage_2": lambda config: zero_stage(config) == 2,
-    "stage_3": lambda config: zero_stage(config) == 3,
-    # DeepSpeed's BF16_Optimizer
-    "immediate_update": lambda config: (
-        zero_stage(config) == 1 and not offloads(config, "optimizer") and _ACCUMULATES_IN_FP32(config)
-    ),
-    "grad_accum_type": lambda config: zero_stage(config) != 2 or precision_of(config) != "fp32",
-    "16_bit": lambda config: precision_of(config) != "fp32",
-    "dynamic_loss_scale": lambda config: not value_at(config, "fp16.loss_scale"),
-    "no_zero_autocast": lambda config: not (zero_stage(config) and flag_at(config, "torch_autocast.enabled")),
-    "mean_reduction": lambda config: not _is("gradient_allreduce_op", "sum")(config),
-    "offload_optimizer": lambda config: offloads(config, "optimizer"),
-    "super_offload": lambda config: bool(flag_at(config, f"{_OPTIMIZER}.super_offload")),
-    "optimizer_on_nvme": _is(f"{_OPTIMIZER}.device", "nvme"),
-    "offload_param": lambda config: offloads(config, "param"),
-    "param_on_nvme": _is(f"{_PARAM}.device", "nvme"),
-    "nvme": lambda config: any(_is(f"{part}.device", "nvme")(config) for part in (_OPTIMIZER, _PARAM)),
-    "fused_fp16_adam": lambda config: (
-        precision_of(config) == "fp16" and zero_stage(config) == 0 and _is("optimizer.type", "adam", "adamw")(config)
-    ),
-    "info_log": _is("log_level", "info", "debug"),
-    "zero_true": lambda config: config.get("zero_optimization") is True,
-}
-"""The conditions of `verdicts.json`."""
+from ds_trainer.engine.keys import is_auto, key_table, offloads, precision_of, value_at, zero_stage
 
 
 @functools.cache
 def verdict_table() -> dict[str, Any]:
-    """Return the table: `refused`, by key what to do instead, and `needs`, conditions in words with their keys."""
+    """Return the table: `refused`, by key what to do instead, and `needs`, each a condition and its keys.
+
+    A condition is there twice: in `words`, and as `when`, a list of alternatives. Each of them has the values that a
+    path of the file may have ("none" where the file lacks it), or one of the facts of `_meets`.
+    """
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
     """Report each refused key that requests something, in a file as it was read."""
-    for path, name, value in _requests(config, key_table()["keys"]):
+    for path, name, _ in _requests(config, key_table()["keys"]):
         instead = verdict_table()["refused"].get(name)
-        if name == "compression_training":
-            instead = f"DeepSpeed has deleted it; {recipe_for(value)}"
         if instead:
             yield f"{path} is refused, remove it: {instead}"
 
@@ -74,7 +38,7 @@ def idle_keys(config: dict[str, Any]) -> list[str]:
     known, idle = key_table()["keys"], {}
     for path, name, value in _requests(config, known):
         needs = [need for need in verdict_table()["needs"] if name in need["keys"]]
-        unmet = [need["words"] for need in needs if not CONDITIONS[need["condition"]](config)]
+        unmet = [need["words"] for need in needs if not _meets(config, need["when"])]
         if unmet:
             idle[path] = unmet[0]
         elif isinstance(value, dict) and "enabled" not in value:
@@ -92,6 +56,17 @@ def without_refused(section: dict[str, Any], path: str = "") -> dict[str, Any]:
         for key, value in section.items()
         if f"{path}{key}" not in verdict_table()["refused"]
     }
+
+
+def _meets(config: dict[str, Any], alternatives: list[dict[str, list[str]]]) -> bool:
+    """Whether a file has, for one of the alternatives, one of the listed values at every path, in any case."""
+    facts = {"stage": zero_stage(config), "precision": precision_of(config)}
+    facts |= {f"offload_{part}": offloads(config, part) for part in ("optimizer", "param")}
+
+    def value(path: str) -> str:
+        return str(facts[path] if path in facts else value_at(config, path)).lower()
+
+    return any(all(value(path) in values for path, values in items.items()) for items in alternatives)
 
 
 def _requests(

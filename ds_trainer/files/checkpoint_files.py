@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what was written, with sizes and checksums, and whether it still is on disk.
+"""The files of a checkpoint: their list with sizes and checksums, and whether they are still as they were written.
 
 `checked_sums` and `damage_of` are collective: the ranks share the reading.
 """
@@ -40,9 +40,10 @@ class Writes:
 
 @contextlib.contextmanager
 def watched(engine: Any) -> Iterator[Writes]:
-    """Collect the errors of DeepSpeed's writer: raised inside `save_checkpoint`, they would leave others at a barrier.
+    """Collect the errors of DeepSpeed's writer, while a checkpoint is saved inside the context.
 
-    The scripts that DeepSpeed copies beside its checkpoints are not copied: that could fail in the same way, and could
+    An error that one rank raised inside `save_checkpoint` would leave the other ranks waiting at a barrier. The scripts
+    that DeepSpeed copies beside its checkpoints are left out: copying them could fail in the same way, and could
     overwrite a user's file of that name.
     """
     writes, writer = Writes(), engine.checkpoint_engine
@@ -111,15 +112,15 @@ def _sum_or_error(path: Path, sync: bool) -> tuple[int, int] | str:
         return str(error.strerror)
 
 
-def write_marker(folder: Path, sums: Sums, position: Mapping[str, Any]) -> None:
-    """Write the list of the folder's files and the progress of the phase; an older marker is replaced."""
-    content = {"files": sums, "position": position}
+def write_marker(folder: Path, sums: Sums, state: Mapping[str, Any]) -> None:
+    """Write the list of the folder's files and the state of the phase; an older marker is replaced."""
+    content = {"files": sums, "position": state}
     write_whole(folder / MARKER, json.dumps(content | {"checksum": _sum_of(content)}, indent=1))
     sync_folder(folder)
 
 
 def read_marker(folder: Path) -> tuple[Sums, dict[str, Any]]:
-    """Return the files and the progress. Raises UserError for a marker that is not as it was written."""
+    """Return the files and the state. Raises UserError for a marker that is not as it was written."""
     try:
         content = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         if content.pop("checksum") != _sum_of(content):

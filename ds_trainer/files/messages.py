@@ -20,7 +20,7 @@ def quoted(value: Any, most: int = 60) -> str:
 
 
 def listed(values: Iterable[Any], most: int = 20) -> str:
-    """Return the values quoted and with commas; of more than `most` values, the first ones and the number of others."""
+    """Return the values quoted, with commas between them; after the first `most` only the number of the others."""
     items = list(values)
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return ", ".join(map(quoted, items[:most])) + more
@@ -32,7 +32,7 @@ def cut(text: str, most: int) -> str:
 
 
 def shortened(message: str) -> str:
-    """Cut a message so that it can be read: long lines, and what follows the first thousands of characters."""
+    """Cut long lines of a message, and drop the lines after its first 3,500 characters but for their number."""
     lines = [cut(line, _MAX_LINE) for line in message.split("\n")]
     kept = sum(length <= _MAX_MESSAGE for length in accumulate(len(line) + 1 for line in lines))
     more = len(lines) - kept

@@ -11,11 +11,11 @@ from typing import Any
 from ds_trainer.ranks.failures import UserError
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The files of cgroup v2 and v1 that hold the memory limit of a container, as the container sees them."""
+"""The files in which a container sees its memory limit: of cgroup v2, and of v1."""
 
 
 def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes` (default: `most_held()`).
+    """Return the bytes of a regular file of at most `max_bytes` (default: `largest_file()`).
 
     Raises UserError, which calls the file `name` (default: its path).
     """
@@ -39,7 +39,7 @@ def check_file(path: Path, name: str | None = None, max_bytes: int | None = None
         raise UserError(f"{name} is a folder: name a file in it")
     if not stat.S_ISREG(status.st_mode):  # a pipe blocks until somebody writes to it, and only one rank would read it
         raise UserError(f"{name} is a pipe or a device: name a regular file, since every rank reads it")
-    max_bytes = max_bytes or most_held()
+    max_bytes = max_bytes or largest_file()
     if status.st_size > max_bytes:
         raise UserError(f"{name} has {status.st_size:,} bytes: at most {max_bytes:,} are read into memory")
 
@@ -53,7 +53,7 @@ def read_value(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: it is not JSON: {error}") from None
 
 
-def memory() -> int:
+def memory_limit() -> int:
     """Return the bytes of memory that this process may use: the host's, or its control group's where that has less."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CGROUP_LIMITS:
@@ -62,9 +62,9 @@ def memory() -> int:
     return min(limits)
 
 
-def most_held() -> int:
-    """Return the most bytes that one file may have: Python's objects take several times as many bytes as its text."""
-    return memory() // 8
+def largest_file() -> int:
+    """Return how many bytes a file may have: as Python's objects, its text takes several times as many."""
+    return memory_limit() // 8
 
 
 def content_hash(path: Path) -> bytes:

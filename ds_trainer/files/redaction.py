@@ -1,11 +1,13 @@
 """Hide secrets in what a run shows of its command and files.
 
 A secret is recognised by the name of what holds it (`api_key`, `hf_token`, `password`), as a login in a URL, by the
-form of the keys of some services, and as the value of an environment variable with such a name. Others are not found.
+form of the keys of some services, and as the value of an environment variable with such a name. Any other is shown.
 
 Every pattern begins at the start of a name or at a fixed character, so that the time is linear in the text's length.
 """
 
+import contextlib
+import json
 import os
 import re
 import shlex
@@ -16,7 +18,8 @@ HIDDEN = "REDACTED"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|(api|access|private)_?key"
-    r"|(api|auth|access|bearer|hf|hub)_?tokens?(_|$)|token$"
+    r"|(api|auth|access|bearer|hf|hub)_?tokens(_|$)"
+    r"|token(?![a-z])(?!_(id|type|count|index|embed|dim|len|size|drop|class))"  # `token_type_ids` is no secret
 )
 _TEXT_TOKEN = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|special|image|audio|video)_?token")
 """Tokens of these kinds are words to a model: `pad_token` is no secret."""
@@ -30,7 +33,7 @@ _MIN_VALUE = 8
 
 _NAME = r"(?<![\w.*-])([\w.*-]+)"
 _STRING = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
-_BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line
+_BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, for what is no whole JSON value
 _FORMS = (
     (re.compile(_NAME + r'"\s{0,20}:\s{0,20}'), re.compile(rf"{_STRING}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
     (re.compile(_NAME + " is "), re.compile(rf"{_STRING}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
@@ -87,10 +90,18 @@ def _text(text: str) -> str:
     text = _LOGIN.sub(f"://{HIDDEN}@", text)
     for mark, its_value, replacement in _FORMS:
         parts, done = [], 0
-        for found in mark.finditer(text):
+        for name in mark.finditer(text):
             # a name inside of a hidden value is passed over
-            if found.start() >= done and _is_secret(found[1]) and (hidden := its_value.match(text, found.end())):
-                parts += [text[done : found.end()], replacement]
-                done = hidden.end()
+            if name.start() >= done and _is_secret(name[1]) and (end := _end_of_value(text, name.end(), its_value)):
+                parts += [text[done : name.end()], replacement]
+                done = end
         text = "".join([*parts, text[done:]])
     return text
+
+
+def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None:
+    """Return the end of the value at `start`; None if there is no value. A JSON list or object ends at its bracket."""
+    if text[start : start + 1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.JSONDecoder().raw_decode(text, start)[1]
+    return matched.end() if (matched := pattern.match(text, start)) else None

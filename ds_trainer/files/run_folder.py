@@ -1,4 +1,7 @@
-"""The folder of a run: whether a run may write there, and a list of what it wrote, so that nothing else is deleted."""
+"""The folder of a run: whether a run may write to it, and the list of the files that runs wrote.
+
+No file is ever deleted from it that is not in this list.
+"""
 
 import contextlib
 import fcntl
@@ -13,13 +16,14 @@ from typing import IO, Any
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.messages import cut
 from ds_trainer.files.reading import read_value
-from ds_trainer.files.writing import is_aside, write_json
+from ds_trainer.files.writing import existing_above, is_aside, is_leftover, write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 RUN_LIST = ".ds_trainer.json"
-"""The file in an output folder that lists what runs of this program wrote there, as patterns of paths."""
+"""The file in an output folder that lists the paths, or patterns of paths, that runs of this program wrote."""
 _LOCK = ".ds_trainer.lock"
+_ENDING = 60  # seconds in which a run that was asked to stop has mostly saved and ended
 TOKENIZER_FILES = (
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt", "spm.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -45,9 +49,10 @@ def check_output_folder(
     An empty or missing folder may be resumed, because a run that was killed in its first second has written nothing.
     """
     try:
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        folder.exists()
     except OSError as error:  # the name is too long, or links form a circle
         return [f"the output folder {cut(str(folder), 300)} cannot be made: {error.strerror}"]
+    parent = existing_above(folder)
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         return [f"the output folder {folder} cannot be made: {parent} is a file, or read-only"]
     if checkpoint and not (checkpoint / MARKER).is_file():
@@ -90,12 +95,12 @@ class RunFolder:
         self._locked: IO[str] | None = None  # stays open, since closing the file gives up its lock
 
     def open(self, overwrite: bool) -> None:
-        """Make the folder and remove the unfinished files of killed runs.
+        """Make the folder and remove the unfinished files and folders of killed processes from it.
 
-        With `overwrite`, also delete what earlier runs wrote there, and only that.
+        With `overwrite`, also delete the files that earlier runs wrote to it, and no others.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in [path for path in self.path.iterdir() if is_aside(path)]:
+        for path in [path for path in self.path.iterdir() if is_leftover(path)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         names = self._listed()
         if overwrite:
@@ -104,14 +109,14 @@ class RunFolder:
             names = {name for name in names if any(self.path.glob(name))}
         write_json(self.path / RUN_LIST, sorted(names))
 
-    def lock(self, seconds: float = 60) -> None:
+    def lock(self) -> None:
         """Keep other runs out of the folder until this process ends, in whatever way it ends.
 
-        Waits for a run that is just ending. Raises UserError where it has not ended after `seconds`.
+        Waits for a run that is just ending. Raises UserError where it has not ended after a minute.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._locked = (self.path / _LOCK).open("w")
-        end = time.monotonic() + seconds
+        end = time.monotonic() + _ENDING
         if not _taken(self._locked):
             distributed.warn(f"another run is writing to {self.path}: waiting until it ends")
             while not _taken(self._locked):
@@ -122,14 +127,16 @@ class RunFolder:
     def claim(self, name: str) -> Path:
         """Return the path `name` to write to, which may be a pattern of paths, after adding it to the list.
 
-        Raises UserError where something exists at this path that no run wrote.
+        Raises UserError where something exists at this path that no run wrote, or a link leads out of the folder.
         """
+        target = self.path / name
+        if not self._holds(target):
+            raise UserError(f"{target} leads out of the output folder by a link: remove the link, or write elsewhere")
         names = self._listed()
         foreign = [] if name in names else sorted(self.path.glob(name))
         if foreign:
             raise UserError(f"{foreign[0]} exists and was not written by this program: move it, or write elsewhere")
         write_json(self.path / RUN_LIST, sorted({*names, name}))
-        target = self.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
@@ -141,19 +148,16 @@ class RunFolder:
         """Read the list; every time anew, since another object or process may have claimed more."""
         file = self.path / RUN_LIST
         names = read_value(file) if file.is_file() else []
-        # an absolute path cannot be globbed, and ** would match the user's files too
-        if not isinstance(names, list) or not all(
-            isinstance(name, str) and Path(name).parts and name[0] != "/" and "**" not in name for name in names
-        ):
+        if not isinstance(names, list) or not all(isinstance(name, str) and _stays_inside(name) for name in names):
             raise UserError(f"{file} is not the list of files that a run wrote: move it and your own files elsewhere")
         return set(names)
 
     def _delete(self, target: Path) -> None:
         """Delete a file of the list; in a folder of the list, only the files that a run writes into folders.
 
-        Folders go when they are empty. Whatever lies outside of the run's folder, behind a link, is not touched.
+        A folder is removed once it is empty. Files outside of the run's folder, behind a link, are not touched.
         """
-        if not target.resolve().is_relative_to(self.path.resolve()):
+        if not self._holds(target):
             return
         inside = sorted(target.rglob("*"), reverse=True)  # the deepest first; rglob follows no links
         for file in inside if target.is_dir() else [target]:
@@ -162,6 +166,16 @@ class RunFolder:
         for folder in (*inside, target, target.parent):
             with contextlib.suppress(OSError):  # it is a file, or not empty, as the run's own folder with its list
                 folder.rmdir()
+
+    def _holds(self, target: Path) -> bool:
+        """Whether a path lies in the run's folder once its links are followed."""
+        return target.resolve().is_relative_to(self.path.resolve())
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a pattern of the list names files inside the run's folder; ** would match the user's files too."""
+    parts = Path(name).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and "**" not in name
 
 
 def _taken(file: IO[str]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.messages import quoted
+from ds_trainer.files.writing import existing_above
 from ds_trainer.ranks.failures import UserError
 
 CACHE_VARIABLE = "DS_TRAINER_CACHE"
@@ -78,19 +79,19 @@ def environment_of(config: Mapping[str, Any], output: Path) -> dict[str, str]:
 def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]) -> str | None:
     """Return the cache folder of a recipe; by default $DS_TRAINER_CACHE.
 
-    One that stands in the recipe's file (`as_read`) must lie in one of the `roots` or in the user's own cache; a
-    relative one is taken inside the first root. Raise UserError where it does not.
+    A cache folder that the recipe's file names (`as_read`) must lie in one of the `roots` or in the user's default
+    cache; a relative one is taken inside the first root. Raise UserError where it lies elsewhere.
     """
-    own = os.environ.get(CACHE_VARIABLE)
+    default = os.environ.get(CACHE_VARIABLE) or None
     if cache_dir is None:
-        return own or None
+        return default
     if cache_dir != as_read:
         return cache_dir
-    place = os.path.abspath(os.path.join(roots[0], os.path.expanduser(cache_dir)))
-    if not _is_inside(place, [*roots, DEFAULT_CACHE, *filter(None, [own])]):
+    place = os.path.abspath(os.path.join(*roots[:1], os.path.expanduser(cache_dir)))
+    if not _is_inside(place, [*roots, DEFAULT_CACHE, *filter(None, [default])]):
         raise UserError(
             f"the recipe's cache_dir is {quoted(cache_dir)}, outside of the output folder: give --cache_dir or "
-            f"--allow_write with it if you mean that, or drop it (the default is {own or DEFAULT_CACHE})"
+            f"--allow_write with it if you mean that, or drop it (the default is {default or DEFAULT_CACHE})"
         )
     return place
 
@@ -98,11 +99,12 @@ def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]
 def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
     """Say where an evaluation could not write its results, before it computes them."""
     mistakes = []
-    if output_file and (os.path.isdir(output_file) or not os.access(output_file.absolute().parent, os.W_OK)):
-        mistakes.append(f"--output_file is {output_file}: name a file in a folder that exists and can be written to")
+    if output_file:  # a device such as /dev/stdout can be written to, though its folder cannot
+        written = output_file if os.path.exists(output_file) else output_file.absolute().parent
+        if os.path.isdir(output_file) or not os.access(written, os.W_OK):
+            mistakes.append(f"--output_file is {output_file}: name a file in a folder that can be written to")
     if predictions_dir:
-        above = (predictions_dir.absolute(), *predictions_dir.absolute().parents)
-        existing = next(path for path in above if os.path.exists(path))
+        existing = existing_above(predictions_dir)
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
             mistakes.append(f"--predictions_dir is {predictions_dir}: {existing} is no folder that can be written to")
     return mistakes

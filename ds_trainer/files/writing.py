@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.ranks.launcher import process
+
 _ASIDE = re.compile(r"\..+\.(\d+|[a-z0-9_]{8})\.tmp")  # a process id, or eight characters of mkdtemp
 
 
@@ -56,5 +58,16 @@ def folder_aside(path: Path) -> Iterator[Path]:
 
 
 def is_aside(path: Path) -> bool:
-    """Whether a path is named like a file or folder of `file_aside` or `folder_aside`; its process may be dead."""
+    """Whether a path is named like a file or folder of `file_aside` or `folder_aside`."""
     return _ASIDE.fullmatch(path.name) is not None
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a path is named like one of `file_aside`, by a process of this host that no longer runs."""
+    name = _ASIDE.fullmatch(path.name)
+    return name is not None and name[1].isdecimal() and process(int(name[1])) is None
+
+
+def existing_above(path: Path) -> Path:
+    """Return the path itself if it exists, else the nearest folder above it that does."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))

@@ -1,6 +1,4 @@
-"""The checks of `launch/doctor.py`: what a host answered becomes rows, each with a result and, at a fault, the cure."""
-
-from __future__ import annotations
+"""The checks of `launch/doctor.py`: the answers of a host become rows, each with a result and, if need be, a cure."""
 
 import os
 import sys
@@ -14,9 +12,10 @@ from ds_trainer.hosts.hostfile import Host
 from ds_trainer.hosts.remote import PROJECT
 
 OK, FAILED, WARNING, SKIPPED = "ok", "FAILED", "warning", "skipped"
-FACT_CHECKS = ("python", "versions", "project", "own name", "build tools", "output folder")
+FACT_CHECKS = ("python", "versions", "project", "own name", "build tools", "clock", "output folder")
 """The checks that need only the facts of one host."""
 SAME_PYTHON = "install the same version at the same path on every host"
+_CLOCK_SECONDS = 60  # includes the way of the question, by a slow ssh
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SSH_CURES = {
     "permission denied": "make a key without a passphrase (ssh-keygen) and copy it to the host: ssh-copy-id {host}",
@@ -52,7 +51,7 @@ def skipped(checks: Iterable[str], hosts: Iterable[Host], why: str) -> list[Row]
 
 
 def name_rows(hosts: Sequence[Host], addresses: Mapping[Host, str | None], own_name: str) -> list[Row]:
-    """Check that each name has an address of its own, which is the loopback's only for this machine's name."""
+    """Check that each host has an address that no other has, and that is not this machine's loopback."""
     rows, first = [], dict[str, Host]()
     for host in hosts:
         address, cure = addresses[host], ""
@@ -69,7 +68,7 @@ def name_rows(hosts: Sequence[Host], addresses: Mapping[Host, str | None], own_n
 
 
 def ssh_row(host: Host, error: str) -> Row:
-    """Find the cure of ssh's own message."""
+    """Make the row of ssh; its message decides which cure is likely."""
     cure = next(cure for words, cure in _SSH_CURES.items() if words in error.lower())
     cure = cure.format(host=host.name, address=host.address)
     return judged("ssh", host.name, not error, error or "answers without a password", cure)
@@ -77,12 +76,8 @@ def ssh_row(host: Host, error: str) -> Row:
 
 def fact_rows(host: Host, facts: Mapping[str, Any], here: Mapping[str, Any], folder: Path | None) -> list[Row]:
     """Compare the facts of one host with those of this machine; `folder` holds the token, if one was written."""
-    missing = " and no ".join(tool for tool, path in facts["tools"].items() if not path)
-    tools = f"no {missing} on the PATH of a command by ssh; DeepSpeed compiles parts of itself" if missing else "exist"
-    ninja = os.path.dirname(here["tools"]["ninja"] or "FOLDER_OF_NINJA/")
     copy = f"share {PROJECT}, or copy it to the same path on that host"
     install = f"share the environment, or on that host: {sys.executable} -m pip install -c constraints.txt -e ."
-    path = f"in .deepspeed_env: PATH={ninja}:$PATH, or on that host: apt install g++ ninja-build"
     mount = f"mount one file system (such as NFS) at {folder} on every host, which the user of ssh can write to"
     output = facts["output_folder"]
     return [
@@ -90,7 +85,8 @@ def fact_rows(host: Host, facts: Mapping[str, Any], here: Mapping[str, Any], fol
         _same("versions", host, facts["versions"], here["versions"], install),
         _same("project", host, {str(PROJECT): facts["source"]}, {str(PROJECT): here["source"]}, copy),
         _own_name(host, facts),
-        judged("build tools", host.name, not missing, tools, path),
+        _build_tools(host, facts["tools"], here["tools"]["ninja"]),
+        _clock(host, facts["clock"]),
         judged("output folder", host.name, not output, f"{folder} {output or 'is shared'}", mount)
         if folder
         else Row("output folder", host.name, SKIPPED, "no --output_dir that can be written here is given"),
@@ -98,7 +94,7 @@ def fact_rows(host: Host, facts: Mapping[str, Any], here: Mapping[str, Any], fol
 
 
 def _same(check: str, host: Host, values: Mapping[str, Any], here: Mapping[str, Any], cure: str) -> Row:
-    """Check that values on a host are those of this machine; None stands for what is missing."""
+    """Check that values on a host are those of this machine; None stands for a missing one."""
     wrong = [f"{name} {values[name] or 'is missing'}, here {here[name]}" for name in here if values[name] != here[name]]
     found = "; ".join(wrong) or ", ".join(f"{name} {value}" for name, value in here.items())
     return judged(check, host.name, not wrong, found, cure)
@@ -117,6 +113,25 @@ def _own_name(host: Host, facts: Mapping[str, Any]) -> Row:
     ok = address and not address.startswith("127.")
     found += "" if ok else ", which other hosts cannot reach"
     return judged("own name", host.name, ok, found, f"write the real address into its /etc/hosts, or {cure}")
+
+
+def _build_tools(host: Host, tools: Mapping[str, str | None], ninja: str | None) -> Row:
+    """Check that a command by ssh can compile, and with the same `ninja` as on this machine."""
+    path = f"in .deepspeed_env: PATH={os.path.dirname(ninja or 'FOLDER_OF_NINJA/')}:$PATH"
+    if missing := " and no ".join(tool for tool in tools if not tools[tool]):
+        found = f"no {missing} on the PATH of a command by ssh; DeepSpeed compiles parts of itself"
+        return Row("build tools", host.name, FAILED, found, f"{path}, or on that host: apt install g++ ninja-build")
+    if ninja not in (None, tools["ninja"]):
+        found = f"ninja is {tools['ninja']}, here {ninja}: in a shared folder each compiles anew what the other has"
+        return Row("build tools", host.name, WARNING, found, path)
+    return Row("build tools", host.name, OK, "exist")
+
+
+def _clock(host: Host, ahead: float) -> Row:
+    """Check the clock: ninja compiles anew what another host, whose clock is ahead, compiled into a shared folder."""
+    if abs(ahead) < _CLOCK_SECONDS:
+        return Row("clock", host.name, OK, f"agrees to {_CLOCK_SECONDS} s")
+    return Row("clock", host.name, WARNING, f"is {ahead:+,.0f} s from this one", "let NTP set it: apt install chrony")
 
 
 def shown(row: Row) -> Row:

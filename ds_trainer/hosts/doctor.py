@@ -5,13 +5,12 @@ but a file with a random token into the output folder, which is removed. Torch i
 is noticed too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +19,18 @@ from typing import Any
 from ds_trainer.files.reading import read_file
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.tables import aligned
+from ds_trainer.files.writing import existing_above
 from ds_trainer.hosts import checks, probe
 from ds_trainer.hosts.checks import FAILED, OK, SKIPPED, WARNING, Row, judged, skipped
-from ds_trainer.hosts.hostfile import Host, environment_files, exports, is_plain, parse_environment, read_hostfile
+from ds_trainer.hosts.hostfile import (
+    Host,
+    environment_files,
+    exports,
+    is_misread,
+    is_plain,
+    parse_environment,
+    read_hostfile,
+)
 from ds_trainer.hosts.remote import PROJECT, Remote, Reply, at_once
 from ds_trainer.ranks.failures import UserError
 
@@ -62,8 +70,10 @@ def examine(job: Job) -> list[Row]:
     remote = Remote(exported, () if local else job.ssh, job.timeout)
     mistakes = check_output_folder(job.output, overwrite=True) if job.output else []
     rows += [Row("output folder", _HERE, FAILED, mistake, "give another --output_dir") for mistake in mistakes]
-    with _token(None if mistakes else job.output) as token:
-        replies = at_once(lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host]), hosts)
+    with contextlib.nullcontext() if mistakes or not job.output else _token(job.output) as token:
+        replies = at_once(
+            lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host], asked=time.time()), hosts
+        )
     folder = Path(token[0]).parent if token else None
     rows += [row for host, reply in replies.items() for row in _host_rows(host, reply, here, folder)]
     if local:
@@ -77,14 +87,17 @@ def examine(job: Job) -> list[Row]:
     address = next(filter(None, [job.master_addr, *replies[hosts[0]].value["addresses"]]), hosts[0].address)
     network = network_rows(remote, hosts, address, job.master_port)
     if all(row.result == OK for row in network):
-        # NCCL, and a single host, do not need the host's own name: what works is no fault
+        # NCCL, and a single host, do not need the host's own name: if the all-reduce works, it is no fault
         milder = {"result": WARNING} if len(hosts) > 1 else {"result": OK, "cure": ""}
         rows = [replace(row, **milder) if (row.check, row.result) == ("own name", FAILED) else row for row in rows]
     return [*rows, *network]
 
 
 def environment_rows() -> tuple[list[Row], dict[str, str]]:
-    """Check `.deepspeed_env`; also returns all variables that DeepSpeed will export on the hosts."""
+    """Check what DeepSpeed will export on the hosts: `.deepspeed_env`, and variables of this shell.
+
+    Returns the rows, and the variables that arrive as they are.
+    """
     rows, configured = [], dict[str, str]()
     for path in environment_files():
         try:
@@ -95,7 +108,11 @@ def environment_rows() -> tuple[list[Row], dict[str, str]]:
         found, cure = "\n".join(mistakes) or ", ".join(values), f"correct {path}: one NAME=VALUE a line, nothing else"
         rows.append(judged(".deepspeed_env", _HERE, not mistakes, found, cure))
     rows = rows or [Row(".deepspeed_env", _HERE, OK, "does not exist")]
-    return rows, exports(os.environ, configured, PROJECT)
+    values = exports(os.environ, configured, PROJECT)
+    if misread := [name for name in values if is_misread(values[name])]:
+        found = f"{', '.join(misread)}: the hosts' shells would read the quote, backslash or $( in the value"
+        rows.append(Row("exports", _HERE, FAILED, found, "unset it, or take these characters out"))
+    return rows, {name: value for name, value in values.items() if name not in misread}
 
 
 def _launcher_rows() -> list[Row]:
@@ -112,16 +129,12 @@ def _launcher_rows() -> list[Row]:
 
 
 @contextlib.contextmanager
-def _token(output: Path | None) -> Iterator[tuple[str, str] | None]:
+def _token(output: Path) -> Iterator[tuple[str, str]]:
     """Write a random text to a file in the output folder, or in the nearest existing folder above it.
 
-    Yields the path and the text, or None without an output folder. The file is removed at the end.
+    Yields the path and the text. The file is removed at the end.
     """
-    if output is None:
-        yield None
-        return
-    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
-    path, text = folder / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
+    path, text = existing_above(output).absolute() / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
         path.write_text(text)
         yield str(path), text
@@ -141,7 +154,7 @@ def _host_rows(host: Host, reply: Reply, here: Mapping[str, Any], folder: Path |
 
 
 def network_rows(remote: Remote, hosts: Sequence[Host], address: str, port: int) -> list[Row]:
-    """Check that the ranks can meet: all hosts reach the first one at `port`, and sum a number over one rank each."""
+    """Check that the ranks can meet: all hosts reach the first one at `port`, and one rank of each sums a number."""
     first, *others = hosts
 
     def reach(host: Host) -> Reply:

@@ -4,8 +4,6 @@ The checks are stricter than DeepSpeed's, which trains on this machine alone whe
 `slots=4x` as 4, and sends a comment in `.deepspeed_env` to the hosts' shells, where it swallows the command.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +18,6 @@ EXAMPLE = "worker-1 slots=8"
 _LABEL = r"\w([\w-]{0,61}\w)?"
 _NAME = re.compile(rf"([A-Za-z_][\w.-]*@)?{_LABEL}(\.{_LABEL})*", re.ASCII)
 _MISREAD = re.compile(r"[\"`\\]|\$\(")
-"""DeepSpeed writes values between double quotes, and there the hosts' shells would act on these characters."""
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """A word that means the same to a shell with and without quotes."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX")
@@ -96,7 +93,7 @@ def parse_environment(text: str) -> tuple[dict[str, str], list[str]]:
         name, equals, value = (part.strip() for part in line.partition("="))
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             mistakes.append(f"line {number} is not NAME=VALUE; blank lines and comments are not allowed either")
-        elif _MISREAD.search(value):
+        elif is_misread(value):
             mistakes.append(f"line {number}: the hosts' shells would read the quote, backslash or $( in the value")
         else:
             values[name] = value
@@ -111,6 +108,11 @@ def exports(environment: Mapping[str, str], configured: Mapping[str, str], proje
     path = ":".join([str(project), *filter(None, [environment.get("PYTHONPATH")])])
     shell = {name: value for name, value in environment.items() if name.startswith(_EXPORTED)}
     return {**shell, "PYTHONPATH": path, **configured}
+
+
+def is_misread(value: str) -> bool:
+    """Whether a shell would act on a character of the value between double quotes, where DeepSpeed writes it."""
+    return _MISREAD.search(value) is not None
 
 
 def is_plain(path: str) -> bool:

@@ -1,7 +1,8 @@
 """Ask a host about itself: a script that `launch/doctor.py` sends to the host's python by ssh.
 
-It needs nothing but Python and writes nothing. Its arguments are the name of a function and the request, which is JSON
-in base64. Its answer is one line of JSON behind a mark, because a login may print other lines.
+It needs nothing but Python 3.8, so that an older one than ours can still say its version, and writes nothing. Its
+arguments are the name of a function and the request, which is JSON in base64. Its answer is one line of JSON behind a
+mark, because a login may print other lines.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ _SIOCGIFADDR = 0x8915  # asks for the IPv4 address of an interface
 
 
 def facts(request: dict) -> dict:
-    """Return versions, tools, names and addresses of this host, and what it sees of `project` and of `token`."""
+    """Return versions, tools, names and addresses of this host, and whether it sees `project` and `token`.
+
+    `clock` is the seconds from `asked`, on the clock of the doctor, to now, on the clock of this host.
+    """
+    # from the metadata, because a broken package cannot be imported; the first of two of a name is the one in use
+    installed = {package.metadata["Name"]: package.version for package in reversed([*metadata.distributions()])}
     return {
+        "clock": time.time() - request.get("asked", time.time()),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": {package: installed.get(package) for package in PACKAGES},
         "source": source_hash(request["project"]),
         "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
         "name": socket.gethostname(),
@@ -42,12 +49,6 @@ def facts(request: dict) -> dict:
         "known_address": request.get("known_address"),
         "output_folder": find_token(*request.get("token") or ()),
     }
-
-
-def versions() -> dict:
-    """Return the versions of the installed packages from their metadata: a broken package is not imported."""
-    installed = {found.metadata["Name"]: found.version for found in reversed([*metadata.distributions()])}
-    return {package: installed.get(package) for package in PACKAGES}
 
 
 def source_hash(project: str) -> str | None:
@@ -92,7 +93,7 @@ def first_addresses() -> list:
 
 
 def find_token(path: str = "", text: str = "") -> str:
-    """Say how a file that another host has written, and its folder, look from here; nothing where all is well."""
+    """Say why this host does not see the file of another host, or cannot write to its folder; "" if all is well."""
     folder = os.path.dirname(path)
     for _ in range(4 if path else 0):  # a network file system may take a moment to show a new file
         with contextlib.suppress(OSError), open(path) as file:
@@ -105,7 +106,7 @@ def find_token(path: str = "", text: str = "") -> str:
 def listen(request: dict) -> dict:
     """Listen on `port` of all addresses until so many `callers` have come, or half of the time limit is over."""
     end = time.monotonic() + request["seconds"] / 2
-    with socket.socket() as server, contextlib.suppress(TimeoutError):  # who did not come says so itself
+    with socket.socket() as server, contextlib.suppress(TimeoutError):  # a caller that did not come reports it
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(("", request["port"]))

@@ -4,8 +4,6 @@ It needs torch but not DeepSpeed, and takes the backend that DeepSpeed takes: NC
 one rank.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Ask the hosts of a hostfile by ssh: all at once, with the variables that DeepSpeed exports, within a time limit."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shlex
@@ -23,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reply:
-    """A host's answer, or an error in its place; `ssh_failed` where the error comes from ssh, or nothing came."""
+    """A host's answer, or an error; `ssh_failed` where the error is one of ssh, or the host has sent nothing."""
 
     value: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -40,7 +38,7 @@ class Remote:
     """Seconds for each command."""
 
     def ask(self, host: Host, function: str, **request: Any) -> Reply:
-        """Have the host's python run a function of `probe.py`, which is sent along: nothing of it needs to exist."""
+        """Run a function of `probe.py` with the host's python. The script is sent along, so the host needs no copy."""
         values = {"project": str(PROJECT), "seconds": self.timeout, **request}
         packed = base64.b64encode(json.dumps(values).encode()).decode()
         python = shlex.join([sys.executable, "-u", "-", function, packed])

@@ -1,7 +1,7 @@
 """The compact file: a bit for each weight that says whether it is zero, and the weights that are not, in fp16 or int8.
 
-A model that was pruned weight by weight is no faster on ordinary hardware, but it is small on disk: it takes one bit
-for each weight, and two bytes or one for each weight that is not zero. They are in one safetensors file,
+A model that was pruned weight by weight is no faster on ordinary hardware, but it can be small on disk: it takes one
+bit for each weight, and two bytes or one for each weight that is not zero. They are in one safetensors file,
 `model.compact.safetensors`, beside an ordinary config and tokenizer. Every tensor has the smallest of these forms:
 
 - `name`: the tensor as it is, floats in fp16 ("dense"). With int8 values only vectors have this form: biases and norms,
@@ -13,8 +13,6 @@ for each weight, and two bytes or one for each weight that is not zero. They are
 Weights in fp16 are read back as exactly `tensor.half()` (a negative zero as zero), those in int8 at most half of their
 row's scale off.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -32,11 +30,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.reading import memory
+from ds_trainer.files.reading import memory_limit
 from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8, VALUES
+from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8
 from ds_trainer.ranks.failures import UserError
 
 _FORMAT, _VERSION = "ds_trainer.compact", "1"
@@ -57,25 +55,24 @@ _PARTS = {
 _WEIGHTS = ("model*.safetensors", "*.index.json")
 _BESIDE = (*MODEL_FILES, "*.py", "*.jinja", "*.spm", "*.tiktoken")
 """The files of a model folder that a compact folder has, too, except for those of its weights."""
-_PLAIN = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-"""The types that are held as they are."""
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-def write_compact(model_or_state: nn.Module | Mapping[str, Tensor], path: Path, values: str = "fp16") -> dict[str, Any]:
-    """Write the compact file of a model, or of a state dict, and return its report.
+def write_compact(state: Mapping[str, Tensor], path: Path, values: str = FP16) -> dict[str, Any]:
+    """Write the compact file of a state dict, on the CPU, and return its report.
 
-    `values` is "fp16" or "int8". The report has `values`, `numbers`, `kept` (those of the file that are not zero),
-    `became_zero` (those that were not, and are so small that they are zero in the file), `max_error` (the largest, of
-    all weights), `max_scale` (int8: half of it bounds the error), and `bytes`: of the `compact` file, of the same
-    weights as safetensors in fp32 (`dense`), of either in a zip (`compact_zip`, `dense_zip`), and the least that a code
-    for masks whose bits are independent needs (`floor`). UserError for weights that are not finite, that are complex or
-    of unsigned types other than uint8, or, where fp16 is to hold them, beyond 65,504.
+    `values` is "fp16" or "int8". The report has:
+
+    - `values`, and how many `numbers` the weights have
+    - `kept`: how many numbers of the file are not zero
+    - `became_zero`: how many numbers are zero in the file alone, since they are too small for it
+    - `max_error` of all weights, and with int8 `max_scale`, half of which bounds the error
+    - `bytes` of the `compact` file, of the same weights as safetensors in fp32 (`dense`), of both in a zip
+      (`compact_zip`, `dense_zip`), and the fewest that a code for masks of independent bits needs (`floor`)
+
+    UserError for weights that are not finite, or beyond 65,504 where fp16 is to hold them.
     """
-    if values not in VALUES:
-        raise UserError(f"the values of a compact file are {quoted(values)}: allowed are {', '.join(VALUES)}")
-    state = _state_of(model_or_state)
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in state.items():
@@ -106,7 +103,7 @@ def read_compact(path: Path) -> dict[str, Tensor]:
     """
     with as_user_error(f"{path} is no sound compact file"), safe_open(path, framework="np") as file:
         entries = _entries(file)
-        room, wanted = memory(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
+        room, wanted = memory_limit(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
         if wanted > room:
             raise UserError(f"it unpacks to more than this host's memory: {wanted:,} bytes on the way, of {room:,}")
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}
@@ -118,7 +115,11 @@ def write_compact_folder(folder: Path, model: nn.Module, target: Path, values: s
     `target` is an empty folder, `model` is that of `folder`.
     """
     _copy_beside(folder, target)
-    return write_compact(model, target / COMPACT_FILE, values)
+    # tied weights are written once, under the first of their names
+    first = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    state = {name: value.cpu().contiguous() for name, value in model.state_dict().items() if name not in tied}
+    return write_compact(state, target / COMPACT_FILE, values)
 
 
 def unpack_compact(folder: Path, target: Path) -> None:
@@ -131,21 +132,8 @@ def unpack_compact(folder: Path, target: Path) -> None:
     write_json(target / "config.json", config | {"dtype": "float32"})
 
 
-def _state_of(model_or_state: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by name, on the CPU; tied ones under the first of their names."""
-    if isinstance(model_or_state, nn.Module):
-        kept = {name for name, _ in model_or_state.named_parameters()}
-        tied = {name for name, _ in model_or_state.named_parameters(remove_duplicate=False)} - kept
-        model_or_state = {name: value for name, value in model_or_state.state_dict().items() if name not in tied}
-    return {name: value.detach().cpu().contiguous() for name, value in model_or_state.items()}
-
-
 def _packed(name: str, tensor: Tensor, values: str) -> tuple[str, dict[str, Tensor]]:
     """Pack a tensor: the name of its smallest form, and the parts of that form."""
-    if "#" in name:
-        raise UserError(f"{name}: a weight's name in a compact file has no #")
-    if not tensor.is_floating_point() and tensor.dtype not in _PLAIN:
-        raise UserError(f"{name} is {str(tensor.dtype)[6:]}, which a compact file does not hold: convert it")
     if not tensor.is_floating_point():
         return "dense", {"": tensor}
     numbers = tensor.float().numpy()
@@ -153,9 +141,10 @@ def _packed(name: str, tensor: Tensor, values: str) -> tuple[str, dict[str, Tens
         raise UserError(f"{name} holds numbers that are not finite: the model is broken, there is nothing to keep")
     if values == INT8 and numbers.ndim > 1:
         quantised, scale = _quantised(numbers)
-        dense: dict[str, Array] = {"#int8": quantised, "#scale": scale}
-        masked: dict[str, Array] = {**_masked(quantised), "#scale": scale}
-        forms = {"int8": dense, "mask_int8": masked}
+        forms = {
+            "int8": {"#int8": quantised, "#scale": scale},
+            "mask_int8": {**_masked(quantised), "#scale": scale},
+        }
     else:
         halves = _halves(name, numbers)
         forms = {"dense": {"": halves}, "mask": _masked(halves)}
@@ -173,19 +162,15 @@ def _halves(name: str, numbers: Array) -> Array:
 def _quantised(numbers: Array) -> tuple[Array, Array]:
     """Round to int8, with an fp32 scale for each row; the error is at most half of the scale, exactly.
 
-    A scale is rounded up to 17 binary digits: then no number is beyond 127 scales, and each product is exact in fp32.
+    A scale is rounded up to 17 binary digits: then no number is beyond 127 scales, and its product with an int8 number,
+    which has 7 digits, is exact in the 24 digits of fp32.
     """
     rows = numbers.reshape(len(numbers), math.prod(numbers.shape[1:])).astype(np.float64)
     largest = np.abs(rows).max(1, initial=0.0)
-    scale = _of_17_digits(np.maximum(largest / _MOST_OF_INT8, _SMALLEST_SCALE))
+    digits, exponents = np.frexp(np.maximum(largest / _MOST_OF_INT8, _SMALLEST_SCALE))
+    scale = np.ldexp(np.ceil(np.ldexp(digits, 17)), exponents - 17).astype(np.float32)
     nearest = np.rint(rows / scale[:, None].astype(np.float64))
     return np.clip(nearest, -_MOST_OF_INT8, _MOST_OF_INT8).astype(np.int8).reshape(numbers.shape), scale
-
-
-def _of_17_digits(values: Array) -> Array:
-    """Round up to fp32 numbers of 17 binary digits: times an int8 number, each is a number of fp32 again."""
-    digits, exponents = np.frexp(values)
-    return np.ldexp(np.ceil(np.ldexp(digits, 17)), exponents - 17).astype(np.float32)
 
 
 def _masked(numbers: Array) -> dict[str, Array]:
@@ -228,27 +213,21 @@ def _copy_beside(folder: Path, target: Path) -> None:
 
 
 def _entries(file: Any) -> dict[str, dict[str, Any]]:
-    """The form and the shape of each weight, from the header of an open file; an error where it holds no such list."""
+    """The form and the shape of each weight, from the header of an open file; UserError for another kind of file."""
     header = file.metadata() or {}
     if header.get("format") != _FORMAT:
         raise UserError(f"its header does not name the format {_FORMAT}")
     if header.get("version") != _VERSION:
         raise UserError(f"its version is {quoted(header.get('version'))}, and {_VERSION} is known")
     entries: dict[str, dict[str, Any]] = json.loads(header["tensors"])
-    parts = {f"{name}{part}" for name, entry in entries.items() for part in _PARTS[entry["form"]]}
-    if parts != set(file.keys()):
-        wrong = min(parts ^ set(file.keys()))
-        raise UserError(f"{quoted(wrong)} is in its list of weights or in its tensors, not in both")
     return entries
 
 
 def _unpacked(name: str, file: Any, form: str, shape: list[int]) -> Array:
-    """The whole weight of an entry; an error where its parts are not of its shape."""
+    """The whole weight of an entry, floats as fp32."""
     parts: dict[str, Array] = {part: file.get_tensor(f"{name}{part}") for part in _PARTS[form]}
     if "#mask" in parts:
         kept = np.unpackbits(parts["#mask"])[: math.prod(shape)].astype(bool)
-        if len(parts["#values"]) != kept.sum():  # numpy would repeat a single value
-            raise UserError(f"the mask of {quoted(name)} keeps {kept.sum():,} weights of {len(parts['#values']):,}")
         numbers = np.zeros(len(kept), parts["#values"].dtype)
         numbers[kept] = parts["#values"]
     else:

@@ -5,8 +5,6 @@ positions; no elementwise operations, embeddings or heads. For a family whose bl
 linear layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

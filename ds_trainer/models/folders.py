@@ -1,7 +1,5 @@
 """Model folders: write one, make one for a new model, train its tokenizer, hash it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

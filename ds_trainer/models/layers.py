@@ -1,10 +1,8 @@
-"""The layers of the library's own models: find them and their blocks, swap modules, count weights.
+"""The layers of the models of `transformers`: find them and their blocks, swap modules, count weights.
 
-No model code is copied: techniques change the modules that `transformers` has built. `shrunk_model.py` knows the blocks
-of each family, since it travels into model folders and stands alone there; the library imports them from here.
+No model code is copied: techniques change the modules that `transformers` has built. The blocks of each family are
+listed in `shrunk_model.py`, since that file is copied into model folders; this library imports them from here.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -93,7 +91,7 @@ def gathered(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def whole_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Return every parameter and persistent buffer, whole, on the CPU; nothing where `keep` is false.
+    """Return every parameter and persistent buffer, whole, on the CPU; an empty dict on ranks that do not `keep` them.
 
     Parameters are gathered one at a time, so that no device holds the whole model under ZeRO-3. Tied ones appear under
     each of their names. Every rank must take part.
@@ -135,7 +133,7 @@ def total_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_totals(model: Any) -> dict[str, Any]:
-    """Count all weights, zeros too: by linear layer of the encoder, of the encoder, of the model; before any cut."""
+    """Count all weights, zeros too, as they were before any cut: of each linear layer, of the encoder, of the model."""
     if getattr(model.config, FIELD, None):
         config = copy.deepcopy(model.config)
         delattr(config, FIELD)

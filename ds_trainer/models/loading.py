@@ -1,7 +1,5 @@
 """The boundary around what other libraries do with the files of a folder: whatever they raise is one `UserError`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,15 +1,13 @@
 """Load tokenizers, configs and models from folders or the hub, for every kind of head, from safetensors.
 
-A folder may come from anywhere. Each fault in it is one UserError that names the folder, and weights that do not fit
-the config are never filled up at random in silence. `trust.py` says what else a user can permit: the code that a config
-names, and pickles, which are read as weights only.
+A folder may come from anywhere. Each fault in it is one UserError that names the folder, and weights that are missing
+or do not fit the config are never replaced by random ones in silence. By default no code of a folder is run and no
+pickle is read; `config/trust.py` describes how a user permits them.
 """
-
-from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,22 +40,22 @@ class HeadKind:
     others: frozenset[str] = frozenset()
     """Further classes that hold such a head beside another one."""
 
-    def model_class(self, config: Any) -> Any:
-        """The class that holds such a head for a config, None where transformers has none; the first of several."""
-        known = self.mapping.get(type(config), None)
-        return known[0] if isinstance(known, tuple) else known
+    def classes(self, config: Any) -> tuple[Any, ...]:
+        """The classes that hold such a head for a config; none where transformers has none."""
+        known = self.mapping.get(type(config), ())
+        return known if isinstance(known, tuple) else (known,)
 
     def trained_in(self, config: Any) -> bool:
         """Whether this config claims that its folder holds a trained head of this kind."""
-        known = self.mapping.get(type(config), None)
-        classes = known if isinstance(known, tuple) else (known,)
-        return bool(({c.__name__ for c in classes if c} | self.others) & set(config.architectures or []))
+        names = self.others | {known.__name__ for known in self.classes(config)}
+        return not names.isdisjoint(config.architectures or [])
 
 
 def _kind(name: str, auto_class: Any, others: Iterable[str] = ()) -> HeadKind:
     return HeadKind(name, auto_class, auto_class._model_mapping, frozenset(others))
 
 
+HEADLESS = _kind("model without a head", transformers.AutoModel)
 CLASSIFIER = _kind("sequence classifier", transformers.AutoModelForSequenceClassification)
 ANSWERER = _kind("question answering head", transformers.AutoModelForQuestionAnswering)
 # pre-training adds a sentence head in these families; Electra's has a discriminator, and is none of them
@@ -66,12 +64,8 @@ MASKED_LM = _kind(
     "masked language model", transformers.AutoModelForMaskedLM, (f"{name}ForPreTraining" for name in _PRE_TRAINED)
 )
 CAUSAL_LM = _kind("causal language model", transformers.AutoModelForCausalLM)
-
-
-def quiet_transformers() -> None:
-    """Keep transformers from logging and drawing progress bars: a command reports what its user needs itself."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
+"""The heads that this library trains."""
 
 
 def load_tokenizer(source: str | Path) -> Any:
@@ -99,15 +93,15 @@ def load_config(source: str | Path, kind: HeadKind) -> Any:
 
 def input_names(config: Any, kind: HeadKind) -> set[str]:
     """The tensors that the model of this config takes; token types only where it distinguishes two texts by them."""
-    names = set(inspect.signature(kind.model_class(config).forward).parameters)
+    names = set(inspect.signature(kind.classes(config)[0].forward).parameters)
     return names if getattr(config, "type_vocab_size", 0) > 1 else names - {"token_type_ids"}
 
 
 def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[Any, dict[str, Any]]:
     """Build the model of a folder or hub name in fp32 on the CPU; returns it and transformers' loading info.
 
-    What does not fit is left random and listed in the info: every caller must check it (`unfilled_weights`). Weights
-    may be in a compact file.
+    Weights that are missing or do not fit are random, and listed in the info: every caller must check it, by
+    `unfilled_weights`. Weights may be in a compact file.
     """
     folder, trust = Path(source), trust_in_force()
     is_folder = not model_folder.is_hub_name(str(source))
@@ -125,7 +119,7 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
         if is_folder and model_folder.is_compact(folder):
             # without a name transformers takes the config and these weights as they are
             state = read_compact(folder / model_folder.COMPACT_FILE)
-            model, info = (model_class or kind.model_class(config)).from_pretrained(None, state_dict=state, **options)
+            model, info = (model_class or kind.classes(config)[0]).from_pretrained(None, state_dict=state, **options)
             if model.can_generate() and (folder / "generation_config.json").is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
             return model, info
@@ -153,9 +147,8 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     return model
 
 
-def load_trained(source: str | Path) -> Any:
+def load_trained(source: str | Path, kinds: Sequence[HeadKind] = TRAINED) -> Any:
     """Load the model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
-    kinds = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
     config = _load_any_config(source)
     for kind in kinds:
         _learn_own_class(source, config, kind)
@@ -165,7 +158,7 @@ def load_trained(source: str | Path) -> Any:
 
 
 def unfilled_weights(info: dict[str, Any]) -> list[str]:
-    """The names of the weights that loading left random: missing in the folder or of another shape there."""
+    """The names of the weights that are random, since they are missing in the folder or of another shape."""
     return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
 
 
@@ -221,8 +214,14 @@ def pad_token_id(tokenizer: Any) -> int:
     return int(tokenizer.pad_token_id)
 
 
+def set_padding(model: Any, token: int) -> None:
+    """Name a padding token where the config has none: without one, a decoder classifies only one text at a time."""
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = token
+
+
 def tokenizer_state(tokenizer: Any) -> Any:
-    """All that decides which tokens a text becomes, as JSON. Truncation and padding are not: calls leave them in it."""
+    """All that decides which tokens a text becomes, as JSON; not truncation and padding, which every call changes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
@@ -253,15 +252,14 @@ def _load_any_config(source: str | Path) -> Any:
 
 
 def _check_config_file(source: str | Path) -> None:
-    """Refuse a folder without a sound config. A hub name is left to transformers, which downloads it."""
+    """Refuse a folder without a sound config. A hub name is not checked: transformers downloads its files."""
     if not model_folder.is_hub_name(str(source)):
         model_folder.read_config(Path(source), trust_in_force())
 
 
 def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
-    """Register the class that the folder's own code has for a head, if the user trusts that code."""
-    own = getattr(config, "auto_map", None) or {}
-    name = own.get(kind.auto_class.__name__) if isinstance(own, dict) else None
+    """Register the class for a head that is defined by code in the folder, if the user trusts that code."""
+    name = (getattr(config, "auto_map", None) or {}).get(kind.auto_class.__name__)
     if name is None or type(config) in kind.mapping or not trust_in_force().trust_remote_code:
         return
     with as_user_error(f"the code of {source} cannot be loaded"):
@@ -270,10 +268,10 @@ def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
 
 
 def _shrunk_class(config: Any, kind: HeadKind) -> Any:
-    """This library's class for a family of transformers whose config has sizes of layers that were cut, else None.
+    """The class of `shrunk_model.py` for a config with sizes of layers that were cut, None for any other config.
 
-    The copy of that class in the folder is never run.
+    The folder's copy of that file is never run.
     """
     if getattr(config, FIELD, None) is None or not type(config).__module__.startswith("transformers."):
         return None
-    return shrunk_class(kind.model_class(config))
+    return shrunk_class(kind.classes(config)[0])

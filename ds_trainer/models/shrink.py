@@ -1,12 +1,10 @@
 """Cut heads and neurons that contribute nothing out of a model. Masks must be folded first.
 
 A decision (a head with its key and value, or a neuron) contributes nothing where the block's outer matrix multiplies
-its outputs by zeros, or where its outputs are the same for every token. Attention whose value has no weights returns
-the value's bias, since attention weights sum to one; a neuron without weights returns its activated bias. Such
-constants are added to the outer layer's bias, if it has one. The model's outputs stay the same, up to rounding.
+its outputs by zeros, or where its outputs are the same for every token: a head whose value has only zeros as weights
+returns the value's bias, since attention weights sum to one, and a neuron without weights returns its activated bias.
+Such constants are added to the outer layer's bias, if it has one. The model's outputs stay the same, up to rounding.
 """
-
-from __future__ import annotations
 
 import copy
 import math
@@ -35,7 +33,7 @@ class NothingToCutError(UserError):
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Selection:
     """The decisions that a block keeps, in order, and the constant that the others add to the outer layer's bias."""
 
     layer: str
@@ -47,19 +45,18 @@ class _Cut:
     def name(self, module: str) -> str:
         return f"{self.layer}.{module}"
 
+    def places(self, features: int, parts: int) -> Tensor:
+        """Return the places of the inputs or outputs that a linear layer of so many `features` keeps."""
+        places = torch.arange(features, device=self.keep.device)
+        return places.view(parts, self.whole, -1)[:, self.keep].flatten()
+
 
 def check_known(model: Any) -> None:
-    """Raise UserError where the model's family cannot be cut, weights are shared, or a layer to cut is not linear."""
+    """Raise UserError where the model's family cannot be cut."""
     base = shrunk_model.whole_class(model)
     if getattr(transformers, base.__name__, None) is not base:
         raise UserError(f"{base.__name__} is no class of transformers: only its own models can be cut")
-    owners: dict[int, str] = {}
-    for prefix, layer in layers_of(model).items():
-        for block in blocks_of(layer):
-            emptied = shrunk_model.is_emptied(layer.get_submodule(block.core))
-            for name in () if emptied else (*block.inner, block.outer):
-                _check_linear(f"{prefix}.{name}", layer.get_submodule(name), owners)
-    shrunk_model.sizes_of(model)  # raises for an unknown family; last, since it counts the inputs of linear layers
+    shrunk_model.sizes_of(model)  # raises for an unknown family
 
 
 @torch.no_grad()
@@ -69,75 +66,67 @@ def kept(model: Any) -> dict[str, list[list[int]]]:
     {"heads": a list for each layer, "neurons": likewise}. UserError where the model's family is unknown.
     """
     check_known(model)
-    return _kept(model, _cuts(model))
+    return _kept(shrunk_model.sizes_of(model), _selections(model))
 
 
 @torch.no_grad()
 def shrink(model: Any) -> Any:
     """Return a new model that holds only the heads and neurons that contribute; the given one stays as it is.
 
-    Outputs are the same, up to rounding, for tokens that are not padding. A decoder's padding on the left attends to
-    nothing, and there "sdpa" returns zeros and not the value's bias: these outputs differ, and nothing reads them.
+    Outputs are the same, up to rounding, for tokens that are not padding. Those of padding on the left of a decoder's
+    text differ: padding attends to nothing, and "sdpa" then returns zeros instead of the value's bias. Nothing reads
+    these outputs.
 
     The new model has the plain class of transformers where that family's config can express the sizes. Otherwise the
     config lists them in `shrunk`, and the class is one of `shrunk_model.py`. NothingToCutError where everything
     contributes; UserError where the model's family is unknown.
     """
     check_known(model)
-    cuts = _cuts(model)
-    sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(model, cuts).items()}
-    if sizes == shrunk_model.sizes_of(model):
+    selections = list(_selections(model))
+    before = shrunk_model.sizes_of(model)
+    sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(before, selections).items()}
+    if sizes == before:
         raise NothingToCutError(
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
         )
     shrunk = _unfilled(model, sizes)
-    _fill(shrunk, model, {name: weight for cut in cuts for name, weight in _changed(model, cut)})
+    _fill(shrunk, model, dict(change for _, selection in selections for change in _changed(model, selection)))
     if model.can_generate():
         shrunk.generation_config = copy.deepcopy(model.generation_config)
     return shrunk.train(model.training)
 
 
-def _cuts(model: Any) -> list[_Cut]:
-    """Return the cut of each block that is not empty already, in order."""
-    return [
-        _cut(name, layer, block, model.config)
-        for name, layer in layers_of(model).items()
-        for block in blocks_of(layer)
-        if not shrunk_model.is_emptied(layer.get_submodule(block.core))
-    ]
+def _selections(model: Any) -> Iterator[tuple[int, _Selection]]:
+    """Yield the selection of each block that is not empty already, with the number of its layer."""
+    for index, (name, layer) in enumerate(layers_of(model).items()):
+        for block in blocks_of(layer):
+            if not shrunk_model.is_emptied(layer.get_submodule(block.core)):
+                yield index, _selection(name, layer, block, model.config)
 
 
-def _kept(model: Any, cuts: Iterable[_Cut]) -> dict[str, list[list[int]]]:
-    by_block = {(cut.layer, cut.block.kind): cut.keep.tolist() for cut in cuts}
-    numbers: dict[str, list[list[int]]] = {name: [] for name in SIZES_OF.values()}
-    for name, layer in layers_of(model).items():
-        cuttable = {block.kind for block in blocks_of(layer)}
-        for kind, size in SIZES_OF.items():
-            never_cut = list(range(shrunk_model.whole_heads(model.config)))
-            numbers[size].append(by_block.get((name, kind), []) if kind in cuttable else never_cut)
+def _kept(
+    sizes: Mapping[str, Sequence[int]], selections: Iterable[tuple[int, _Selection]]
+) -> dict[str, list[list[int]]]:
+    """Return the numbers that remain of each layer's `sizes`: all of them in a block that cannot be cut."""
+    numbers = {name: [list(range(size)) for size in layers] for name, layers in sizes.items()}
+    for index, selection in selections:
+        numbers[SIZES_OF[selection.block.kind]][index] = selection.keep.tolist()
     return numbers
 
 
-def _cut(name: str, layer: nn.Module, block: Block, config: Any) -> _Cut:
+def _selection(name: str, layer: nn.Module, block: Block, config: Any) -> _Selection:
     outer: Any = layer.get_submodule(block.outer)
     whole = shrunk_model.decisions_of(block, layer, config)
     columns = rows_of(outer.weight, type(outer))
     constants = _constants(block, layer, whole)
+    # an outer layer without a bias can take in no constant but zero
     known = ~constants.isnan() if outer.bias is not None else constants == 0
     gone = ((columns == 0).all(0) | known).view(whole, -1).all(1)
     lost = gone.repeat_interleave(columns.shape[1] // whole) & known & (constants != 0)
+    # in fp64: the sum over thousands of neurons is rounded only once, when it is added to the bias
     constant = columns[:, lost].double() @ constants[lost].double() if lost.any() else None
-    return _Cut(name, block, whole, (~gone).nonzero().flatten(), constant)
-
-
-def _check_linear(name: str, module: nn.Module, owners: dict[int, str]) -> None:
-    """Raise UserError where a module is not linear, or has the weight of another. `owners` collects names by weight."""
-    if not isinstance(module, nn.Linear | Conv1D):
-        kind = type(module).__name__
-        raise UserError(f"{name} is a {kind}, and only linear layers are cut: fold or merge it first")
-    if (other := owners.setdefault(id(module.weight), name)) != name:
-        raise UserError(f"{name} and {other} share their weight: give each a copy, since each is cut by itself")
+    return _Selection(name, block, whole, (~gone).nonzero().flatten(), constant)
 
 
 def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
@@ -154,6 +143,7 @@ def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
     if len(parts) == 1:
         return activated
     gated = activated * parts[1]
+    # a factor of zero makes the product zero, also where the other one, which is NaN here, differs per token
     return torch.where((activated == 0) | (parts[1] == 0), 0.0, gated)
 
 
@@ -164,44 +154,41 @@ def _constant_parts(linear: Any, parts: int) -> tuple[Tensor, ...]:
     return torch.where((rows == 0).all(1), bias.float(), math.nan).chunk(parts)
 
 
-def _changed(model: Any, cut: _Cut) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a block that a cut changes, by name."""
-    outer = model.get_submodule(cut.name(cut.block.outer))
-    if cut.constant is not None:
-        yield cut.name(f"{cut.block.outer}.bias"), (outer.bias + cut.constant).to(outer.bias.dtype)
-    if len(cut.keep) in (0, cut.whole):
+def _changed(model: Any, selection: _Selection) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a block that a selection changes, by name."""
+    block = selection.block
+    outer = model.get_submodule(selection.name(block.outer))
+    if selection.constant is not None:
+        yield selection.name(f"{block.outer}.bias"), (outer.bias + selection.constant).to(outer.bias.dtype)
+    if len(selection.keep) in (0, selection.whole):  # an empty block has no matrices
         return
-    for name in cut.block.inner:
-        linear = model.get_submodule(cut.name(name))
-        places = _places(cut, shrunk_model.out_features(linear), cut.block.parts)
-        yield cut.name(f"{name}.weight"), linear.weight.index_select(int(isinstance(linear, Conv1D)), places)
+    for name in block.inner:
+        linear = model.get_submodule(selection.name(name))
+        places = selection.places(shrunk_model.out_features(linear), block.parts)
+        yield selection.name(f"{name}.weight"), linear.weight.index_select(int(isinstance(linear, Conv1D)), places)
         if linear.bias is not None:
-            yield cut.name(f"{name}.bias"), linear.bias.index_select(0, places)
-    places = _places(cut, shrunk_model.in_features(outer), 1)
-    yield cut.name(f"{cut.block.outer}.weight"), outer.weight.index_select(int(isinstance(outer, nn.Linear)), places)
-
-
-def _places(cut: _Cut, features: int, parts: int) -> Tensor:
-    """Return the places of the inputs or outputs that a linear layer keeps."""
-    return torch.arange(features, device=cut.keep.device).view(parts, cut.whole, -1)[:, cut.keep].flatten()
+            yield selection.name(f"{name}.bias"), linear.bias.index_select(0, places)
+    places = selection.places(shrunk_model.in_features(outer), 1)
+    yield selection.name(f"{block.outer}.weight"), outer.weight.index_select(int(isinstance(outer, nn.Linear)), places)
 
 
 def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     """Build a model of these sizes on the "meta" device: a plain one where its config can express them."""
     base, config = shrunk_model.whole_class(model), copy.deepcopy(model.config)
-    setattr(config, FIELD, {name: list(numbers) for name, numbers in sizes.items()})
+    setattr(config, FIELD, {name: list(counts) for name, counts in sizes.items()})
     with torch.device("meta"):
         shrunk = shrunk_model.shrunk_class(base)(config)
         plain_config = _plain_config(config, sizes)
         if plain_config is None:
             return shrunk
         plain = base(plain_config)
+    # some families read the sizes otherwise: BERT's heads become wider where there are fewer of them
     return plain if _shapes(plain) == _shapes(shrunk) else shrunk
 
 
 def _plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     """Return a plain config of these sizes; None where layers differ or are empty, or transformers refuses it."""
-    if any(len(set(numbers)) > 1 or 0 in numbers for numbers in sizes.values()):
+    if any(len(set(counts)) > 1 or 0 in counts for counts in sizes.values()):
         return None
     plain = copy.deepcopy(config)
     for name in (FIELD, "auto_map"):
@@ -240,6 +227,7 @@ def _fill(target: Any, source: Any, changed: Mapping[str, Tensor]) -> None:
         if id(weight) not in made:
             values = changed[name] if name in changed else weight.detach().clone()
             made[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
+        # assigned, not copied: the target lies on the "meta" device and has no memory to copy into
         _owner(target, name)._parameters[name.rpartition(".")[2]] = made[id(weight)]
     buffers = dict(source.named_buffers(remove_duplicate=False))
     device = next(iter(weights.values())).device

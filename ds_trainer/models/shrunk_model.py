@@ -1,12 +1,11 @@
-"""Models of `transformers` whose layers have sizes of their own: heads and neurons are cut out, empty blocks skipped.
+"""Models of `transformers` from which heads and neurons were cut out, so that their layers differ in size.
 
-The config's `shrunk` lists how many each layer keeps: {"heads": [...], "neurons": [...]}, where heads are counted in
-groups that share a key and a value. Its other fields describe the model before the cut. ds_trainer copies this file
-into the folder of every such model, so the file needs only torch and transformers. The config's `auto_map` names its
-classes: `Shrunk` + the class of transformers that is resized.
+The field `shrunk` of the config lists how many heads and neurons each layer keeps: {"heads": [...], "neurons": [...]}.
+Heads are counted in groups that share a key and a value. All other fields describe the model before the cut. A block
+that keeps nothing is skipped. ds_trainer copies this file into the folder of every such model, and the config's
+`auto_map` names the file's classes: `Shrunk` + the name of the class of transformers that is resized. The file needs
+only torch and transformers, so that the folder can be loaded without ds_trainer.
 """
-
-from __future__ import annotations
 
 import functools
 import shutil
@@ -26,11 +25,11 @@ SIZES_OF = {"attention": "heads", "feed_forward": "neurons"}
 
 @dataclass(frozen=True)
 class Block:
-    """Where one block of a layer can be cut. All names are inside the layer.
+    """The modules of a block, attention or feed-forward, that change where it is cut. Names begin inside the layer.
 
-    A decision (a head with its key and value, or a neuron) is an equal share of the outputs of the `inner` linear
-    layers, in each of the `parts` that are stacked in them, and of the inputs of the `outer` one. The module `core`
-    need not run where no decision remains.
+    A decision is a head with its key and value, or a neuron. Each one has an equal share of the outputs of the `inner`
+    linear layers, in each of the `parts` that are stacked in them, and of the inputs of the `outer` linear layer. The
+    module `core` computes what lies between them, and need not run where no decision remains.
     """
 
     kind: str  # "attention" or "feed_forward"
@@ -76,11 +75,9 @@ _LAYOUTS = {
     (_GATED,): ("OlmoDecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"),
 }
 LAYOUT_OF = {name: layout for layout, names in _LAYOUTS.items() for name in names}
-"""The blocks that can be cut, by the name of a layer's class. Each was tested: cutting zeros out changes no output.
-
-A list, because layers of other classes have the same names and shapes, but heads that work in pairs or attend without a
-softmax.
-"""
+"""The blocks that can be cut, by the name of a layer's class. For each class it was tested that cutting zeros out
+changes no output. Names and shapes of the modules do not decide it: classes that are not listed have the same ones, but
+heads that work in pairs or attend without a softmax."""
 _AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
@@ -110,9 +107,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_of(layer: nn.Module) -> tuple[Block, ...]:
-    """Return the blocks of a layer that can be cut, emptied ones too; none where its class is unknown here.
+    """Return the blocks of a layer that can be cut, also those that are empty; none where its class is not listed.
 
-    Attention is not among them where heads depend on each other (a norm over all of them) or values on positions.
+    Attention cannot be cut where its heads depend on each other (a norm over all of them) or its values on positions.
     """
     modules = dict(layer.named_modules())
 
@@ -150,9 +147,9 @@ def whole_heads(config: Any) -> int:
 
 
 def sizes_of(model: Any) -> dict[str, list[int]]:
-    """Count each layer's heads and neurons, in the form of `shrunk`; all heads where a family's cannot be cut.
+    """Count each layer's heads and neurons, in the form of `shrunk`. Heads that cannot be cut are counted as whole.
 
-    ShrunkSizesError where a layer is of a family that is unknown here.
+    ShrunkSizesError where the class of a layer is not listed.
     """
     sizes: dict[str, list[int]] = {name: [] for name in SIZES_OF.values()}
     for layer in layers_of(model).values():
@@ -192,7 +189,7 @@ def whole_class(model: Any) -> Any:
 
 
 def is_emptied(core: Any) -> bool:
-    """Whether the block of this core is empty. Compares names, since every folder has its own copy of the class."""
+    """Whether the block of this core is empty. Compares names, since every folder brings a copy of the class."""
     return any(base.__name__ == "Emptied" for base in type(core).__mro__)
 
 
@@ -207,8 +204,8 @@ def out_features(linear: Any) -> int:
 class Constant(nn.Module):
     """A linear layer without inputs: its output is its bias, for every token.
 
-    It keeps an empty matrix, so that whole weights do not fit it, nor its weights a whole model: otherwise transformers
-    without this file would fill what was cut with random numbers in silence.
+    It keeps a matrix without elements. So the weights of a whole model do not fit it, nor its weights a whole model:
+    otherwise transformers, where it does not run this file, would fill in random numbers for all that was cut.
     """
 
     weight: Tensor
@@ -251,7 +248,7 @@ class EmptiedFeedForward(Emptied):
 
 
 class EmptiedAttention(Emptied):
-    """Returns no attention weights. Tells a cache of its tokens, since models count those of the first layer."""
+    """Returns no attention weights. It enters its tokens in a cache, since models count those of the first layer."""
 
     def __init__(self, outer_name: str | None, outer: nn.Module | None, layer_index: int) -> None:
         super().__init__(outer_name, outer)
@@ -327,7 +324,7 @@ def _head_width(core: Any) -> int:
 
 
 def _are_apart(block: Block, core: Any) -> bool:
-    """Whether heads can be cut apart: all weights outside the linear layers are one head's, and shared."""
+    """Whether each decision can be cut by itself: weights beside the linear layers are one head's, shared by all."""
     linears = tuple(f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer))
     others = [weight for name, weight in core.named_parameters() if not name.startswith(linears)]
     if block.kind == "feed_forward":

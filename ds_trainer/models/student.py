@@ -1,10 +1,8 @@
 """Make a smaller model to start from: chosen layers of a larger one with all that is around them, or a new one.
 
-A student starts with layers of its teacher, as DistilBERT does (arXiv 1910.01108). Layers are copied into the same
-family, whichever it is, and from BERT into DistilBERT. What the copied layers compute together is left to training.
+A student starts with layers of its teacher, as DistilBERT does (arXiv 1910.01108). Layers are copied into a model of
+the same family, whichever it is, or from BERT into DistilBERT. Training has to make the copied layers work together.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,16 @@ from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
 from ds_trainer.models.layers import FIELD, encoder_layers
-from ds_trainer.models.pretrained import HeadKind, from_pretrained, load_config, load_tokenizer, unfilled_weights
+from ds_trainer.models.pretrained import (
+    HEADLESS,
+    HeadKind,
+    from_pretrained,
+    load_config,
+    load_tokenizer,
+    unfilled_weights,
+)
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
-
-_ANY = HeadKind("model", transformers.AutoModel, transformers.MODEL_MAPPING)
 
 _DISTILBERT = {
     "BertModel": "DistilBertModel",
@@ -73,7 +76,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         create_folder(spec.config, tokenizer, target, seed)
         return
     assert spec.layers is not None, "the spec has one of the two"
-    config = load_config(source, _ANY)
+    config = load_config(source, HEADLESS)
     _check_layers(source, config, spec.layers)
     if spec.model_type in (None, config.model_type):
         student = _same_family(source, _load(source, config), spec.layers)
@@ -149,9 +152,9 @@ def _same_family(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any
 
 
 def _config_of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """The config of these layers alone; its lists with an entry for each layer (`layer_types`, sizes) are cut, too.
+    """The config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep these entries.
 
-    What a layer takes from its own number (GPT-2's `scale_attn_by_inverse_layer_idx`) it takes from the new one.
+    What a layer computes from its number (GPT-2's `scale_attn_by_inverse_layer_idx`) it computes from the new one.
     """
     fields = config.to_dict()
     for name, value in fields.items():
@@ -188,7 +191,7 @@ def _distilbert(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
 
 
 def _distilbert_name(name: str) -> str:
-    """Name a weight as DistilBERT does; one that has no place there (the pooler of a bare model) may keep its name."""
+    """Name a weight as DistilBERT does. A weight that DistilBERT lacks, as a bare model's pooler, keeps its name."""
     match = re.fullmatch(r"(bert\.)?(?:encoder\.(layer\.\d+\.))?(.+)\.(\w+)", name)
     assert match is not None, name
     prefix, layer, module, kind = match.groups()

@@ -1,7 +1,7 @@
-"""Meet the ranks of this attempt in a store that may still hold what earlier attempts wrote.
+"""Let the ranks of one attempt meet in a store that still holds the entries of earlier attempts.
 
-torchrun keeps one store over all its restarts when it is given `--master_port` (torch 2.13, static rendezvous). A rank
-that comes first would read the addresses of dead processes there, and the notices that they left.
+torchrun keeps one store over all its restarts when it is given `--master_port` (torch 2.13, static rendezvous). In it,
+a rank that comes before the others would read the addresses and the notices of processes that are dead.
 """
 
 import contextlib
@@ -37,9 +37,12 @@ def _rendezvous(url: str, *, timeout: timedelta, **options: Any) -> Iterator[tup
 def fresh(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Return a part of `store` that no earlier attempt wrote to, the same one on every rank. Every rank calls it.
 
-    Rank 0 draws a name for the attempt. Each other rank answers below the name that it reads with a random word of its
-    own, until rank 0's list has that word. A rank that reads the name of an earlier attempt may see its answers and its
-    list too, but that list cannot have the new word, so the rank reads the name again.
+    Rank 0 draws a random name for the attempt and writes it down. Each other rank reads the name, draws a random word,
+    and writes it below the name as its answer. Rank 0 collects one answer of every rank into a list, and a rank whose
+    word is in the list has met rank 0.
+
+    A rank that comes before rank 0 reads the name of an earlier attempt, below which it may even see a whole list. But
+    that list cannot have its word, which is new, so the rank goes on reading the name until rank 0 has replaced it.
 
     Raises:
         DistStoreError: not all ranks have come within `timeout`.

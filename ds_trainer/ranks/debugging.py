@@ -1,7 +1,7 @@
-"""Let a debugger attach to a run: debugpy (the extra `debug`) on rank 0, which only this host can reach.
+"""Let a debugger attach to a run: rank 0 waits for one with debugpy (the extra `debug`), on this host only.
 
-Whoever attaches can run code as this user, so debugpy listens at 127.0.0.1 and no other address. From another machine,
-forward the port by ssh. The other ranks wait for rank 0 as they always do, for at most `--timeout` seconds.
+A debugger that attaches can run code as this user, so debugpy listens at 127.0.0.1 and no other address. From another
+machine, forward the port by ssh. The other ranks wait for rank 0 as they always do, for at most `--timeout` seconds.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ _POLL = 0.2  # seconds
 
 
 def debug_port_mistakes(port: int | None) -> list[str]:
-    """Return why rank 0 cannot listen for a debugger; whether the port is free shows in `wait_for_debugger`."""
+    """Return why rank 0 cannot listen for a debugger, before `wait_for_debugger` tries the port."""
     if port is None or not distributed.is_main():
         return []
     if importlib.util.find_spec("debugpy") is None:

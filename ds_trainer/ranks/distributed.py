@@ -1,10 +1,11 @@
 """Rank, world, collectives, and the log of rank 0.
 
-All collectives of this library are here. Those over tensors move them to `device()` first; those over plain values go
-by objects, which torch moves there, or through a process group over the hosts' own network.
+All collectives of this library are in this module, because NCCL takes only tensors of the device: tensors are moved to
+`device()` first; pickled values go through torch's collectives for objects, which move them; integers go through a
+process group over the network of the hosts, so that no rank waits for its GPU.
 
 Everything works without a process group too, with a world size of 1. Rank and world are read from the environment of
-the `deepspeed` launcher or `torchrun`, before torch is loaded, so that only one rank reports a mistake.
+the `deepspeed` launcher or `torchrun`, so that they are known before torch is loaded: only one rank reports a mistake.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ TIMEOUT = 1800
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _LOG = logging.getLogger("ds_trainer")
+_LONE: dict[str, str] = {}
+"""The variables by which `start` has described a process that no launcher started; `stop` removes them."""
 
 
 def rank() -> int:
@@ -82,8 +85,8 @@ def start_logging() -> None:
 def start(timeout: int = TIMEOUT) -> None:
     """Join the process group that the launcher describes, through DeepSpeed, and share out the cores.
 
-    A rank waits at most `timeout` seconds for another, here and in every process group that is made later. DeepSpeed
-    trains on a group of its own, for which it takes no timeout, so torch's defaults are changed.
+    A rank waits at most `timeout` seconds for another, now and in every process group that is made later. DeepSpeed
+    makes a second group to train on, for which it takes no timeout, so torch's defaults are changed.
     """
     import deepspeed
     import torch
@@ -106,23 +109,22 @@ def start(timeout: int = TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def building_kernels() -> Iterator[None]:
-    """Surround what may make DeepSpeed compile: remove the locks of processes that were killed while they compiled.
+    """Surround every call that may make DeepSpeed compile: torch would wait for ever at the lock of a killed compiler.
 
-    torch locks the folder of a kernel by an empty file, which a killed process leaves behind, and then waits for ever.
-    So every process of this library that may compile holds a shared lock, of the kind that ends with the process, on
-    one file beside the folders. A process that can take that lock alone knows that all of torch's locks are stale.
+    torch locks the folder of a kernel by an empty file, which stays behind when its process is killed. So every process
+    of this library that may compile holds a shared `flock`, which ends with the process, on one file beside those
+    folders. A process that can take this lock alone knows that no other compiles, and removes all of torch's locks.
     """
     from torch.utils.cpp_extension import _get_build_directory
 
     with contextlib.ExitStack() as until_built:
         with contextlib.suppress(OSError):
-            # torch knows the folder of all kernels, the default one or the user's; ours is a kernel that is never built
-            own = Path(_get_build_directory("ds_trainer", verbose=False))
-            held = os.open(own / "users", os.O_RDWR | os.O_CREAT)
-            until_built.callback(os.close, held)
+            # torch gives a folder to every kernel, below the default place or the user's; ours holds only the lock
+            folder = Path(_get_build_directory("ds_trainer", verbose=False))
+            held = until_built.enter_context((folder / "users").open("a"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for lock in own.parent.glob("*/lock"):
+                for lock in folder.parent.glob("*/lock"):
                     lock.unlink(missing_ok=True)
             fcntl.flock(held, fcntl.LOCK_SH)
         yield
@@ -135,21 +137,24 @@ def stop() -> None:
 
     _host_group.cache_clear()
     if dist.is_initialized():
-        deepspeed.comm.destroy_process_group()  # torch's function would leave DeepSpeed with groups that are gone
+        deepspeed.comm.destroy_process_group()  # after torch's function DeepSpeed would still use the old groups
     free_shared_memory()
+    for name in _LONE:  # or the next run, or a command that a notebook starts, would take them for a launcher's
+        os.environ.pop(name, None)
+    _LONE.clear()
 
 
 def free_shared_memory() -> None:
-    """Remove the file that DeepSpeed's CPU kernel would leave in shared memory, 69 MB a rank."""
+    """Remove the file of 69 MB that DeepSpeed's CPU kernel makes in shared memory for each rank, and never removes."""
     place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
     Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 def leave(code: int) -> NoReturn:
-    """Write out everything and end the process with this exit code, without Python's own tear-down.
+    """Write out everything and end the process with this exit code, without Python's tear-down.
 
-    There, threads of gloo that outlive their process group would abort the process in about one run of ten, with exit
-    code -6 ("terminate called without an active exception").
+    During the tear-down, threads of gloo that outlive their process group abort the process in about one run of ten,
+    with exit code -6 ("terminate called without an active exception").
     """
     with contextlib.suppress(OSError):  # the reader of the output may be gone
         logging.shutdown()
@@ -167,7 +172,7 @@ def share_threads() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next allocation; other C libraries are left alone.
+    """Let glibc keep freed memory for the next allocation; do nothing with another C library.
 
     A training step allocates the same buffers every time. By default, glibc maps each buffer of more than 32 MiB anew
     and the kernel zeroes it page by page, which is half of a step's time on some machines.
@@ -189,7 +194,7 @@ def bound_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return the memory that glibc keeps to the system, for work of other shapes; the next steps are slower once."""
+    """Return the memory that glibc keeps to the system, before work of other shapes; the next steps are slower."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -282,7 +287,7 @@ def numbers_of_all(values: Sequence[int]) -> list[list[int]]:
 
 @functools.cache
 def _host_group() -> Any:
-    """Return a process group over the hosts' own network: the default one, unless that is the accelerators'."""
+    """Return a process group over the network of the hosts: the default one, unless that connects the GPUs."""
     import torch.distributed as dist
 
     return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -309,9 +314,10 @@ def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def _describe_lone_process() -> None:
-    """Describe a process that no launcher started as a world of one, for which DeepSpeed would look for MPI."""
+    """Describe a process that no launcher started as a world of one; otherwise DeepSpeed would look for MPI."""
     if "RANK" not in os.environ:
         with socket.socket() as any_socket:
             any_socket.bind(("127.0.0.1", 0))
             port = any_socket.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        _LONE.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(_LONE)

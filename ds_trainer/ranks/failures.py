@@ -20,23 +20,23 @@ class UserError(ValueError):
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A term of the loss is infinite or NaN. Every rank stops; what was saved before stays as it is."""
+    """A term of the loss is infinite or NaN. Every rank stops; saved checkpoints stay as they are."""
 
     exit_code = 3
 
 
 class StoppedError(RuntimeError):
-    """The run was asked to stop. Every rank raises it after the same step; the message is the reason."""
+    """The run is to stop. Every rank raises it after the same step; the message is the reason."""
 
     exit_code = 5
 
 
 class RankError(Exception):
-    """One rank ends all the others. Every rank raises it, and the rank `teller` prints it."""
+    """One rank ends all the others. Every rank raises it, and the rank `reporter` prints it."""
 
-    def __init__(self, message: str, teller: int = 0) -> None:
+    def __init__(self, message: str, reporter: int = 0) -> None:
         super().__init__(message)
-        self.teller = teller
+        self.reporter = reporter
 
 
 class LostRankError(RankError):

@@ -1,4 +1,4 @@
-"""Surround the work of several ranks: they meet, and an error names the rank that is lost or ran out of memory."""
+"""Surround work that all ranks do together: they meet first, and an error names the rank that caused it."""
 
 import contextlib
 import json
@@ -10,47 +10,53 @@ from typing import Any
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, RankError, first_line, ran_out
-from ds_trainer.ranks.watching import rendezvous, watched
+from ds_trainer.ranks.watching import naming_lost_ranks, rendezvous
 
 
-@contextlib.contextmanager
-def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
-    """Join the other ranks, which may keep each other waiting for `timeout` seconds, and leave them at the end.
-
-    `transformers` is silenced, which would print on every rank what this library prints on one. An error that only
-    reports that a rank is missing is replaced by one that names the rank and the cause.
-    """
+def silence_transformers() -> None:
+    """Keep transformers from logging and drawing progress bars: this library reports itself what a user needs."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
+    """Join the other ranks, and leave them at the end. A rank waits at most `timeout` seconds for another.
+
+    `transformers` would print its warnings on every rank, so it is silenced. An error that only reports that some rank
+    is missing is replaced by one that names the rank and the cause.
+    """
+    silence_transformers()
     rendezvous(lambda: distributed.start(timeout), timeout)
     try:
-        with watched(), told_if_out(""):
+        with naming_lost_ranks(), out_of_memory_named(""):
             yield
-    except RankError:  # a process group without one of its ranks cannot be left in order
-        distributed.free_shared_memory()
-        raise
-    except BaseException:
-        distributed.stop()
+    except BaseException as error:
+        if isinstance(error, RankError) and distributed.world_size() > 1:
+            distributed.free_shared_memory()  # to destroy a process group without one of its ranks would wait for it
+        else:
+            distributed.stop()
         raise
     distributed.stop()
 
 
 @contextlib.contextmanager
-def told_if_out(
+def out_of_memory_named(
     where: str, advice: Callable[[], str] = lambda: "Free memory on this host, or take one with more."
 ) -> Iterator[None]:
-    """Raise OutOfMemoryError where memory runs out inside.
+    """Turn every error of an allocator inside into an OutOfMemoryError.
 
-    Its message has `where`, such as " in the evaluation", and `advice`: whole sentences on what was held and the cure.
+    Its message has `where`, such as " in the evaluation", and ends with `advice`: sentences on the memory in use and
+    the cure.
     """
     try:
         yield
     except Exception as error:
         if not ran_out(error):
             raise
-        # the frames hold the activations, and the message and what follows need some memory too
+        # the frames hold the activations, and writing the message and status.json needs some memory too
         for source in (error, error.__cause__, error.__context__):
             traceback.clear_frames(source.__traceback__ if source else None)
         process = f"rank {distributed.rank()} (host {socket.gethostname()}, process {os.getpid()})"

@@ -51,8 +51,8 @@ def process(pid: int) -> Process | None:
 def launchers() -> list[Process]:
     """Return the processes that this rank depends on, its parent first; none where no launcher started it.
 
-    They are the parent, whatever it is, and all processes up to the highest one that starts ranks. A shell in which a
-    user typed the command is not among them: the user may log out while the run goes on.
+    They are the parent, whatever it is, and all processes from it up to the highest one that starts ranks. A shell in
+    which a user typed the command is not among them: the user may log out while the run goes on.
     """
     chain: list[Process] = []
     highest = 0

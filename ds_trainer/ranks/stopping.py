@@ -1,7 +1,7 @@
 """React to signals: all ranks of a run stop after the same step; other commands clean up before they end.
 
-In a run a signal, or the end of the launcher, only leaves a note. Where the loop can stop, it looks at the notes of all
-ranks. A second signal ends the process at once.
+In a run, a signal or the end of the launcher is only noted. Where the loop can stop, it compares the notes of all
+ranks, so that all of them stop after the same step. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
 _REASONS = ("", "its launcher is gone", *(number.name for number in SIGNALS))
 _SAME_REQUEST = 2.0  # seconds: Ctrl-C comes from the terminal, and again as SIGTERM from DeepSpeed's launcher
 _CLOSE = 0  # ends the thread; no signal has this number
-_POLL = 0.5  # seconds between two looks at the launcher
+_POLL = 0.5  # seconds after which the thread looks whether the launcher still runs
 
 
 class StopRequests:
     """Collect the requests to stop this run; a context manager for the main thread.
 
-    A second thread receives the signals, because Python runs the handlers in the main thread, and only when that is
-    not inside of a collective, where it may wait for minutes. Python's C code writes the number of each signal into a
-    pipe (`set_wakeup_fd`), whatever the main thread does, and the second thread reads the pipe.
+    Python runs the handlers of signals in the main thread, but not while that is inside of a collective, where it may
+    wait for minutes. So a second thread receives the signals: Python's C code writes the number of each one into a pipe
+    (`set_wakeup_fd`), whatever the main thread does, and the second thread reads the pipe.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class StopRequests:
         os.close(self._outbox)
 
     def check(self) -> None:
-        """Raise StoppedError on every rank if any rank was asked to stop. Collective."""
-        # the largest number of all ranks' reasons: every rank must stop, and for the same reason
+        """Raise StoppedError on every rank if any rank is to stop. Collective."""
+        # every rank must stop, and for the same reason, so all take the one with the largest number
         reason = max(max(distributed.numbers_of_all([self._reason])))
         if reason:
             raise StoppedError(_REASONS[reason])
 
     def _listen(self, ancestors: Sequence[Process]) -> None:
-        """Read the signals from the pipe, and look after the launchers in between."""
+        """Read the signals from the pipe, and look in between whether the launchers still run."""
         while True:
             ready, _, _ = select.select([self._inbox], [], [], _POLL)
             for number in os.read(self._inbox, 64) if ready else b"":
@@ -91,12 +91,12 @@ class StopRequests:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing; without a handler it would end the process."""
+    """Do nothing: with a handler, the signal does not end the process."""
 
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM inside, as Ctrl-C raises KeyboardInterrupt, so that contexts are left in order."""
+    """Raise SystemExit at SIGTERM, as Ctrl-C raises KeyboardInterrupt, so that open contexts clean up."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -110,7 +110,7 @@ def leaving() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM until the end of the block, which must not be left half done."""
+    """Delay SIGINT and SIGTERM until the end of a block that must not end half done."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}

@@ -1,17 +1,17 @@
-"""Find out what became of the other ranks, by a notice board in the store of their rendezvous.
+"""Learn why a collective failed: which rank is lost, and what happened to it.
 
-A collective that fails only says that some rank is missing, and often only on some ranks. So there is a board, a part
-of the key-value store by which the ranks met, with at most one notice for each rank:
+The error of a collective only says that some rank is missing, and often only some ranks raise it. So the ranks share a
+notice board, a part of the key-value store by which they met, with at most one notice for each rank:
 
 1. A rank that ends with an error posts a notice: "failed" with its error, "waits" where the error is only that a
    collective failed, or "out of memory".
-2. A thread of every other rank sees that there are notices, and posts where its main thread is: it "waits" in a
-   collective, or is "busy" elsewhere, with the line of code.
-3. The rank of step 1 gives the others five seconds to post. Then a rank without a notice is gone or stopped, one that
-   failed is the cause, and if there is neither, a busy one hangs.
-4. A rank that waits on for ever (some collectives have no timeout) is ended by its thread after 15 more seconds.
+2. A thread of every other rank sees the first notice, and posts where its main thread is: it "waits" in a collective,
+   or is "busy" in another line of code.
+3. The rank of step 1 gives the others five seconds to post. Then a rank without a notice is gone or stopped, and a
+   rank that failed is the cause. If neither exists, a busy rank hangs.
+4. A rank may wait for ever, because some collectives have no timeout. Its thread ends it after 15 more seconds.
 
-Rank 0 holds the store: when its process ends, no rank can read the board. So all ranks read it before they post.
+Rank 0 holds the store: when its process ends, no rank can read the board. So every rank reads it before it posts.
 """
 
 import contextlib
@@ -31,40 +31,37 @@ from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMe
 from ds_trainer.ranks.launcher import process
 
 _POLL = 0.5  # seconds between two looks at the board
-_GRACE = 5.0  # seconds for all ranks to post
-_HUNG = 15.0  # seconds after which a rank that the others have given up ends itself
+_GRACE = 5.0  # seconds that all ranks have to post
+_HUNG = 15.0  # seconds after the first notice in which a rank must have ended by itself
 
 _FAILED, _WAITS, _BUSY, _OUT = "failed", "waits", "busy", "out of memory"
 """The states of ranks on the board."""
 
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "rendezvous")
-"""Words in the errors of collectives, most of which are plain RuntimeErrors."""
+"""Words in the errors of collectives, by which they are recognised: most of them are plain RuntimeErrors."""
 
 
 class RankWatch:
-    """This rank's place at the board. Every rank makes one, after all have joined."""
+    """This rank's access to the notice board, and the thread that reads it. Every rank makes one after all have met."""
 
     def __init__(self) -> None:
         from torch.distributed import PrefixStore, distributed_c10d
 
-        # a connection of its own: a store serves one request at a time, and a process group may wait on the other one
+        # a second connection: a store serves one request at a time, and on the first one a process group may wait
         self._board: Any = PrefixStore("ds_trainer", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._roster = distributed.broadcast(distributed.gather((socket.gethostname(), os.getpid())))
         self._notices: dict[int, list[str]] = {}
-        """State and text of each rank that has posted. The thread and the main thread both replace it as a whole."""
-        self._over = threading.Event()
+        """State and text of each rank that has posted. Both threads replace the dict, and never change it."""
+        self.over = threading.Event()
+        """Ends the thread when it is set."""
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
-    def close(self) -> None:
-        """End the thread."""
-        self._over.set()
-
     def explained(self, error: Exception) -> Exception:
-        """Return the error to end with: this one, or one that names the lost rank where this one does not."""
+        """Return the error to end with: this one, or a better one that names the lost rank."""
         if isinstance(error, NonFiniteLossError | StoppedError):
-            return error  # every rank raises it
+            return error  # every rank raises it, so none is lost
         is_of_a_collective = _is_of_a_collective(error)
-        # where the thread has read the cause already, the board is not needed; it may be gone together with rank 0
+        # if the thread has read the cause already, the board is not needed; and it may be gone together with rank 0
         if not (is_of_a_collective and self._texts(_OUT)):
             with contextlib.suppress(RuntimeError):
                 self._post_error(error, _WAITS if is_of_a_collective else _FAILED)
@@ -103,8 +100,8 @@ class RankWatch:
     def _post_error(self, error: Exception, state: str) -> None:
         if isinstance(error, OutOfMemoryError):
             self._post(_OUT, str(error))
-            if error.teller == distributed.rank():  # of several ranks that run out of memory the first one prints it
-                error.teller = int(self._board.compare_set("teller", "", str(distributed.rank())))
+            if error.reporter == distributed.rank():  # several ranks may run out of memory: the first to post prints it
+                error.reporter = int(self._board.compare_set("reporter", "", str(distributed.rank())))
         else:
             self._post(state, _named(error))
 
@@ -113,7 +110,7 @@ class RankWatch:
         self._board.add("posts", 1)
 
     def _wait_for_notices(self) -> None:
-        """Read the board until all ranks are on it, or the time is over."""
+        """Read the board until all ranks have posted, or their time is over."""
         end = time.monotonic() + _GRACE
         while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
             time.sleep(_POLL / 5)
@@ -128,22 +125,22 @@ class RankWatch:
         return True
 
     def _watch(self) -> None:
-        """Once another rank has posted, post where this one is; end it if it hangs. This is the thread."""
-        while not self._over.wait(_POLL):
+        """Run the thread: once another rank has posted, post where this rank is, and end it if it hangs."""
+        while not self.over.wait(_POLL):
             with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the board with it
                 if not self._board.add("posts", 0):
                     continue
-                # read first: the others wait for this rank's notice, and may then end, rank 0 and the board included
+                # read before posting: the others wait for this notice, and may then end, rank 0 and its board included
                 self._read()
                 if not self._board.check([f"post/{distributed.rank()}"]):
                     self._post(*_whereabouts())
                 self._read()
-            if not self._over.wait(_HUNG):
+            if not self.over.wait(_HUNG):
                 self._end()
 
     def _end(self) -> None:
         """End this process, whose main thread does not come back."""
-        if self._texts(_OUT):  # with NCCL a rank waits on the device, where no error wakes it; the cause is printed
+        if self._texts(_OUT):  # another rank prints it; with NCCL this one waits on the device, and no error wakes it
             os._exit(OutOfMemoryError.exit_code)
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(all_threads=True)
@@ -162,8 +159,8 @@ def _whereabouts() -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Let errors name the rank that caused them while the ranks work together."""
+def naming_lost_ranks() -> Iterator[None]:
+    """Replace an error that another rank caused by one that names this rank and the cause."""
     if distributed.world_size() == 1:
         yield
         return
@@ -172,12 +169,12 @@ def watched() -> Iterator[None]:
         yield
     except Exception as error:
         explained: Any = watch.explained(error)
-        explained.teller = getattr(explained, "teller", 0)
+        explained.reporter = getattr(explained, "reporter", 0)
         if explained is error:
             raise
         raise explained from error
     finally:
-        watch.close()
+        watch.over.set()
 
 
 def rendezvous(join: Callable[[], None], timeout: int) -> None:
@@ -190,7 +187,7 @@ def rendezvous(join: Callable[[], None], timeout: int) -> None:
         place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise LostRankError(
             f"rank {distributed.rank()} (host {socket.gethostname()}): the {distributed.world_size()} ranks have not "
-            f"found each other at {place} within {timeout} s: {_named(error)}",
+            f"met at {place} within {timeout} s: {_named(error)}",
             distributed.rank(),
         ) from error
 

@@ -49,7 +49,7 @@ class RunStatus:
         try:
             yield
         except Exception as error:
-            if self._begun and distributed.rank() == getattr(error, "teller", 0):
+            if self._begun and distributed.rank() == getattr(error, "reporter", 0):
                 start = self._next_start()
                 state = "stopped" if isinstance(error, StoppedError) else "failed"
                 with contextlib.suppress(OSError):

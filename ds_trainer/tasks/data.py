@@ -209,13 +209,13 @@ class BatchPlan:
     def __init__(self, lengths: Array, batch_size: int, seed: int) -> None:
         assert len(lengths) > 0, "there is an example"
         assert batch_size > 0, "there is a place for it"
-        self._lengths, self._batch_size, self._seed = np.asarray(lengths), batch_size, seed
+        self._lengths, self.batch_size, self._seed = np.asarray(lengths), batch_size, seed
         self._permutation = lru_cache(maxsize=2)(self._make_permutation)
         self._window = lru_cache(maxsize=2)(self._make_window)
 
     def indices(self, step: int) -> ExampleIds:
         """Return the (batch_size,) examples of a step, counted from 0."""
-        n, size = len(self._lengths), self._batch_size
+        n, size = len(self._lengths), self.batch_size
         epoch = step * size // n
         if ((step + 1) * size - 1) // n != epoch:
             return self._stream(step * size, (step + 1) * size)
@@ -231,9 +231,9 @@ class BatchPlan:
         The batch of a step begins at step * batch_size. A run that goes on with batches of another size takes the same
         examples in the same order.
         """
-        first, last = start // self._batch_size, -(-end // self._batch_size)
+        first, last = start // self.batch_size, -(-end // self.batch_size)
         visited = np.concatenate([self.indices(step) for step in range(first, last)])
-        return visited[start - first * self._batch_size : end - first * self._batch_size]
+        return visited[start - first * self.batch_size : end - first * self.batch_size]
 
     def _stream(self, start: int, end: int) -> ExampleIds:
         n = len(self._lengths)
@@ -246,10 +246,10 @@ class BatchPlan:
 
     def _make_window(self, start: int, end: int) -> ExampleIds:
         """Return (end - start, batch_size), the batches of a window of steps, in the order of their steps."""
-        chosen = self._stream(start * self._batch_size, end * self._batch_size)
+        chosen = self._stream(start * self.batch_size, end * self.batch_size)
         by_length = chosen[np.argsort(self._lengths[chosen], kind="stable")]
         order = np.random.default_rng((self._seed, 1, start)).permutation(end - start)
-        return by_length.reshape(end - start, self._batch_size)[order]
+        return by_length.reshape(end - start, self.batch_size)[order]
 
 
 def steps_for(epochs: float, examples: int, batch_size: int, seen: int = 0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,21 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
         evaluation.answers[split] = answers.get(OWN, {})
     return evaluation
+
+
+def score_folder(task: Task, folder: str | Path, batch_size: int) -> Evaluation:
+    """Score the model of a folder on every split, over all ranks, as `evaluate` does.
+
+    Raises UserError where the model has no trained head for the task.
+    """
+    task.check_trained(folder)
+    model = load_on_device(task, folder)
+    return evaluate(lambda batch: model(**batch.inputs), task, batch_size)
+
+
+def load_on_device(task: Task, folder: str | Path) -> Any:
+    """Load the model of a folder for evaluation, in fp32, onto the device of this rank."""
+    return task.build_model(folder).to(distributed.device()).eval()
 
 
 def split_prefix(task: Task, split: str) -> str:

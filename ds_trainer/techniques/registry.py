@@ -6,17 +6,18 @@ from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 TECHNIQUES: dict[str, type[Technique]] = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
-"""In the order in which they are attached, and give their views.
+"""The order is that in which techniques are attached, and in which each hook is called for them.
 
-Exits come first: a new exit head is made like the model's own head, which is run for that before anything is masked;
-and the views of exits use the states of the model's latest forward, while the view of prune runs the model once more.
+Exits must come before prune. A new exit head is made like the model's own head, and to check this the model is run,
+before anything is masked. And the views of exits read the hidden states of the model's latest forward, which the view
+of prune replaces when it runs the model at another threshold.
 """
 
 
-def build_techniques(specs: Techniques, clock: Clock, task: Task) -> list[Technique]:
+def build_techniques(specs: Techniques, length: PhaseLength, task: Task) -> list[Technique]:
     """Build one object for each technique that the phase has, in the order of the table."""
     chosen = [name for name in TECHNIQUES if getattr(specs, name, None) is not None]
-    return [TECHNIQUES[name](getattr(specs, name), clock, task) for name in chosen]
+    return [TECHNIQUES[name](getattr(specs, name), length, task) for name in chosen]

@@ -1,24 +1,9 @@
 """The interface of a technique: one paper, one object, layered on a model and a task that it gets as values.
 
-To write one, subclass `Technique`, override the hooks it needs, and add the class to `registry.TECHNIQUES`. Every hook
-does nothing by default. They are called in this order:
-
-    attach            the model, before DeepSpeed takes it: swap or add modules
-    parameter_rules   learning rates and freezing of what was added
-    start             after the engine has the model, and the checkpoint is loaded
-    on_step           once per optimizer step
-    terms             once per micro-batch: further loss terms
-    readings          at every flush of the log
-    views             at every evaluation: further outputs to score
-    state, resume     with every checkpoint, and when a run continues from one
-    stop              after the last step
-    fold, save        at the export: give an ordinary model back
-
-A technique never sees the loop, the engine or another technique, and no hook decides what the loop does next.
-`prune/keep_zeros.py` is the shortest technique, `distill/distill.py` one with loss terms.
+To write one, subclass `Technique`, override the hooks it needs, and add the class to `registry.TECHNIQUES`, or to the
+`TECHNIQUES` of a plugin. Every hook does nothing by default. `prune/keep_zeros.py` is the shortest technique,
+`distill/distill.py` one with loss terms.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,78 +19,92 @@ from ds_trainer.tasks.task import Forward, Predict, Task, Unit
 
 
 @dataclass(frozen=True)
-class Clock:
-    """How long the phase is: its optimizer steps, and those of its learning-rate warm-up. `seed` is the run's."""
+class PhaseLength:
+    """How long a phase is, in optimizer steps, and the seed from which all that is random in it is drawn."""
 
     total: int
     warmup: int
+    """The steps in which the learning rate rises."""
     seed: int
 
 
 class Technique:
-    """Built as `Class(spec, clock, task)`, where `spec` is the technique's entry in the recipe, an object of `Spec`."""
+    """A technique of a phase, built as `Class(spec, length, task)`: `spec` is its entry in the recipe, of type `Spec`.
+
+    It never sees the loop, the engine or another technique, and no hook decides what the loop does next. An object is
+    made for one of three purposes, and its hooks are called in this order:
+
+    - training, on all ranks: `attach` and `parameter_rules`, before the engine has the model. Then `resume` if the run
+      continues from a checkpoint, and `start`. At every step `on_step`, and `terms` for each micro-batch; for every
+      record of the log `readings`, at every evaluation `on_step` and `views`, with every checkpoint `state`. At the end
+      `resume` and `on_step` if the run goes back to its best checkpoint, `state` for the export, and `stop`.
+    - export, on rank 0, the model on the CPU: `attach`, `resume` with that state, `on_step` with the step that is
+      exported, `fold` and `save`. There is no `start` before. A checkpoint is exported in this way without a run.
+    - rehearsal, on all ranks, before anything is written: `attach` and `parameter_rules`. Where an earlier phase trains
+      the model that this phase starts from, `attach` gets the model that the earlier phase starts from.
+    """
 
     name: ClassVar[str]
     """Its key under `techniques` in the recipe, and the prefix of its loss terms and readings."""
     Spec: ClassVar[type]
-    """What its entry in the recipe is checked by: a pydantic model, or bool for an entry of `true`."""
+    """The type that checks its entry in the recipe: a pydantic model, or bool where the entry is just `true`."""
     cheap_views: bool = False
     """Whether `views` runs at evaluations during training too: it costs little, or the recipe asks for it."""
     term_units: Mapping[str, Unit] = MappingProxyType({})
     """The loss terms that this object offers, and the unit that each is a mean over. The recipe sets their weights."""
 
-    def __init__(self, spec: Any, clock: Clock, task: Task) -> None:
-        self.spec, self.clock, self.task = spec, clock, task
+    def __init__(self, spec: Any, length: PhaseLength, task: Task) -> None:
+        self.spec, self.task = spec, task
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Change the model for training, before the engine takes it. Changing nothing is an error."""
         return model
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
-        """Return learning rates and freezing of parameters. The recipe's own rules come first.
+        """Return rules that set learning rates, or freeze parameters. The rules of the recipe go before them.
 
-        A rule that does not freeze is about parameters that the technique has added, and has their name between
-        wildcards (`*.mask_scores`): only those of the recipe's rules that contain this name reach these parameters.
+        A rule that sets a rate is for parameters that the technique has added. It names them between wildcards, as in
+        `*.mask_scores`. A rule of the recipe reaches these parameters only if its pattern contains that name.
         """
         return ()
 
     def start(self, device: torch.device) -> None:
-        """Load what only training needs. Every rank takes part."""
+        """Load what only training needs; collective."""
 
     def stop(self) -> None:
         """Release what `start` has loaded."""
 
     def on_step(self, step: int) -> None:
-        """Prepare optimizer step `step`, counted from 0, before its first forward. Every rank takes part."""
+        """Prepare optimizer step `step`, counted from 0, before its first forward; collective in training."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold beside parameters and step: JSON values, the same on every rank.
+        """Return what a checkpoint must hold of it beside parameters and step; collective.
 
-        Every rank takes part.
+        The values are JSON values, and the same on every rank.
         """
         return {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned, in training or at an export. Ranks do not take part together."""
+        """Continue from what `state` returned; not collective, since an export calls it on rank 0 alone."""
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return unweighted scalar loss terms, by the names in `term_units`: means over the micro-batch's units."""
         return {}
 
     def readings(self) -> dict[str, float]:
-        """Return numbers for the log, by slash names: `prune/density`."""
+        """Return numbers for the log, by slash names such as `prune/density`; collective."""
         return {}
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
-        """Return other outputs for the batch, to score beside the model's own: a teacher's, an early exit's.
+        """Return further outputs for the batch, to score beside the model's own: a teacher's, an early exit's.
 
         `forward` is the model's own; `predict` runs the model once more, on every rank.
         """
         return {}
 
     def fold(self, model: nn.Module) -> nn.Module:
-        """Undo the surgery of `attach` on a whole (not partitioned) model, which computes the same afterwards."""
+        """Undo the surgery of `attach` on a model with whole weights, so that it computes the same as before."""
         return model
 
     def save(self, folder: Path) -> None:
-        """Write files that belong beside the folded model into its folder."""
+        """Write the files that belong beside the folded model into its folder."""

@@ -25,7 +25,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.tasks.lm.lm_task import LmTask
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.distill.distill import Distill
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 ROWS, TOKENS, VOCABULARY, TEMPERATURE = 16, 128, 1_000 if is_quick() else 30_522, 2.0
 WEIGHTS = {"task": 2.0, "distill.logits": 5.0, "distill.cos": 1.0}
@@ -65,7 +65,7 @@ class Ours:
         spec = LmSpec(name="mlm", data_dir=str(folder), train_file="train.txt", validation_file="valid.txt")
         self.task = LmTask(spec, load_tokenizer(student), student, folder / "cache")
         asked = DistillSpec(teacher=teacher, terms=["logits", "cos"], temperature=TEMPERATURE, restrict_ce_to_mask=True)
-        technique = Distill(asked, Clock(1, 0, 0), self.task)
+        technique = Distill(asked, PhaseLength(1, 0, 0), self.task)
         self.model = technique.attach(self.task.build_model(student))
         technique.start(torch.device("cpu"))
         self.objective = Objective(self.task, [technique], WEIGHTS)

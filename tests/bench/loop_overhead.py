@@ -21,7 +21,6 @@ from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import TextSpec, parse_recipe
-from ds_trainer.config.schedules import lr_multiplier
 from ds_trainer.config.trust import Trust
 from ds_trainer.engine import engine
 from ds_trainer.engine.engine_file import read_engine_file
@@ -30,7 +29,6 @@ from ds_trainer.engine.optim import build_optimizer
 from ds_trainer.loop import flush, micro_batches, train_step
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
-from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
@@ -51,16 +49,12 @@ class Loop:
     """The project's own loop, from what `ds_trainer.loop.train` is given."""
 
     def __init__(self, plan: PhasePlan, record: Report, stop: StopRequests) -> None:
-        model, techniques = plan.build()
-        lr_factor = lr_multiplier(plan.phase.lr_scheduler_type, plan.clock.warmup, plan.clock.total)
-        self.engine = engine.start_engine(
-            model, plan.groups(model, techniques), plan.engine_config, plan.base, lr_factor
-        )
+        model, groups, self.objective = plan.prepare()
+        self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         self.engine.train()
-        for technique in techniques:
+        for technique in self.objective.techniques:
             technique.start(self.engine.device)
-        self.objective = Objective(plan.task, techniques, plan.phase.loss)
-        self.batches, self.seed, self.report, self.stop = batches_of(plan), plan.clock.seed, record, stop
+        self.batches, self.seed, self.report, self.stop = batches_of(plan), plan.length.seed, record, stop
         self.watch = StepWatch(self.engine, plan.phase.name, plan.phase.max_skipped_steps)
 
     def steps(self) -> None:
@@ -77,8 +71,8 @@ class BareLoop:
     """What a user writes who knows DeepSpeed and wants nothing else."""
 
     def __init__(self, plan: PhasePlan) -> None:
-        model, techniques = plan.build()
-        optimizer = build_optimizer(plan.groups(model, techniques), plan.base)
+        model, groups, _ = plan.prepare()
+        optimizer = build_optimizer(groups, plan.base)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(plan.engine_config))
         self.engine.train()
@@ -100,7 +94,7 @@ class BareLoop:
 
 
 def batches_of(plan: PhasePlan) -> BatchPlan:
-    return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.clock.seed)
+    return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.length.seed)
 
 
 def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None) -> PhasePlan:
@@ -133,7 +127,7 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 
 def record_of(plan: PhasePlan) -> Report:
     return Report(
-        plan.folder, plan.phase.name, plan.clock.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
+        plan.folder, plan.phase.name, plan.length.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
     )
 
 

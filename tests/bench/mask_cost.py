@@ -18,7 +18,7 @@ from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 ROWS, TOKENS = 32, 64
 BASE = Hyperparameters(5e-5)
@@ -34,7 +34,7 @@ class Run:
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(BertConfig(**bert_shape(384, layers=6, heads=12)))
         spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
-        self.techniques = [Prune(spec, Clock(STEPS, 0, seed=1), task=None)] if masked else []
+        self.techniques = [Prune(spec, PhaseLength(STEPS, 0, seed=1), task=None)] if masked else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
-from torch import nn
+from transformers import BertConfig, PreTrainedModel
 
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.deploy.latency import in_turns
@@ -31,7 +31,7 @@ from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)
@@ -41,21 +41,21 @@ ROWS = 16
 BASE = Hyperparameters(5e-5)
 
 
-class Encoder(nn.Module):
-    """The layers of a model alone: (rows, tokens, hidden) to the same."""
+class Encoder(PreTrainedModel):
+    """The layers of a model alone: (rows, tokens, hidden) to `last_hidden_state` of the same shape."""
+
+    config_class = BertConfig
+    _supports_sdpa = True
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
+        super().__init__(model.config)
         self.layers = model.encoder
-        self.config = model.config
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.layers(hidden).last_hidden_state
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.layers(hidden)
 
 
 def config_of(flags: argparse.Namespace) -> Any:
-    from transformers import BertConfig
-
     return BertConfig(**bert_shape(flags.hidden, flags.layers, heads=12))
 
 
@@ -122,7 +122,7 @@ class Training:
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config_of(flags))
         spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
-        self.techniques = [Prune(spec, Clock(1000, 0, seed=1), task=None)] if scored else []
+        self.techniques = [Prune(spec, PhaseLength(1000, 0, seed=1), task=None)] if scored else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]

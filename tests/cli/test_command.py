@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from support.launching import ROOT, SHARED, run_deepspeed, run_python
+from support.launching import ROOT, SHARED, run_deepspeed, run_python, run_script
 
+from ds_trainer.cli.calibrate import read_calibrate_job
+from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import read_evaluate_job
-from ds_trainer.cli.train import read_train_job
+from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust
 from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.ranks.distributed import share_threads
 
 
 @pytest.fixture
@@ -63,6 +70,10 @@ def test_a_good_command_is_taken(command, monkeypatch):
         ({"--set": "phases.nope.max_steps=3"}, ['no "nope"', "finetune", "prune"]),
         ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
         ({"--set": "nonsense"}, ["PATH=JSON"]),
+        ({"--set": "phasse.0.max_steps=3"}, ["neither the recipe nor the engine file", "did you mean phases?"]),
+        ({"--set": "zero_optimisation.stage=3"}, ["did you mean zero_optimization?"]),
+        ({"--set": "max_steps=3"}, ["did you mean phases.*.max_steps?"]),
+        ({"--set": ".".join(["model"] * 5000) + "=3"}, ["write PATH=JSON"]),
         ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
         ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
         ({"--set": "fp16.enabled=1"}, []),
@@ -128,13 +139,13 @@ def test_mistakes_found_only_with_the_data_still_end_with_2(command, tiny_recipe
     broken.mkdir()
     (broken / "validation.csv").write_text((csv_folder / "validation.csv").read_text())
     (broken / "train.csv").write_text("text,kind\na pear,fruit\nan owl,bird\na saw\n")
-    done = run_python("launch/train.py", *arguments_of(command, "--data_dir", str(broken)))
+    done = run_script("launch/train.py", *arguments_of(command, "--data_dir", str(broken)))
     assert done.returncode == 2, done.stderr
     assert "train.csv" in done.stderr
     assert "line 4" in done.stderr
     pattern = 'phases.finetune.techniques.prune={"modules":["*.quary"],"initial_warmup":0,"final_warmup":0}'
     more = ["--overwrite_output_dir", "--set", pattern]
-    done = run_python("launch/train.py", *arguments_of(command, *more))
+    done = run_script("launch/train.py", *arguments_of(command, *more))
     assert done.returncode == 2, done.stderr
     assert '"*.quary" matches no linear layer' in done.stderr
     assert "Traceback" not in done.stderr
@@ -144,7 +155,7 @@ def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json
     """With scores at a rate of their own, a WarmupLR of one rate is told, with the way out."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
     engine = write_json("engine.json", {"scheduler": scheduler})
-    done = run_python("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
+    done = run_script("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
     assert done.returncode == 2, done.stderr
     assert "warmup_max_lr" in done.stderr
     assert "lr_scheduler_type" in done.stderr
@@ -152,7 +163,7 @@ def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json
 
 def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     """Both files resolved, steps, groups with counts and rates, bytes per rank; no output folder."""
-    done = run_python("launch/train.py", *arguments_of(command, "--dry_run"))
+    done = run_script("launch/train.py", *arguments_of(command, "--dry_run"))
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "out").exists()
     decoder, text, found = json.JSONDecoder(), done.stdout, []
@@ -175,12 +186,6 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert prune["bytes_per_rank"]["optimizer"] == 8 * sum(g["parameters"] for g in prune["parameter_groups"])
 
 
-def test_the_schema_is_one_command():
-    """launch/train.py --recipe_schema prints JSON, without other flags."""
-    done = run_python("launch/train.py", "--recipe_schema")
-    assert json.loads(done.stdout)["title"] == "Recipe"
-
-
 def test_evaluation_mistakes_come_together(tmp_path):
     """Model, task and setting are all told."""
     with pytest.raises(ValueError) as caught:
@@ -196,7 +201,7 @@ def test_evaluation_mistakes_come_together(tmp_path):
     ("flags", "message"),
     [
         (["--output_file", "{folder}"], "--output_file is {folder}: name a file"),
-        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in a folder"),
+        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in"),
         (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: {folder}/file is no folder"),
         (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is no folder"),
         (["--predictions_dir", "{folder}/new/below"], None),
@@ -223,24 +228,56 @@ def test_a_model_name_that_is_too_long_is_no_folder(name):
 @pytest.mark.real
 def test_a_model_without_a_trained_head_is_not_scored():
     """A bare encoder, or a head of another task, is refused with 2 instead of scored at random."""
-    done = run_python("launch/evaluate.py", str(SHARED / "models/minilm-l6"), "--task_name", "docstrings")
+    done = run_script("launch/evaluate.py", str(SHARED / "models/minilm-l6"), "--task_name", "docstrings")
     assert done.returncode == 2
     assert "has no trained head of 5 outputs for docstrings, but none" in done.stderr
 
 
-def test_threads_are_shared_out_between_ranks_unless_said():
-    """Cores / local ranks, and OMP_NUM_THREADS wins."""
-    code = (
-        "from ds_trainer.ranks import distributed as d; import torch; d.share_threads(); print(torch.get_num_threads())"
-    )
+def test_threads_are_shared_out_between_ranks_unless_the_user_sets_them(monkeypatch):
+    """Each local rank takes its part of the cores, at least one; OMP_NUM_THREADS wins."""
+    numbers: list[int] = []
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=numbers.append))
     cores = len(os.sched_getaffinity(0))
-    for local, said, expected in (("1", None, cores), (str(cores), None, 1), (str(2 * cores), None, 1), ("1", "1", 1)):
-        env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"LOCAL_SIZE": local}
-        env |= {"OMP_NUM_THREADS": said} if said else {}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert int(done.stdout) == expected
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for local in (1, cores, 2 * cores):
+        monkeypatch.setenv("LOCAL_SIZE", str(local))
+        share_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_threads()
+    assert numbers == [cores, 1, 1]
+
+
+def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(command, write_json, monkeypatch):
+    """W&B is named the folder of this run, and the next run of the process another one; a dry run trains nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    calls: list[Any] = []
+    fake = SimpleNamespace(run=lambda job: {"train": os.environ["WANDB_DIR"]}, dry_run=calls.append)
+    monkeypatch.setitem(sys.modules, "ds_trainer.run", fake)
+    engine = write_json("engine.json", {"wandb": {"enabled": True}})
+    words = arguments_of(command | {"--deepspeed_config": engine})
+    assert train(read_train_job(words)) == {"train": f"{command['--output_dir']}/deepspeed"}
+    assert "WANDB_DIR" not in os.environ
+    assert calls == []
+    assert train(job := read_train_job([*words, "--dry_run"])) == {}
+    assert calls == [job]
+
+
+def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
+    """The thresholds are written into the model folder: a read-only one is a mistake of the command."""
+    monkeypatch.setattr("ds_trainer.cli.calibrate.os.access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to, and the thresholds are kept in it"):
+        read_calibrate_job([str(tmp_path), "--task_name", "docstrings", "--max_drop", "1"])
+
+
+def test_a_permission_that_is_missing_is_one_line(capsys):
+    """Wherever a command meets it: the system's words name the file."""
+
+    def denied(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/exits.json")
+
+    assert run_command(denied, []) == 1
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/models/exits.json'\n"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support import exported_models
 from support.exported_models import emptied, inputs
-from support.launching import run_python
 from support.squad_examples import SMALL, hard_questions, word_pieces
 from support.squad_tasks import write
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
@@ -64,13 +63,18 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_command_writes_and_scores_all_at_once(model, task, tmp_path):
-    """As a process: a shrunk model as ONNX in fp32 and int8, each with a score, and a report on standard output."""
+def test_the_command_writes_and_scores_all_at_once(model, task, tmp_path, capsys, monkeypatch):
+    """A shrunk model as ONNX in fp32 and int8, each with a score, and the report alone on standard output."""
+    build = export_folder.build_task
+
+    def talkative(*arguments: object) -> object:
+        print("as DeepSpeed does while it is loaded")
+        return build(*arguments)
+
+    monkeypatch.setattr(export_folder, "build_task", talkative)
     out = tmp_path / "new" / "out"
-    command = ["launch/export.py", str(model), "--shrink", "--onnx", "--quantize", "int8", "--output_dir", str(out)]
-    done = run_python(*command, *task)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)  # what DeepSpeed writes of itself is not there
+    assert exported(model, "--shrink", "--onnx", "--quantize", "int8", "--output_dir", out, *task) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report == json.loads((out / "export.json").read_text())
     assert report["scores"].keys() == {"model", "onnx", "int8"}
     assert report["scores"]["onnx"] == report["scores"]["model"]
@@ -130,9 +134,9 @@ def test_shrunk_and_compact(model, tmp_path):
         assert torch.allclose(back[name], weight, rtol=0, atol=report["compact"]["max_error"])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_shrunk_folder_is_as_precise_as_its_source(model, tmp_path, dtype):
+def test_a_shrunk_folder_is_as_precise_as_its_source(model, tmp_path):
     """Half of fp32's bytes stay half: what is cut is never larger than what it was cut from."""
+    dtype = "bfloat16"
     source = Path(shutil.copytree(model, tmp_path / "source"))
     load_model(model).to(getattr(torch, dtype)).save_pretrained(source)
     assert exported(source, "--shrink", "--output_dir", tmp_path / "cut") == 0
@@ -365,6 +369,31 @@ def test_mistakes_of_a_command(folders, tmp_path, flags, words):
         read_export_job([str(model), *given])
     assert [word for word in words if word not in str(caught.value)] == []
     assert names(tmp_path) == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("method", "threshold", "message"),
+    [
+        ("sigmoied_threshold", 0, None),
+        ("sigmoied_threshold", 1, "sigmoied_threshold compares it with probabilities, from 0 to below 1"),
+        ("topK", 1, None),
+        ("topK", 0, "topK takes the share to keep, above 0 and up to 1"),
+        ("threshold", -3, None),
+        ("l0", None, None),
+        ("l0", 0.5, "--threshold does not go with pruning_method l0"),
+    ],
+)
+def test_a_threshold_of_another_program_fits_its_method(tmp_path, method, threshold, message):
+    """A share, a probability, any score, or none at all: the others would fold another mask than the run's."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "masked_bert", "pruning_method": method}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    words = [str(tmp_path), "--import_from", "masked_bert", "--output_dir", str(tmp_path / "new")]
+    words += [] if threshold is None else ["--threshold", str(threshold)]
+    if message is None:
+        assert read_export_job(words).threshold == threshold
+        return
+    with pytest.raises(ValueError, match=message):
+        read_export_job(words)
 
 
 @pytest.mark.parametrize("missing", ["/nowhere/model", "some/hub-name"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec, SavedExits, aim_mistakes, policy_of
-from ds_trainer.config.recipe import Phase, parse_exits, parse_recipe
+from ds_trainer.config.recipe import Phase, parse_recipe, saved_exits
 
 
 def with_exits(loss: Any = None, others: Any = None, task: Any = None, **exits: Any) -> dict[str, Any]:
@@ -339,18 +339,15 @@ def test_a_policy_that_does_not_fit_is_told(fields, regression, words):
         policy_of(ExitsSpec(**fields), 3, regression)
 
 
-def test_what_a_folder_says_reads_back_as_itself():
-    """exits.json holds all of it, and nothing that it does not know."""
+def test_the_exits_of_a_folder_read_back_as_they_were_written(write_json, tmp_path):
+    """exits.json holds all of it; a key that it does not know and a share that is none are mistakes."""
     policy = ExitPolicy(criterion="patience", patience=2, thresholds=[0.1, 0.5])
     saved = SavedExits(layers=[2, 5], pooling="mean", policy=policy, held_out=0.1, calibration={"speedup": 2.0})
-    assert SavedExits.model_validate_json(saved.model_dump_json()) == saved
-    with pytest.raises(ValueError, match=r"exits\.json: polici: unknown key.*\"policy\""):
-        parse_exits(saved.model_dump() | {"polici": 1}, "exits.json")
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, "0.1"])
-def test_a_folders_share_is_one_as_in_a_task(share):
-    """At least 0 and below 1, and a number."""
-    saved = SavedExits(layers=[1], pooling="first", policy=ExitPolicy(criterion="patience", patience=1))
-    with pytest.raises(ValueError, match="held_out"):
-        parse_exits(saved.model_dump() | {"held_out": share}, "exits.json")
+    assert saved_exits(tmp_path) is None
+    write_json("exits.json", saved.model_dump_json())
+    assert saved_exits(tmp_path) == saved
+    wrong = [({"polici": 1}, r"exits\.json: polici: unknown key.*\"policy\"")]
+    for fields, message in [*wrong, *(({"held_out": share}, "held_out") for share in (-0.1, 1.0, "0.1"))]:
+        write_json("exits.json", saved.model_dump() | fields)
+        with pytest.raises(ValueError, match=message):
+            saved_exits(tmp_path)

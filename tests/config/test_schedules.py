@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.config.schedules import Schedule, interval, lr_multiplier, steps_of
 from ds_trainer.techniques.prune.prune import threshold_schedule
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 
 def original_threshold(step, total, warmup, initial, final, initial_warmup, final_warmup):
@@ -29,7 +29,7 @@ def test_the_threshold_is_the_originals_at_every_step(step, warmup, initial_warm
     spec = PruneSpec(
         initial_threshold=1.0, final_threshold=0.15, initial_warmup=initial_warmup, final_warmup=final_warmup
     )
-    schedule = threshold_schedule(spec, Clock(1000, warmup, 0))
+    schedule = threshold_schedule(spec, PhaseLength(1000, warmup, 0))
     assert schedule(step) == pytest.approx(
         original_threshold(step, 1000, warmup, 1.0, 0.15, initial_warmup, final_warmup)
     )
@@ -37,16 +37,16 @@ def test_the_threshold_is_the_originals_at_every_step(step, warmup, initial_warm
 
 def test_warmups_may_be_fractions_of_the_phase():
     """A float is a fraction of the phase, an int multiples of the learning rate's warm-up."""
-    schedule = threshold_schedule(PruneSpec(initial_warmup=0.1, final_warmup=0.25), Clock(200, 7, 0))
+    schedule = threshold_schedule(PruneSpec(initial_warmup=0.1, final_warmup=0.25), PhaseLength(200, 7, 0))
     assert (schedule.start, schedule.end) == (20, 150)
-    schedule = threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), Clock(200, 7, 0))
+    schedule = threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), PhaseLength(200, 7, 0))
     assert (schedule.start, schedule.end) == (7, 186)
 
 
 def test_warmups_longer_than_the_phase_are_refused():
     """The message gives both in steps and the way out."""
     with pytest.raises(ValueError, match=r"hold the threshold for 80 \+ 160 steps, more than the phase's 200"):
-        threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), Clock(200, 80, 0))
+        threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), PhaseLength(200, 80, 0))
 
 
 @pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cubic", 0.125), ("cosine", 0.5)])

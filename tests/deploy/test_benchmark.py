@@ -1,7 +1,5 @@
 """Model folders side by side: measurements, notes, files and errors. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -12,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 from support.exit_folders import make_classifier
-from support.launching import run_python
 from transformers import (
     AlbertConfig,
     AlbertModel,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
     GPT2Config,
     GPT2ForSequenceClassification,
 )
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.command import run_command
-from ds_trainer.deploy import benchmark, benchmark_page
+from ds_trainer.deploy import benchmark, benchmark_page, latency
 from ds_trainer.deploy.benchmark import add_ratios, compile_anew, measure, random_inputs
 from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
-from ds_trainer.deploy.latency import eager, summary
+from ds_trainer.deploy.latency import FOR_P95, eager, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.folders import save_folder
@@ -184,19 +179,25 @@ def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.Monke
     """Each for its sizes, however many models there are: none is run uncompiled in silence."""
     graphs: list[Any] = []
 
+    class Scaled(torch.nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * self.weight
+
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
-    models = [BertModel(BertConfig(**config, intermediate_size=size)).eval() for size in range(4, 14)]
     compile_anew()
-    runs = [eager(torch.compile(model, dynamic=False)) for model in models]
+    runs = {size: eager(torch.compile(Scaled(size), dynamic=False)) for size in range(4, 14)}
     for _ in range(2):
-        for run, model in zip(runs, models, strict=True):
-            run(random_inputs(model, 5, 1))
-    assert len(graphs) == len(models)
+        for size, run in runs.items():
+            run({"hidden": torch.ones(size)})
+    assert len(graphs) == len(runs)
 
 
 def test_onnxruntime_runs_what_was_exported(plain: Path, task_flags: list[str], clock: SimpleNamespace) -> None:
@@ -225,7 +226,7 @@ def test_int8_is_another_model_of_onnxruntime(
     assert described["scores"].keys() == {"torch", "onnxruntime", "onnxruntime, int8"}
     at = [(one["backend"], one["dtype"], [*one["folders"]]) for one in told["measurements"]]
     assert at == [(*way, ["model"]) for way in (("torch", "fp32"), ("onnxruntime", "int8"), ("onnxruntime", "fp32"))]
-    assert opened[-2:] == ["model.int8.onnx", "model.onnx"]
+    assert opened[-2:] == ["0.int8.onnx", "0.onnx"]
     assert told["notes"] == [f"not all combinations were measured: {ONLY}"]
 
 
@@ -391,9 +392,9 @@ def test_a_base_without_an_encoder_has_a_figure() -> None:
 
 def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error that says what to change."""
-    monkeypatch.setattr(benchmark, "fit", lambda *_: False)
-    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda _: pytest.fail("a model was loaded"))
-    with pytest.raises(ValueError, match=r"the 2 models together.* give fewer folders"):
+    monkeypatch.setattr(benchmark, "fit_in_memory", lambda *_: False)
+    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=r"the 2 models are measured in turns.* give fewer folders"):
         found(plain, plain, *FAST)
 
 
@@ -439,13 +440,26 @@ def test_what_only_shows_with_torch_ends_with_2_too(
     assert not out.exists()
 
 
-def test_batches_that_the_task_cannot_fill_are_told(plain: Path, task_flags: list[str]) -> None:
+def test_a_batch_may_be_larger_than_the_texts_that_are_timed_by_default(
+    plain: Path, task_flags: list[str], clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many texts are taken as the largest batch needs; an error says so only where the task has fewer, 61 here."""
+    monkeypatch.setattr(latency, "_EXAMPLES", 8)
+    (one,) = found(plain, "--batch_sizes", 32, "--threads", 1, "--devices", "cpu", *task_flags)["measurements"]
+    assert one["folders"].keys() == {"model"}
     with pytest.raises(ValueError, match="--batch_sizes 62: the task has fewer texts"):
         found(plain, "--batch_sizes", 62, *task_flags)
 
 
-def test_the_command_measures_and_writes(plain: Path, exiting: Path, task_flags: list[str], tmp_path: Path) -> None:
-    """`python launch/benchmark.py A B`: tables on standard output, the same in Markdown, all numbers in JSON, a figure.
+def test_the_command_measures_and_writes(
+    plain: Path,
+    exiting: Path,
+    task_flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Real times, with tables of them on standard output, the same in Markdown, all numbers in JSON, and a figure.
 
     What else is in the folder stays.
     """
@@ -454,8 +468,8 @@ def test_the_command_measures_and_writes(plain: Path, exiting: Path, task_flags:
     (out / "notes.md").write_text("mine")
     flags = ["--names", "dense", "a|b", "--batch_sizes", "2", "--lengths", "8", "task", "--threads", "1"]
     more = ["--seconds", "30", "--output_dir", str(out)]
-    done = run_python("launch/benchmark.py", str(plain), str(exiting), *flags, *more, *task_flags)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(benchmark, "CALLS", FOR_P95)
+    assert run_command(benchmark_command, [str(plain), str(exiting), *flags, *more, *task_flags]) == 0
     told = json.loads((out / "benchmark.json").read_text())
     assert [one["length"] for one in told["measurements"]] == [8, "task"]
     assert told["measurements"][1]["folders"].keys() == {"dense", "a|b", "a|b, early exit"}
@@ -464,7 +478,7 @@ def test_the_command_measures_and_writes(plain: Path, exiting: Path, task_flags:
             assert 0 < times["median_ms"] <= times["p95_ms"]
     assert told["base"] == "dense"
     assert told["conditions"]["versions"]["torch"] == torch.__version__
-    assert aligned(benchmark_page.times(told)) in done.stdout
+    assert aligned(benchmark_page.times(told)) in capsys.readouterr().out
     page = (out / "benchmark.md").read_text()
     assert "| a\\|b, early exit | torch | cpu | fp32 | 1 |" in page
     assert "![sizes, speed-ups and scores](size_speed_score.png)" in page

@@ -1,7 +1,5 @@
 """Costs of models side by side."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import parse_task
 from ds_trainer.deploy import latency
-from ds_trainer.deploy.latency import TimedModel, bytes_by_form, bytes_on_disk, compare, in_turns
+from ds_trainer.deploy.latency import TimedModel, bytes_by_form, bytes_on_disk, in_turns, measure_costs
 from ds_trainer.models.compact import write_compact_folder
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.models.model_folder import COMPACT_FILE
@@ -40,6 +38,12 @@ def timed(tiny_recipe, tmp_path_factory) -> TimedModel:
     return TimedModel(root / "model", task)
 
 
+@pytest.fixture
+def no_clock(monkeypatch) -> None:
+    """Every call takes as long, and none is made."""
+    monkeypatch.setattr(latency, "in_turns", lambda calls, _: {key: [0.1] * len(each) for key, each in calls.items()})
+
+
 def plain(timed: TimedModel, dtype: torch.dtype = torch.float32) -> TimedModel:
     """The same model without its exits, saved in another type."""
     folder = timed.folder.with_name(f"plain_{str(dtype)[6:]}")
@@ -52,7 +56,7 @@ def plain(timed: TimedModel, dtype: torch.dtype = torch.float32) -> TimedModel:
 def test_each_way_to_run_a_model_is_measured(timed):
     """To its end and early, at both batch sizes; a plain folder only to its end. Bytes are those of the files."""
     other = plain(timed)
-    found = compare({"early": timed, "plain": other})
+    found = measure_costs({"early": timed, "plain": other})
     assert found["early"].keys() == {"size", "latency", "early_exit_latency", "measured_on"}
     assert found["plain"].keys() == {"size", "latency", "measured_on"}
     for entry in found.values():
@@ -66,9 +70,9 @@ def test_each_way_to_run_a_model_is_measured(timed):
     assert bytes_on_disk(timed.folder) == found["early"]["size"]["bytes"]
 
 
-def test_times_say_what_they_were_measured_on(timed):
+def test_times_say_what_they_were_measured_on(timed, no_clock):
     """The threads, the device, the type, and how many texts of which length."""
-    found = compare({"a": timed})["a"]["measured_on"]
+    found = measure_costs({"a": timed})["a"]["measured_on"]
     lengths = timed.task.examples("validation").lengths
     assert found == {
         "threads": torch.get_num_threads(),
@@ -96,12 +100,12 @@ def test_leaving_halfway_takes_less_time(timed, monkeypatch):
         assert len(calls) == layers
 
 
-def test_a_part_of_a_batch_is_no_batch(timed):
+def test_a_part_of_a_batch_is_no_batch(timed, no_clock):
     """61 examples have one batch of 32, and 31 would have none: there is no batch_32 then."""
     assert [len(batch.ids) for batch in latency.batches(timed.task, 32)] == [32]
     spec = timed.task.spec.model_copy(update={"max_eval_samples": 31})
     few = build_task(spec, timed.folder, timed.task.cache_dir)
-    assert compare({"a": TimedModel(timed.folder, few)})["a"]["latency"].keys() == {"batch_1"}
+    assert measure_costs({"a": TimedModel(timed.folder, few)})["a"]["latency"].keys() == {"batch_1"}
 
 
 def test_runs_take_turns():
@@ -133,12 +137,12 @@ def test_all_sizes_together_keep_the_limit(timed, monkeypatch):
     """The first batch size leaves the second its half; without any time there are only sizes."""
     limits = []
     monkeypatch.setattr(latency, "in_turns", lambda runs, limit: limits.append(limit) or {key: [0.1] for key in runs})
-    compare({"a": timed})
+    measure_costs({"a": timed})
     assert limits[0] == pytest.approx(latency._SECONDS / 2, abs=5)
     assert limits[1] == pytest.approx(latency._SECONDS, abs=5)
     monkeypatch.undo()
     monkeypatch.setattr(latency, "_SECONDS", 0.0)
-    assert compare({"a": timed})["a"].keys() == {"size"}
+    assert measure_costs({"a": timed})["a"].keys() == {"size"}
 
 
 def test_of_few_calls_there_is_no_95th_percentile():
@@ -147,31 +151,36 @@ def test_of_few_calls_there_is_no_95th_percentile():
     assert latency.summary([0.001 * n for n in range(1, 21)])["p95_ms"] == pytest.approx(19)
 
 
-def test_a_folder_that_is_not_there_is_left_out(timed):
+def test_a_folder_that_is_not_there_is_left_out(timed, no_clock):
     """As that of a phase whose model was moved: the others are measured."""
     gone = TimedModel(timed.folder.with_name("gone"), timed.task)
-    assert compare({"a": timed, "gone": gone}).keys() == {"a"}
-    assert compare({"gone": gone}) == {}
+    assert measure_costs({"a": timed, "gone": gone}).keys() == {"a"}
+    assert measure_costs({"gone": gone}) == {}
 
 
 @pytest.mark.parametrize("field", ["name", "data_dir", "dataset"])
-def test_models_of_other_texts_are_not_timed(timed, field):
+def test_models_of_other_texts_are_not_timed(timed, field, no_clock):
     """They have sizes only: times on other texts cannot be compared with these."""
     other = SimpleNamespace(spec=timed.task.spec.model_copy(update={field: "other"}))
-    found = compare({"other": replace(timed, task=other), "last": timed})
+    found = measure_costs({"other": replace(timed, task=other), "last": timed})
     assert found["other"].keys() == {"size"}
     assert "latency" in found["last"]
 
 
-def test_models_too_large_to_be_held_together_are_not_measured(timed, monkeypatch):
-    """Their sizes are reported, and no model is loaded; weights in fp16 take twice as much in memory as on disk."""
+@pytest.mark.parametrize("limit", ["memory", "free"])
+def test_models_too_large_to_be_held_together_are_not_measured(timed, limit, no_clock, monkeypatch):
+    """Their sizes are reported, and no model is loaded; weights in fp16 take twice as much in memory as on disk.
+
+    The limit is half of the memory that a container may use, or of what is free, which other processes decide.
+    """
     half = plain(timed, torch.bfloat16)
-    room = 4 * bytes_on_disk(half.folder)
-    monkeypatch.setattr(latency, "memory", lambda: room)
-    assert "latency" in compare({"fits": half})["fits"]
-    monkeypatch.setattr(latency, "memory", lambda: room - 1)
+    room = {"memory": 10**12, "free": 10**12, limit: 4 * bytes_on_disk(half.folder)}
+    monkeypatch.setattr(latency, "memory", lambda: room["memory"])
+    monkeypatch.setattr(latency.psutil, "virtual_memory", lambda: SimpleNamespace(available=room["free"]))
+    assert "latency" in measure_costs({"fits": half})["fits"]
+    room[limit] -= 1
     monkeypatch.setattr(latency, "_forwards", lambda _: pytest.fail("a model was loaded"))
-    assert compare({"large": half})["large"].keys() == {"size"}
+    assert measure_costs({"large": half})["large"].keys() == {"size"}
 
 
 def test_other_forms_of_weights_count(timed, tmp_path):
@@ -191,7 +200,7 @@ def test_other_forms_of_weights_count(timed, tmp_path):
 def test_a_gpu_s_memory_counts_too(timed, monkeypatch):
     """Its free memory, beside the host's."""
     monkeypatch.setattr(latency.torch.cuda, "mem_get_info", lambda _: (10, 10**12))
-    assert not latency.fit([timed.folder], torch.device("cuda", 0))
+    assert not latency.fit_in_memory([timed.folder], torch.device("cuda", 0))
 
 
 def test_a_gpu_is_waited_for_before_and_after(monkeypatch):

@@ -1,11 +1,8 @@
-"""Optimizer, scheduler and ZeRO blocks: which mistakes are found in the file, and which are left to DeepSpeed."""
-
-import json
+"""Optimizer, scheduler and ZeRO blocks: the mistakes that the check of the text reports, before DeepSpeed is loaded."""
 
 import pytest
-from support.launching import free_port, run_python
 
-from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file, scheduler_mistakes
+from ds_trainer.engine.engine_file import check_engine_file, scheduler_mistakes
 
 
 @pytest.mark.parametrize(
@@ -57,60 +54,6 @@ def test_each_mistake_is_reported_once(config, words):
     assert words in mistake
 
 
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-LEFT_TO_DEEPSPEED = [
-    (ADAMW | {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
-    ({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}, "zero_allow_untested_optimizer"),
-    ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
-    (ADAMW | {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "SUM"}, "ZeRO stage 3"),
-    (
-        ADAMW | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}},
-        "Master weights feature requires ZeRO-2 Offload",
-    ),
-    (ADAMW | {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}, "grad_accum_dtype"),
-    (ADAMW | {"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ZeRO Stage 3"),
-    ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "compute_grad_norm"),
-    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be > 0"),
-]
-START = """
-import json, os, sys
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
-import torch
-from deepspeed.accelerator import get_accelerator
-from ds_trainer.engine.engine import start_engine
-from ds_trainer.engine.optim import Hyperparameters, parameter_groups
-from ds_trainer.ranks.failures import UserError
-torch.distributed.init_process_group("gloo")
-get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
-errors, base = [], Hyperparameters(0.1)
-for config in json.loads(sys.argv[2]):
-    net = torch.nn.Linear(2, 2)
-    try:
-        start_engine(net, parameter_groups(net, [], [], base), config, base, lambda step: 1.0)
-    except UserError as error:
-        errors.append(str(error))
-    else:
-        errors.append("started")
-print(json.dumps(errors))
-"""
-
-
-def test_the_rest_is_refused_by_deepspeed_in_one_sentence():
-    """Combinations that the check does not know are refused at the engine's start, by DeepSpeed's own words."""
-    configs = [
-        resolve_engine_file(config, None, 1, hidden_size=2, total_steps=None, warmup_steps=None)
-        for config, words in LEFT_TO_DEEPSPEED
-    ]
-    done = run_python("-c", START, str(free_port()), json.dumps(configs))
-    assert done.returncode == 0, done.stderr[-3000:]
-    errors = json.loads(done.stdout.splitlines()[-1])
-    for (config, words), error in zip(LEFT_TO_DEEPSPEED, errors, strict=True):
-        assert error.startswith("DeepSpeed refuses the engine file (--deepspeed_config): "), (config, error)
-        assert words in error
-
-
 @pytest.mark.parametrize(
     ("kind", "params", "count"),
     [
@@ -158,5 +101,5 @@ def test_what_flattens_and_what_does_not_is_deepspeeds_behaviour():
         for _ in range(5):
             schedule.step()
         flat = len({group["lr"] for group in optimizer.param_groups}) == 1
-        told = scheduler_mistakes({"scheduler": {"type": kind, "params": params}}, [1e-5, 1e-2])
-        assert flat == bool(told), (kind, params)
+        mistakes = scheduler_mistakes({"scheduler": {"type": kind, "params": params}}, [1e-5, 1e-2])
+        assert flat == bool(mistakes), (kind, params)

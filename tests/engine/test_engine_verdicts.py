@@ -1,13 +1,14 @@
 """Every key of DeepSpeed's is honoured or refused, and one that has no effect in a file is named."""
 
 import copy
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from support.launching import run_python
 
-from ds_trainer.config.recipe import Phase
+from ds_trainer.config.recipe import Phase, parse_recipe
 from ds_trainer.engine.engine_file import (
     check_engine_file,
     idle_warnings,
@@ -15,7 +16,7 @@ from ds_trainer.engine.engine_file import (
     resolve_engine_file,
 )
 from ds_trainer.engine.keys import all_paths, key_table
-from ds_trainer.engine.verdicts import CONDITIONS, idle_keys, verdict_table
+from ds_trainer.engine.verdicts import idle_keys, verdict_table
 
 ROOT = Path(__file__).parents[2]
 KNOWN = key_table()["keys"]
@@ -28,6 +29,11 @@ def nested(path, value):
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
+
+
+def is_removed(path):
+    """Whether DeepSpeed has deleted the key, or the block that it lies in."""
+    return not {path, path.partition(".")[0]}.isdisjoint(key_table()["removed"])
 
 
 def entry_of(path):
@@ -53,7 +59,7 @@ def other_than_default(entry):
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_refused_key_is_one_mistake_with_the_way_out(path):
     """A value other than the default is one mistake, with the path of the key and more than "remove it"."""
-    value = {"x": 1} if path in key_table()["removed"] else other_than_default(entry_of(path))
+    value = {"x": 1} if is_removed(path) else other_than_default(entry_of(path))
     mistakes = [m for m in check_engine_file(nested(path, value), None, 1) if f"{path} is refused" in m]
     assert len(mistakes) == 1
     assert mistakes[0].startswith(f"{path} is refused, remove it: ")
@@ -65,17 +71,46 @@ def test_no_key_is_forgotten():
     removed = set(key_table()["removed"])
     assert removed <= set(REFUSED)
     needed = [key for need in NEEDS for key in need["keys"]]
-    named = {*REFUSED, *needed} - removed
+    named = {path for path in (*REFUSED, *needed) if not is_removed(path)}
     assert named <= {*all_paths(KNOWN)}
     assert not set(REFUSED) & set(needed)
-    assert {need["condition"] for need in NEEDS} == set(CONDITIONS)
+
+
+PRUNED = {"shared_parameters": {"enabled": True, "method": "topk"}, "different_groups": {"g": {"modules": ["key"]}}}
+COUNTERPARTS = {
+    "head_pruning": ({"attention": "head"}, "topK"),
+    "row_pruning": ({"*NAME*": "row"}, "magnitude"),
+    "sparse_pruning": ({"*NAME*": "weight"}, "magnitude"),
+    "layer_reduction": None,
+}
+
+
+def test_a_compression_block_is_refused_with_its_counterparts():
+    """Each part is named with what does the same here, in words that the recipe knows; a part that is off is not."""
+    parts = dict.fromkeys(COUNTERPARTS, PRUNED) | {"weight_quantization": {"shared_parameters": {"enabled": False}}}
+    general, *mistakes = check_engine_file({"compression_training": parts}, None, 1)
+    assert general.startswith("compression_training is refused, remove it: DeepSpeed has deleted it; ")
+    for mistake, (part, counterpart) in zip(mistakes, COUNTERPARTS.items(), strict=True):
+        assert mistake.startswith(f"compression_training.{part} is refused")
+        phase = {"max_steps": 1, "warmup_steps": 1}
+        if counterpart is None:
+            distill = {"teacher": "@model", "alpha_ce": 0.5, "alpha_distil": 0.5}
+            phase |= {"start_from": "@model", "student": {"layers": [0]}, "techniques": {"distill": distill}}
+            names = 'start_from "@model"', "student.layers", "techniques.distill", 'teacher "@model"'
+        else:
+            granularity, method = counterpart
+            prune = {"granularity": granularity, "pruning_method": method}
+            phase["techniques"] = {"prune": prune | {"final_threshold": 0.5, "initial_warmup": 1}}
+            names = json.dumps(granularity), "final_threshold", "initial_warmup 1", "warmup_steps"
+        parse_recipe({"phases": [phase]})
+        assert [name for name in names if name not in mistake] == []
 
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_key_that_requests_nothing_is_dropped(path):
     """A refused key with null, false or a block that is off is no mistake, and DeepSpeed never gets it."""
     values = [None, {"enabled": False, "x": 1}]
-    default = None if path in key_table()["removed"] else entry_of(path).get("default")
+    default = None if is_removed(path) else entry_of(path).get("default")
     for value in [*values, *([] if default is None else [default])]:
         config = nested(path, value)
         mistakes = check_engine_file(config, None, 1)
@@ -236,7 +271,7 @@ IDLE_IN_FILES = {f"{section}{name}": files for files, section, names in IDLE_KEY
 def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
     """Added to FILES with another value than the default, a key is named in those of IDLE_KEYS and in no other."""
     *parents, last = path.split(".")
-    told = []
+    idle_in = []
     for name, config in copy.deepcopy(FILES).items():
         block = config
         for parent in parents:
@@ -244,8 +279,8 @@ def test_each_key_is_named_in_the_files_that_lack_its_condition(path):
         if isinstance(block, dict):
             switched = bool(parents) and "enabled" in KNOWN[parents[0]].get("keys", {})
             block |= {last: other_than_default(entry_of(path))} | ({"enabled": True} if switched else {})
-            told += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
-    assert ", ".join(told) == IDLE_IN_FILES[path]
+            idle_in += [name] * any(key.startswith(f"{path} (needs") for key in idle_keys(config))
+    assert ", ".join(idle_in) == IDLE_IN_FILES[path]
 
 
 def test_the_default_of_the_offloaded_moments_is_not_idle():

@@ -1,7 +1,5 @@
 """Parameter groups and the objective: rules decide, mistakes are reported."""
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar
 
@@ -104,8 +102,8 @@ def test_all_that_the_techniques_add_trains_in_a_frozen_model():
     _, techniques, model, _ = build("all")
     rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
     groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
-    found = {group.name: (group.learning_rate, group.weight_decay) for group in groups if group.name == "*.mask_scores"}
-    assert found == {"*.mask_scores": (1e-2, 0.0)}
+    (scores,) = (group for group in groups if group.name == "*.mask_scores")
+    assert (scores.learning_rate, scores.weight_decay) == (1e-2, 0.0)
     kinds = {re.findall("mask_scores|exit_heads|distill_projection|$", n)[0] for g in groups for n in g.parameters}
     assert kinds == {"mask_scores", "exit_heads", "distill_projection"}
 

@@ -1,6 +1,4 @@
-"""What a user wrote, shown back: short whatever it is, and still the beginning of what was written."""
-
-from __future__ import annotations
+"""Values of a user in messages: short, however long they are, and still recognised by their beginning."""
 
 import pytest
 
@@ -37,9 +35,9 @@ def test_a_message_keeps_its_beginning_and_says_what_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("message", "line"),
     [("one\ntwo", "one"), ("wrong field:\n  'abc' is no number\nmore", "wrong field: 'abc' is no number"), ("", "")],
 )
-def test_an_error_says_first_what_matters(said: str, line: str) -> None:
+def test_an_error_says_first_what_matters(message: str, line: str) -> None:
     """Its first line, with the next where that ends with a colon."""
-    assert first_line(ValueError(said)) == line
+    assert first_line(ValueError(message)) == line

@@ -1,7 +1,5 @@
 """Secrets are not shown, and nothing else is changed."""
 
-from __future__ import annotations
-
 import copy
 import time
 
@@ -9,8 +7,8 @@ import pytest
 
 from ds_trainer.files.redaction import HIDDEN, redacted
 
-SECRET = "api_key apikey apiKey WANDB_API_KEY hf_token HF_TOKEN token db_password client_secret secretKey credentials"
-PLAIN = "tokenizer tokens_per_s train/tokens_per_s pad_token cls_token pad_token_id additional_special_tokens monitor"
+SECRET = "api_key apiKey WANDB_API_KEY HF_TOKEN token WANDB_TOKEN_PROD HF_TOKEN_2 db_password secretKey credentials"
+PLAIN = "tokenizer train/tokens_per_s max_tokens token_type_ids pad_token decoder_start_token_id special_tokens monitor"
 
 
 @pytest.mark.parametrize("key", SECRET.split())
@@ -83,6 +81,7 @@ def test_a_secret_is_hidden_whatever_stands_before_it():
         ('comet.api_key is ["hush"]: write text or null', f"comet.api_key is {HIDDEN}: write text or null"),
         ('comet.api_key is "hush": write text', f"comet.api_key is {HIDDEN}: write text"),
         ("comet.api_key is 'hush', and must be text", f"comet.api_key is {HIDDEN}, and must be text"),
+        ('"token": {"a": ["hush]"]}, "n": [3]', f'"token": "{HIDDEN}", "n": [3]'),
         ("comet.api_key is not a key that is known", "comet.api_key is not a key that is known"),
         ('train_batch_size is "7": write a number', 'train_batch_size is "7": write a number'),
         ("asked with hf_abcdefghijklmnopqrstuvwxyz and", f"asked with {HIDDEN} and"),

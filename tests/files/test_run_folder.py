@@ -1,18 +1,18 @@
-"""The run folder never loses what it did not write."""
-
-from __future__ import annotations
+"""The run folder never deletes a file that no run wrote."""
 
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
 
-from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
-from ds_trainer.report.page import write_report
+from ds_trainer.ranks.failures import UserError
 
 
 def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
-    """Unless asked to overwrite, and a resume needs an earlier run there."""
+    """Unless it may be overwritten; and a resume needs an earlier run in it."""
     (tmp_path / "mine.txt").write_text("precious")
     assert "--overwrite_output_dir" in check_output_folder(tmp_path, overwrite=False, resume=False)[0]
     assert check_output_folder(tmp_path, overwrite=True, resume=False) == []
@@ -20,7 +20,7 @@ def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
 
 
 def test_checking_makes_nothing(tmp_path):
-    """A folder that is not there is fine, and still not there afterwards; a file in the way is told."""
+    """A missing folder is fine, and still missing afterwards; a file in the way is a mistake."""
     assert check_output_folder(tmp_path / "a" / "b", overwrite=False, resume=False) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -28,7 +28,7 @@ def test_checking_makes_nothing(tmp_path):
 
 
 def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
-    """Files of the user's, also inside the same folder, stay; the run's own go, patterns included."""
+    """The user's files stay, also in the same folders; the files of the run go, patterns included."""
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
     folder.write_json("all_results.json", {"a": 1})
@@ -43,12 +43,12 @@ def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
         (tmp_path / name).write_text("precious")
     again = RunFolder(tmp_path)
     again.open(overwrite=True)
-    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
-    assert sorted(left) == sorted([".ds_trainer.json", *mine])
+    remaining = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(remaining) == sorted([".ds_trainer.json", *mine])
 
 
 def test_overwriting_deletes_nothing_behind_a_link(tmp_path):
-    """A user's link out of the folder, in the place of what a run wrote."""
+    """A user has replaced a folder of the run by a link."""
     run, other = tmp_path / "run", tmp_path / "other"
     folder = RunFolder(run)
     folder.open(overwrite=False)
@@ -60,13 +60,42 @@ def test_overwriting_deletes_nothing_behind_a_link(tmp_path):
     assert (other / "config.json").is_file()
 
 
-def test_what_a_killed_run_began_to_write_is_removed(tmp_path):
-    """Files and folders; the user's own hidden files stay."""
-    (tmp_path / ".model.ab_d3fgh.tmp").mkdir()
-    for name in (".status.json.123.tmp", ".ab_d3fgh.tmp", ".mine.tmp"):
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_nothing_is_written_behind_a_link(tmp_path, name):
+    """Not even where an earlier run wrote something of that name: the link came later."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    folder = RunFolder(run)
+    folder.open(overwrite=False)
+    folder.claim(name)
+    other.mkdir()
+    shutil.rmtree(run / "model", ignore_errors=True)
+    (run / "model").symlink_to(other)
+    with pytest.raises(UserError, match="leads out of the output folder by a link: remove the link"):
+        folder.claim(name)
+
+
+@pytest.mark.parametrize("name", ["../mine.txt", "model/../../mine.txt", "/mine.txt", "**/mine.txt", ".", 1])
+def test_a_list_that_names_files_outside_is_refused(tmp_path, name):
+    """Nothing is deleted: somebody else may have written the list."""
+    (tmp_path / "mine.txt").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.ds_trainer.json").write_text(json.dumps(["model", name]))
+    with pytest.raises(UserError, match="is not the list of files that a run wrote"):
+        RunFolder(tmp_path / "run").open(overwrite=True)
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path):
+    """Files and folders; those of an export or a report that still runs stay, and so do the user's hidden files."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    for folder in (f".model.{process.pid}.tmp", ".export.ab_d3fgh.tmp"):
+        (tmp_path / folder).mkdir()
+    stays = {".export.ab_d3fgh.tmp", f".report.md.{os.getpid()}.tmp", ".mine.tmp"}
+    for name in (f".status.json.{process.pid}.tmp", *stays - {".export.ab_d3fgh.tmp"}):
         (tmp_path / name).write_text("")
     RunFolder(tmp_path).open(overwrite=False)
-    assert {path.name for path in tmp_path.iterdir()} == {".ds_trainer.json", ".ab_d3fgh.tmp", ".mine.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == stays | {".ds_trainer.json"}
 
 
 def test_a_foreign_file_in_the_way_is_refused(tmp_path):
@@ -80,14 +109,13 @@ def test_a_foreign_file_in_the_way_is_refused(tmp_path):
 
 
 def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
-    """A report made while a run goes on is neither lost nor in the way of the run's own, and can be overwritten."""
+    """A report made during a run is neither lost nor in the way of the run's report, and can be overwritten."""
     folder = RunFolder(tmp_path)
     folder.open(overwrite=False)
-    (folder.claim("log.jsonl")).write_text('{"phase": "a", "step": 1, "train/loss": 1.0}')
-    report_command([str(tmp_path)])
+    RunFolder(tmp_path).claim("report.md").write_text("")
     folder.write_json("all_results.json", {})
-    write_report(tmp_path)
-    assert "report.md" in json.loads((tmp_path / ".ds_trainer.json").read_text())
+    RunFolder(tmp_path).claim("report.md")
+    assert json.loads((tmp_path / ".ds_trainer.json").read_text()) == ["all_results.json", "report.md"]
     RunFolder(tmp_path).open(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [".ds_trainer.json"]
 

@@ -1,7 +1,5 @@
 """Where a recipe or an engine file can have things written: inside the output folder, unless the user allows more."""
 
-from __future__ import annotations
-
 import copy
 import json
 import zipfile
@@ -9,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT, run_python
+from support.launching import ROOT, run_script
 
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.cli.train import read_train_job
+from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import (
     DEFAULT_CACHE,
     cache_place,
@@ -31,6 +30,9 @@ WRITTEN = [
     ("autotuning", "metric_path"),
     ("autotuning", "model_info_path"),
 ]
+
+
+DEV = Path("/dev")
 
 
 def config_of(section: str, key: str, value: str) -> dict[str, Any]:
@@ -130,10 +132,15 @@ def test_a_recipes_cache_lies_in_the_output_folder_or_the_users_cache(tmp_path, 
 
 
 def test_results_are_not_computed_where_they_cannot_be_written(tmp_path, monkeypatch):
-    """A folder without permission, also as the parent of a new one, is an error before anything is scored."""
+    """A folder without permission, also as the parent of a new one, is an error before anything is scored.
+
+    A file in such a folder, or a device such as /dev/stdout, may be one that can be written.
+    """
     assert result_place_mistakes(tmp_path / "scores.json", tmp_path / "a/b") == []
+    (tmp_path / "existing").touch()
     # not by permissions: the superuser needs none
-    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) != tmp_path)
+    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) not in (tmp_path, DEV))
+    assert result_place_mistakes(tmp_path / "existing", None) == result_place_mistakes(DEV / "stdout", None) == []
     (mistake,) = result_place_mistakes(tmp_path / "scores.json", None)
     assert "--output_file" in mistake
     (mistake,) = result_place_mistakes(None, tmp_path / "a/b")
@@ -163,7 +170,7 @@ def test_a_command_tells_all_of_them_at_once(command, tmp_path):
 
 
 def test_an_evaluation_takes_a_cache_beside_the_recipe_and_refuses_others(write_json, tmp_path, tiny_recipe):
-    """The resolved recipe of a run names the cache that lies in its folder."""
+    """The resolved recipe of a run names the cache in the run's folder; beside any other recipe nothing is written."""
     flags = ["name", "--recipe", write_json("other.json", tiny_recipe | {"cache_dir": "/elsewhere"})]
     with pytest.raises(ValueError, match="cache_dir"):
         read_evaluate_job(flags)
@@ -171,6 +178,9 @@ def test_an_evaluation_takes_a_cache_beside_the_recipe_and_refuses_others(write_
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.json").write_text(json.dumps(tiny_recipe | {"cache_dir": str(run / "cache")}))
+    with pytest.raises(ValueError, match="cache_dir"):
+        read_evaluate_job(["name", "--recipe", str(run / "recipe.json")])
+    (run / RUN_LIST).write_text("[]")
     assert read_evaluate_job(["name", "--recipe", str(run / "recipe.json")]).cache_dir == str(run / "cache")
 
 
@@ -208,7 +218,8 @@ def talkative(tiny_recipe, tmp_path_factory):
     command = [str(ROOT / "launch/train.py"), "--deepspeed_config", str(folder / "engine.json")]
     command += ["--recipe", str(folder / "recipe.json"), "--output_dir", str(folder / "out")]
     code = f"import os, runpy, sys; os.chdir({str(folder / 'here')!r}); sys.argv = {command!r}; "
-    done = run_python("-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    (folder / "driver.py").write_text(code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = run_script(str(folder / "driver.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     return done, folder
 

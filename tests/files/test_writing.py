@@ -1,7 +1,5 @@
 """Files and folders are written as a whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -29,7 +27,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_folder_appears_as_a_whole(tmp_path: Path) -> None:
-    """Everybody can read it; after an error there is none."""
+    """Everybody can read it; after an error it does not exist."""
     with folder_aside(tmp_path / "deep" / "a") as aside:
         (aside / "file").write_text("x")
         assert is_aside(aside)

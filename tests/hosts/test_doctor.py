@@ -1,7 +1,5 @@
 """The doctor of hostfiles without hosts: its rows, its table, and an ssh that is a script."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -30,6 +28,7 @@ def facts(**changes) -> dict:
     """The answer of a good host."""
     answer = {
         "python": "3.11.7",
+        "clock": 0.3,
         "source": "abc",
         "versions": {"torch": "2.13.0", "deepspeed": "0.19.8"},
         "tools": {"ninja": "/v/bin/ninja", "c++": "/usr/bin/c++"},
@@ -73,6 +72,34 @@ def test_a_fault_is_in_its_own_row_with_its_cure(check, changes, found, cure):
     assert (row.check, row.host, row.result) == (check, "ann@two", "FAILED")
     assert found in row.found
     assert cure in row.cure
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "found", "cure"),
+    [
+        ("build tools", {"tools": {"ninja": "/bin/ninja", "c++": "/c++"}}, "here /v/bin/ninja", "PATH=/v/bin:$PATH"),
+        ("clock", {"clock": -7200}, "-7,200 s from this one", "chrony"),
+    ],
+)
+def test_hosts_that_would_compile_again_and_again_are_a_warning(check, changes, found, cure):
+    """In a shared folder of kernels: another ninja, or a clock that is ahead."""
+    (row,) = faults(**changes)
+    assert (row.check, row.result) == (check, "warning")
+    assert found in row.found
+    assert cure in row.cure
+
+
+def test_a_variable_of_the_shell_that_the_hosts_would_misread_is_a_fault(monkeypatch, tmp_path):
+    """DeepSpeed exports it between double quotes; its value, which may be a secret, is not shown."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "$(hunter2)")
+    rows, exported = doctor.environment_rows()
+    (row,) = [row for row in rows if row.result == "FAILED"]
+    assert row.check == "exports"
+    assert "MLFLOW_TRACKING_PASSWORD: the hosts' shells would read" in row.found
+    assert "hunter2" not in str(rows)
+    assert "MLFLOW_TRACKING_PASSWORD" not in exported
 
 
 def test_an_interface_cures_the_own_name():
@@ -142,7 +169,7 @@ def test_the_table_has_one_line_for_hosts_with_the_same_result():
     ],
 )
 def test_a_wrong_flag_is_a_users_mistake(flags, message, capsys):
-    """It is reported before any host is asked."""
+    """It is reported before any command runs on a host."""
     with pytest.raises((SystemExit, ValueError)) as caught:
         doctor_command(["--hostfile", "none", *flags])
     assert message in f"{caught.value}{capsys.readouterr().err}"
@@ -158,7 +185,7 @@ def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
 
 FAKE_SSH = """\
     #!/bin/bash
-    # ssh of a fake: the host before the command picks what it does
+    # a fake ssh, which acts by the name of the host
     host=${@: -2:1} command=${@: -1}
     case $host in
       denied) echo "Permission denied (publickey)." >&2; exit 255 ;;
@@ -172,7 +199,7 @@ FAKE_SSH = """\
 
 @pytest.fixture
 def ask(tmp_path):
-    """Run launch/doctor.py with the fake ssh; names of hosts are in a resolver of the test's own."""
+    """Run launch/doctor.py with a fake ssh, and a fake resolver that knows the hosts' names."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("ssh", FAKE_SSH), ("pdsh", "#!/bin/bash\n")):
@@ -201,8 +228,8 @@ def ask(tmp_path):
     return run
 
 
-def test_every_kind_of_ssh_failure_is_told_and_what_needs_it_is_skipped(ask, tmp_path):
-    """Refused, silent, without python: each its own row and cure; a login that prints things does no harm."""
+def test_every_kind_of_ssh_failure_is_reported_and_the_checks_that_need_ssh_are_skipped(ask, tmp_path):
+    """Refused, silent, without python: each has another row and cure; a login that prints things does no harm."""
     output = tmp_path / "out"
     output.mkdir()
     names = ("denied", "silent", "nopython", "noisy")
@@ -242,13 +269,14 @@ def test_a_wrong_hostfile_is_a_users_mistake(tmp_path, capsys, hostfile):
     assert [row["check"] for row in json.loads(capsys.readouterr().out) if row["result"] == "FAILED"] == ["hostfile"]
 
 
-def test_an_output_folder_that_cannot_be_made_is_a_fault(ask, tmp_path):
+def test_an_output_folder_that_cannot_be_made_is_a_fault(monkeypatch, tmp_path, capsys):
     """The row has the message of the training command."""
     (tmp_path / "file").write_text("")
-    code, rows = ask(
-        "localhost slots=1\n", "--output_dir", str(tmp_path / "file/out"), "--master_port", str(free_port())
-    )
-    assert code == 1
+    (tmp_path / "hostfile").write_text("localhost slots=1\n")
+    monkeypatch.setattr(doctor, "network_rows", lambda *_: [])
+    flags = ["--hostfile", str(tmp_path / "hostfile"), "--output_dir", str(tmp_path / "file/out"), "--json"]
+    assert doctor_command(flags) == 1
+    rows = json.loads(capsys.readouterr().out)
     assert [row["found"] for row in rows if row["result"] == "FAILED"] == [
         f"the output folder {tmp_path / 'file/out'} cannot be made: {tmp_path / 'file'} is a file, or read-only"
     ]
@@ -313,7 +341,7 @@ def test_the_doctor_loads_no_torch():
 
 
 def test_the_source_hash_sees_a_changed_file(tmp_path):
-    """One byte, or one name, of the library or a command; not what is compiled of it."""
+    """A changed byte, or name, of the library or a command changes it; a compiled file does not."""
     for name in ("ds_trainer/a.py", "launch/b.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")

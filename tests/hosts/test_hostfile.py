@@ -1,6 +1,4 @@
-"""The files about hosts: what of a hostfile and of `.deepspeed_env` is taken, told, and exported."""
-
-from __future__ import annotations
+"""The files about hosts: which lines of a hostfile and of `.deepspeed_env` are taken, and which are mistakes."""
 
 import subprocess
 from pathlib import Path
@@ -24,7 +22,7 @@ def test_a_good_hostfile():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "mistake"),
     [
         ("three", "is not of the form 'worker-1 slots=8'"),
         ("three slots=4x", "is not of the form"),
@@ -40,16 +38,16 @@ def test_a_good_hostfile():
         ("b\u00e4r slots=2", "is no host name"),
     ],
 )
-def test_a_bad_line_of_a_hostfile_is_told_with_its_number(line, told):
-    """What DeepSpeed refuses, and what it takes for something else; lines around it are still read."""
+def test_a_bad_line_of_a_hostfile_is_reported_with_its_number(line, mistake):
+    """DeepSpeed refuses it or misreads it; the lines around it are still read."""
     hosts, mistakes = parse_hostfile(f"one slots=2\n\n{line}\nann@two slots=2\n")
     assert len(mistakes) == 1
     assert mistakes[0].startswith("line 3: ")
-    assert told in mistakes[0]
+    assert mistake in mistakes[0]
     assert {ONE, TWO} <= set(hosts)
 
 
-def test_all_mistakes_of_a_hostfile_are_told_at_once(tmp_path):
+def test_all_mistakes_of_a_hostfile_are_reported_at_once(tmp_path):
     """One a line; none is lost behind the first."""
     path = tmp_path / "hosts"
     path.write_text("one\ntwo slots=0\nthree slots=2\nthree slots=2\n")
@@ -71,7 +69,7 @@ def test_a_hostfile_that_names_no_host_is_a_mistake(tmp_path, content):
 @settings(deadline=None, derandomize=True)
 @given(st.text())
 def test_any_text_is_a_hostfile_or_has_mistakes(text):
-    """No other error, and every host that is found can stand in a command without being taken for a flag."""
+    """No other error, and no host of the result could be taken for a flag of a command."""
     hosts, mistakes = parse_hostfile(text)
     assert all(mistake.startswith("line ") for mistake in mistakes)
     assert all(host.slots > 0 and not host.name.startswith("-") and " " not in host.name for host in hosts)
@@ -88,7 +86,7 @@ def test_a_good_environment_file():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "mistake"),
     [
         ("  ", "blank lines and comments are not allowed"),
         ("# B=1", "blank lines and comments are not allowed"),
@@ -97,12 +95,12 @@ def test_a_good_environment_file():
         ("B=$(id)", "the quote, backslash or $("),
     ],
 )
-def test_a_bad_line_of_an_environment_file_is_told_with_its_number(line, told):
+def test_a_bad_line_of_an_environment_file_is_reported_with_its_number(line, mistake):
     """The lines that DeepSpeed stops at, and those that it sends to the hosts' shells to be misread."""
     values, mistakes = parse_environment(f"A=1\n{line}\nC=3\n")
     assert values == {"A": "1", "C": "3"}
     assert len(mistakes) == 1
-    assert told in mistakes[0]
+    assert mistake in mistakes[0]
     assert mistakes[0].startswith("line 2 ") or mistakes[0].startswith("line 2:")
 
 
@@ -114,7 +112,7 @@ def test_a_mistake_in_an_environment_file_shows_nothing_of_the_line(line):
     assert mistake.startswith("line 1")
 
 
-def test_an_environment_file_that_cannot_be_read_is_told(monkeypatch, tmp_path):
+def test_an_environment_file_that_cannot_be_read_is_reported(monkeypatch, tmp_path):
     """DeepSpeed would end with a traceback; here it is a row."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

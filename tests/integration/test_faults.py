@@ -256,7 +256,7 @@ def test_ranks_that_do_not_come_are_told(server, words, output):
     missing = "import os; os.environ.update(RANK='0', WORLD_SIZE='2')"
     run = server.run(1, output, *words, "--resume", "--timeout", "3", sabotage={0: missing})
     assert run.codes() == [4]
-    assert "the 2 ranks have not found each other at 127.0.0.1:" in run.text
+    assert "the 2 ranks have not met at 127.0.0.1:" in run.text
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.phase import plan_phase
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 RECIPES = sorted((ROOT / "ds_configs" / "recipes").glob("*.json"))
 SMALL, LARGE = 2_500, 70_000
@@ -132,7 +132,9 @@ def test_every_recipe_holds_on_small_and_large_tasks(path: Path) -> None:
             total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, batch)
             assert total > 0
             if phase.techniques.prune:
-                threshold_schedule(phase.techniques.prune, Clock(total, steps_of(phase.warmup_steps, total), seed=0))
+                threshold_schedule(
+                    phase.techniques.prune, PhaseLength(total, steps_of(phase.warmup_steps, total), seed=0)
+                )
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
@@ -154,8 +156,8 @@ def test_the_optimizer_of_distilbert_is_the_originals() -> None:
     """It gets Adam's betas and epsilon, the rate and the clipping, for BERT and for GPT-2."""
     for name in ("mlm_distilbert", "clm_distilgpt2"):
         numbers = settled_numbers({}, phase_of(recipe_of(name), "distil"), 1)
-        assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.98, 1e-6)
-        assert (numbers.learning_rate, numbers.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
+        assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.98), 1e-6)
+        assert (numbers.optimizer.lr, numbers.optimizer.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
 
 
 def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> None:
@@ -163,9 +165,9 @@ def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> N
     for name, rate, batch in (("squad_distil", 5e-5, 8), ("glue_deebert", 2e-5, 8)):
         for phase in recipe_of(name).phases:
             numbers = settled_numbers({}, phase, 1)
-            assert (numbers.learning_rate, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
-            assert (numbers.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
-            assert (numbers.adam_beta1, numbers.adam_beta2, numbers.adam_epsilon) == (0.9, 0.999, 1e-8)
+            assert (numbers.optimizer.lr, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
+            assert (numbers.optimizer.weight_decay, phase.warmup_steps, numbers.max_grad_norm) == (0, 0, 1)
+            assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.999), 1e-8)
 
 
 def write_task(folder: Path, rows: int) -> list[str]:
@@ -199,10 +201,10 @@ def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
     source = str(tmp_path / "model")
     plan = plan_phase(job, prune, source, teacher=source)
     built, groups, _ = plan.prepare()
-    assert plan.clock.total == 469  # 6 epochs of 2,500 by 32
-    assert plan.clock.warmup == 76  # 0.163 of them
+    assert plan.length.total == 469  # 6 epochs of 2,500 by 32
+    assert plan.length.warmup == 76  # 0.163 of them
     frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, _ in built.named_parameters() if ".embeddings." in name}
     assert len(frozen) == 5  # words, positions, token types, the norm's weight and bias
     assert {group.learning_rate for group in groups} == {3e-5, 1e-2}
-    assert plan_phase(job, teacher, source).clock.total == 235
+    assert plan_phase(job, teacher, source).length.total == 235

@@ -1,7 +1,5 @@
 """FLOPs counted by hand against those that torch counts while a model runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models and tokenizers that a run makes for itself."""
 
-from __future__ import annotations
-
 from ds_trainer.models.folders import train_tokenizer
 
 TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]

@@ -1,22 +1,18 @@
 """Model folders from anywhere: no code is run, no pickle read, and what cannot be loaded is one message and code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.evil import Evil
-from support.launching import ROOT
+from support.launching import run_python, run_script
 from transformers import BertConfig, BertForSequenceClassification
 
 import ds_trainer
@@ -87,7 +83,7 @@ def copied(good, tmp_path) -> Path:
 
 
 def refusal(folder: Path, capfd, **permitted: bool) -> str:
-    """The message of a command that loads the folder; it must be one of ours, and short."""
+    """The message of a command that loads the folder; it must be one of ours, and short. Nothing is asked."""
 
     def load(words: Any) -> None:
         load_tokenizer(words[0])
@@ -108,7 +104,6 @@ BY_FILES: dict[str, tuple[Spoil, str]] = {
     "no config": (drop("config.json"), "has no config.json"),
     "a config cut short": (cut("config.json", 0.5), "it is not JSON"),
     "a config of another kind": (put("config.json", "[]"), "holds []: it must be an object"),
-    "a config of 10**6 layers": (edit("config.json", num_hidden_layers=10**6), "1,000,000 layers, and its weights are"),
     "a kernel of the hub": (edit("config.json", text_config={"_attn_implementation": {"": "a/b"}}), "which is code"),
     "a tokenizer of two GiB": (lambda folder: os.truncate(folder / "tokenizer.json", 2**31), "has 2,147,483,648 bytes"),
     "no weights": (drop(WEIGHTS), "has no weights: it has no model.safetensors"),
@@ -136,7 +131,7 @@ def test_a_fault_that_the_files_show_is_reported_before_torch_is_loaded(case, co
 
 
 def test_the_checks_of_the_files_load_no_torch(copied):
-    """In a process of their own."""
+    """A command reports them before it takes the seconds that loading torch takes."""
     code = f"""
 import sys
 from pathlib import Path
@@ -145,7 +140,7 @@ from ds_trainer.models.model_folder import folder_mistakes
 assert folder_mistakes(Path({str(copied)!r}), Trust()) == []
 print("torch" in sys.modules)
 """
-    done = run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "False", done.stderr
 
 
@@ -274,14 +269,14 @@ def test_the_code_of_a_folder_is_run_only_where_trusted(with_code, capfd):
     assert "--trust_remote_code" in refusal(folder, capfd)
     assert not marker.exists()
     model = ds_trainer.load_model(folder, trust_remote_code=True)
-    assert marker.exists()
+    assert marker.exists()  # the test can fail: the code does run
     assert type(model.model).__name__ == "OwnModel"
     assert "--trust_remote_code" in refusal(folder, capfd), "the permission ends with its call"
 
 
 @pytest.mark.parametrize("entry_point", ["evaluate", "train"])
-def test_no_entry_point_runs_or_asks_to_run_code(entry_point, with_code, tiny_recipe, write_json, csv_folder):
-    """The real processes, with a "y" on their input: exit code 2, one error, and the code was not run."""
+def test_no_entry_point_runs_code(entry_point, with_code, tiny_recipe, write_json):
+    """Exit code 2, one error, and the code was not run."""
     folder, marker = with_code
     task = write_json("task.json", tiny_recipe)
     words = {
@@ -289,8 +284,7 @@ def test_no_entry_point_runs_or_asks_to_run_code(entry_point, with_code, tiny_re
         "train": ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", task, "--model_name_or_path", str(folder)],
     }[entry_point]
     words += ["--output_dir", str(folder.parent / "out")] if entry_point == "train" else []
-    command = [sys.executable, f"launch/{entry_point}.py", *words]
-    done = run(command, cwd=ROOT, input="y\n" * 9, capture_output=True, text=True)
+    done = run_script(f"launch/{entry_point}.py", *words)
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert "--trust_remote_code" in done.stderr

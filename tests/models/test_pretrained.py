@@ -1,7 +1,5 @@
 """Model folders whose config, tokenizer and weights do not say the same, or nothing that can be read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of models with layer sizes of their own: loaded with and without this library, trained on, spoilt."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -15,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.launching import run_python
 from support.zeroed import (
-    DECODERS,
     ENCODERS,
     FAMILIES,
     VOCABULARY,
@@ -78,11 +75,6 @@ found["said"] = pipeline("text-classification", model=f"{root}/bert", trust_remo
 found["filled"] = pipeline("text-generation", model=f"{root}/gpt2", trust_remote_code=True)(
     "it rains", max_new_tokens=3, do_sample=False
 )
-found["of"] = {}
-for name in sys.argv[2:]:
-    kind, _, family = name.partition(":")
-    auto = AutoModelForCausalLM if kind == "decoder" else AutoModelForSequenceClassification
-    found["of"][family] = load(auto, f"of/{family}")(**inputs).logits.detach()
 torch.save(found, f"{root}/found.pt")
 """
 
@@ -94,17 +86,13 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tokenizer: Any, tmp_path_factory: Any) -> Path:
-    """Shrunk models of uneven sizes: a classifier, one that answers and one that writes; one `of` each family."""
+    """Shrunk models of uneven sizes: a classifier, one that answers and one that writes."""
     root = tmp_path_factory.mktemp("shrunk")
     models = {"bert": model_of("bert"), "gpt2": model_of("gpt2", pad_token_id=0)}
     config = transformers.BertConfig(**ENCODERS["bert"], vocab_size=VOCABULARY)
     models["squad"] = randomised(transformers.BertForQuestionAnswering(config))
     for name, model in models.items():
         save_folder(shrink(empty(model, uneven(model))), tokenizer, root / name)
-    (root / "of").mkdir()
-    for family in FAMILIES:
-        model = model_of(family)
-        save_folder(shrink(empty(model, uneven(model))), tokenizer, root / "of" / family)
     return root
 
 
@@ -124,8 +112,7 @@ def test_a_folder_says_in_its_config_what_can_be_made_of_it(folders: Path) -> No
 def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
     """By the auto classes and in pipelines, in a process that cannot import it; trained on there, it comes back."""
     torch.save(inputs_of(), folders / "inputs.pt")
-    families = [f"{'decoder' if family in DECODERS else 'encoder'}:{family}" for family in FAMILIES]
-    done = run_python("-c", ALONE, str(folders), *families)
+    done = run_python("-c", ALONE, str(folders))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is not supported" not in done.stderr
     found = torch.load(folders / "found.pt")
@@ -134,10 +121,6 @@ def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
         states = ours["bert"].bert(**inputs_of()).last_hidden_state
         answers = ours["squad"](**inputs_of()).start_logits
         written = ours["gpt2"](**inputs_of()).logits
-    assert found["of"].keys() == FAMILIES.keys()
-    for family, logits in found["of"].items():
-        with torch.no_grad():
-            torch.testing.assert_close(logits, ds_trainer.load_model(folders / "of" / family)(**inputs_of()).logits)
     torch.testing.assert_close(found["states"], states)
     torch.testing.assert_close(found["answers"], answers)
     torch.testing.assert_close(found["gpt2"], written)
@@ -150,16 +133,15 @@ def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_from_its_folder(family: str, tokenizer: Any, tmp_path: Path) -> None:
-    """Saved, loaded without the folder's code and with our class: the same logits, and the same sizes."""
+    """Its code is not run even where it is trusted, since the class is ours: the same logits, and the same sizes."""
     model = model_of(family)
     shrunk = shrink(empty(model, uneven(model)))
     save_folder(shrunk, tokenizer, tmp_path / "model")
     (tmp_path / "model" / "shrunk_model.py").write_text("raise SystemExit('it ran')")
-    for trusted in (False, True):
-        loaded = ds_trainer.load_model(tmp_path / "model", trust_remote_code=trusted)
-        assert type(loaded) is type(shrunk)
-        assert type(loaded).__module__ == "ds_trainer.models.shrunk_model"
-        torch.testing.assert_close(logits_of(loaded), logits_of(shrunk))
+    loaded = ds_trainer.load_model(tmp_path / "model", trust_remote_code=True)
+    assert type(loaded) is type(shrunk)
+    assert type(loaded).__module__ == "ds_trainer.models.shrunk_model"
+    torch.testing.assert_close(logits_of(loaded), logits_of(shrunk))
     counts = count_weights(loaded)
     assert counts["sizes"] == sizes_of(shrunk) == shrunk.config.shrunk
     layers = {name: linear.weight.numel() for name, linear in encoder_linears(model).items()}
@@ -249,7 +231,6 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "texts": ({"heads": ["0", "1", "4"], "neurons": GOOD}, r"heads is '0' for layer 0"),
     "negative": ({"heads": [0, -1, 4], "neurons": GOOD}, r"heads is -1 for layer 1: allowed are 0 to 4"),
     "too short": ({"heads": [0, 1], "neurons": [7, 0]}, r"shrunk\.heads must list 3 sizes, one a layer"),
-    "too many": ({"heads": [0] * 10**5, "neurons": [0] * 10**5}, r"shrunk\.heads must list 3 sizes, one a layer"),
     "more than there are": ({"heads": [0, 1, 4], "neurons": [7, 0, 25]}, r"neurons is 25 for layer 2: .* 0 to 24"),
     "others than the weights": ({"heads": [0, 2, 4], "neurons": GOOD}, "of another shape"),
     "emptier than the weights": ({"heads": [0, 0, 4], "neurons": GOOD}, r"1 of the encoder .*of another shape, bert"),
@@ -278,16 +259,10 @@ def test_sizes_for_an_unknown_family_are_told(tokenizer: Any, tmp_path: Path) ->
 
 
 def test_sizes_do_not_hide_a_model_that_its_weights_cannot_fill(folders: Path, tmp_path: Path) -> None:
-    """A config of many layers, or of fewer than the weights have, is refused as without them."""
-    for fields, words in (
-        ({"num_hidden_layers": 10**6}, "tensors: they do not belong together"),
-        (
-            {"num_hidden_layers": 2, "shrunk": {"heads": [0, 1], "neurons": [7, 0]}},
-            "16 of the encoder have no place in it",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            ds_trainer.load_model(spoilt(folders / "bert", tmp_path / words[:3].strip(), **fields))
+    """A config of fewer layers than the weights have is refused."""
+    fields = {"num_hidden_layers": 2, "shrunk": {"heads": [0, 1], "neurons": [7, 0]}}
+    with pytest.raises(ValueError, match="16 of the encoder have no place in it"):
+        ds_trainer.load_model(spoilt(folders / "bert", tmp_path, **fields))
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
@@ -334,8 +309,8 @@ def test_one_process_writes_the_code_and_a_push_takes_it_along(folders: Path, tm
 
 def test_the_file_checks_its_sizes_by_itself() -> None:
     """Loaded by transformers alone, nothing else does; the model is left as it was."""
-    for value, _ in list(HOSTILE.values())[:7]:
-        model = model_of("bert")
+    model = model_of("bert")
+    for value, _ in list(HOSTILE.values())[:6]:
         with pytest.raises(ValueError, match="the config's shrunk"):
             resize(model, value)
         assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}

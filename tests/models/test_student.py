@@ -1,7 +1,5 @@
 """Students made of chosen layers of a larger model, or of a config alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -30,15 +28,11 @@ SIZES = {
 SAME_FAMILY = [
     ("bert", "Model"),
     ("bert", "ForPreTraining"),
-    ("bert", "ForMaskedLM"),
     ("bert", "ForSequenceClassification"),
-    ("bert", "ForQuestionAnswering"),
     ("roberta", "ForMaskedLM"),
-    ("roberta", "ForSequenceClassification"),
     ("electra", "ForSequenceClassification"),
     ("deberta-v2", "ForQuestionAnswering"),
     ("modernbert", "ForMaskedLM"),
-    ("modernbert", "ForSequenceClassification"),
     ("distilbert", "ForSequenceClassification"),
     ("gpt2", "LMHeadModel"),
     ("llama", "ForCausalLM"),
@@ -103,11 +97,15 @@ def make_student(source: Path, **spec) -> Path:
 
 @pytest.mark.parametrize(("family", "head"), SAME_FAMILY)
 def test_layers_of_any_family_are_copied_with_all_around_them(family, head, make_source):
-    """Every tensor of the file equals its source's to the bit, layers by their new places, and none is left over."""
+    """Every tensor of the file equals its source's to the bit, layers by their new places, and none is left over.
+
+    A student of every layer computes what its source does, to the bit.
+    """
     source = make_source(family, head)
     target = make_student(source, layers=[0, 3])
     before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
-    stem = next(iter(encoder_layers(load(source)))).removesuffix("0")
+    teacher = load(source)
+    stem = next(iter(encoder_layers(teacher))).removesuffix("0")
     moved = {}
     for name, weight in before.items():
         index = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else "0"
@@ -116,17 +114,11 @@ def test_layers_of_any_family_are_copied_with_all_around_them(family, head, make
     assert after.keys() == moved.keys()
     assert all(torch.equal(after[name], moved[name]) for name in after)
     student = load(target)
-    assert type(student) is type(load(source))
+    assert type(student) is type(teacher)
     assert len(encoder_layers(student)) == student.config.num_hidden_layers == 2
     assert (target / "tokenizer.json").is_file()
-
-
-@pytest.mark.parametrize(("family", "head"), SAME_FAMILY)
-def test_all_layers_give_the_same_outputs(family, head, make_source):
-    """A student of every layer computes what its source does, to the bit."""
-    source = make_source(family, head)
-    target = make_student(source, layers=[0, 1, 2, 3])
-    for found, expected in zip(outputs_of(load(target)), outputs_of(load(source)), strict=True):
+    whole = load(make_student(source, layers=[0, 1, 2, 3]))
+    for found, expected in zip(outputs_of(whole), outputs_of(teacher), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -149,7 +141,7 @@ def test_layers_keep_their_kind_of_attention(family, head, make_source):
     torch.testing.assert_close(outputs_of(student)[0], outputs_of(teacher)[0])
 
 
-@pytest.mark.parametrize("family_head", [("bert", "ForMaskedLM"), ("gpt2", "LMHeadModel"), ("llama", "ForCausalLM")])
+@pytest.mark.parametrize("family_head", [("bert", "ForMaskedLM"), ("gpt2", "LMHeadModel")])
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_stay_tied_or_apart(family_head, tied, make_source):
     """Input and output embeddings are one tensor in the student exactly where they are in the source."""

@@ -1,6 +1,4 @@
-"""Ranks meet those of their own attempt, whatever earlier attempts left in the store."""
-
-from __future__ import annotations
+"""The ranks of one attempt meet each other, whatever entries of earlier attempts the store has."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +14,13 @@ LONG = timedelta(seconds=60)
 
 
 def attempt(store, order=range(WORLD), wait=0.05):
-    """All ranks meet, coming in this order; what each would find under a key that every attempt writes, and writes."""
+    """Let all ranks meet, coming in this order; return for each whether the key existed that every attempt writes."""
 
     def join(rank):
         place = fresh(store, rank, WORLD, LONG)
-        found = place.check([f"address/{rank}"])
+        existed = place.check([f"address/{rank}"])
         place.set(f"address/{rank}", "here")
-        return found, place
+        return existed, place
 
     with ThreadPoolExecutor(WORLD) as pool:
         joined = {}
@@ -31,7 +29,7 @@ def attempt(store, order=range(WORLD), wait=0.05):
             threading.Event().wait(wait)
         places = [joined[rank].result() for rank in range(WORLD)]
     assert all(place.check([f"address/{rank}" for rank in range(WORLD)]) for _, place in places), "not the same part"
-    return [found for found, _ in places]
+    return [existed for existed, _ in places]
 
 
 def test_the_next_attempt_sees_nothing_of_the_last():

@@ -1,7 +1,5 @@
 """Remote debugging: rank 0 alone listens, at 127.0.0.1 alone, until a debugger has attached; or one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -28,13 +26,13 @@ LISTENING = "0A"
 
 def listening(port: int) -> set[str]:
     """The local addresses, in hex as the kernel writes them, that listen at a port."""
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == LISTENING and int(local.split(":")[1], 16) == port:
-                found.add(local.split(":")[0])
-    return found
+                addresses.add(local.split(":")[0])
+    return addresses
 
 
 class Client:
@@ -93,19 +91,19 @@ def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
         watch.cancel()
 
 
+WAITING = """
+import sys
+from ds_trainer.ranks import debugging, distributed
+distributed.start_logging()
+debugging.wait_for_debugger(int(sys.argv[1]))
+"""
+
+
 @pytest.fixture
-def dry_run(tiny_recipe, write_json, tmp_path) -> tuple[list[str], int]:
-    """A training command that waits for a debugger, and its port; a dry run, so that it ends soon after."""
+def waiting() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that waits for a debugger, and ends once one has attached; and its port."""
     port = free_port()
-    command = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", tiny_recipe)]
-    command += ["--output_dir", str(tmp_path / "out"), "--dry_run", "--debug_port", str(port)]
-    return [sys.executable, "launch/train.py", *command], port
-
-
-@pytest.fixture
-def waiting(dry_run) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command, started, that has said it waits, and its port."""
-    command, port = dry_run
+    command = [sys.executable, "-c", WAITING, str(port)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
@@ -116,7 +114,7 @@ def waiting(dry_run) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_it_listens_on_loopback_alone_and_goes_on_once_attached(waiting):
-    """The kernel's table says so while it waits; a debugger attaches, and the command runs to its end."""
+    """The kernel's table says so while it waits; a debugger attaches, and the process runs to its end."""
     process, port = waiting
     assert listening(port) == {"0100007F"}
     assert process.poll() is None
@@ -131,12 +129,14 @@ def test_it_listens_on_loopback_alone_and_goes_on_once_attached(waiting):
     assert "Traceback" not in error
 
 
-def test_it_waits_no_longer_than_its_launcher_lives(dry_run):
-    """A launcher that is killed leaves its rank running: the rank ends by itself, says why, and listens no more."""
-    command, port = dry_run
+def test_it_waits_no_longer_than_its_launcher_lives(tiny_recipe, write_json, tmp_path):
+    """A launcher that is killed leaves its rank running: the command ends by itself, says why, and listens no more."""
+    port = free_port()
+    command = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", tiny_recipe)]
+    command += ["--output_dir", str(tmp_path / "out"), "--dry_run", "--debug_port", str(port)]
     launcher = "import signal, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); signal.pause()"
     process = subprocess.Popen(
-        [sys.executable, "-c", launcher, *command],
+        [sys.executable, "-c", launcher, sys.executable, "launch/train.py", *command],
         cwd=ROOT,
         env=environment() | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         stderr=subprocess.PIPE,

@@ -1,15 +1,21 @@
-"""What a rank does before it meets the others, and what they say to each other."""
-
-from __future__ import annotations
+"""A rank before it meets the others and after it leaves them, and the collectives between them."""
 
 import ast
+import contextlib
 import copy
 import json
+import os
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
-from support.forked_ranks import ForkServer
+import pytest
 from support.launching import ROOT
 
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.distributed import building_kernels
+from ds_trainer.ranks.failures import OutOfMemoryError
+from ds_trainer.ranks.joining import joined
 
 OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
 
@@ -43,7 +49,7 @@ def test_the_default_folder_is_the_same_where_a_variable_names_it(tmp_path, monk
 
 
 def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
-    """What is done inside is done, whatever became of the lock."""
+    """The work inside is done without the lock."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
     done = []
     with building_kernels():
@@ -51,26 +57,51 @@ def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
     assert done
 
 
-def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, tmp_path):
+@pytest.mark.parametrize("error", [None, OutOfMemoryError("too large")])
+def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkeypatch, error):
+    """A notebook's next run, and the commands that it starts, must not take the variables for a launcher's."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    described = {}
+    stub = SimpleNamespace(init_distributed=lambda **_: described.update(os.environ))
+    monkeypatch.setitem(sys.modules, "deepspeed", stub)
+    monkeypatch.setitem(sys.modules, "transformers", MagicMock())
+    with contextlib.suppress(OutOfMemoryError), joined():
+        if error:
+            raise error
+    assert set(names) <= described.keys()
+    assert not {*names} & os.environ.keys()
+
+
+def test_the_variables_of_a_launcher_stay(monkeypatch):
+    """This process has not set them."""
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
+    monkeypatch.setenv("RANK", "0")
+    distributed.start()
+    distributed.stop()
+    assert os.environ["RANK"] == "0"
+
+
+def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, server, tmp_path):
     """NCCL has none for such tensors: a run of all techniques, gone on with from a checkpoint, does without.
 
     Both ranks pretend to be on an accelerator, which `host_tensors.py` explains.
     """
     recipe = copy.deepcopy(taught_recipe)
-    recipe["phases"][1] |= {"max_steps": 6, "logging_steps": 4, "save_steps": 3, "eval_steps": 3}
+    recipe["phases"][1] |= {"max_steps": 4, "logging_steps": 3, "save_steps": 2, "eval_steps": 2}
     recipe["phases"][1]["techniques"]["exits"] = {"training": "joint"}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     words = ["--recipe", str(tmp_path / "recipe.json"), "--set", "report=false", "--set", "tensorboard=false"]
     pretended = dict.fromkeys(range(2), "import host_tensors; host_tensors.pretend()")
-    with ForkServer() as server:
-        for further in ([], ["--resume", str(tmp_path / "out/checkpoint-3")]):
-            run = server.run(2, tmp_path / "out", *words, *further, sabotage=pretended)
-            assert run.codes() == [0, 0], run.text[-3000:]
+    for further in ([], ["--resume", str(tmp_path / "out/checkpoint-2")]):
+        run = server.run(2, tmp_path / "out", *words, *further, sabotage=pretended)
+        assert run.codes() == [0, 0], run.text[-3000:]
     assert "resumed from" in run.text
 
 
 def test_collectives_are_called_in_one_place():
-    """What `distributed.py` sees to holds for all of them; the doctor's are of a process of its own."""
+    """So the guarantees of `distributed.py` hold for all of them; the doctor's run in another process."""
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
     elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):

@@ -1,7 +1,5 @@
 """Which processes a rank depends on."""
 
-from __future__ import annotations
-
 import pytest
 
 from ds_trainer.ranks import launcher
@@ -25,14 +23,14 @@ CHAINS = {
 
 @pytest.mark.parametrize("case", CHAINS)
 def test_it_depends_on_all_up_to_the_launcher_and_on_no_more(monkeypatch, case):
-    """A login shell may be left, and the host's ssh server restarted; not so the session that runs the launcher."""
+    """A login shell may end, and the host's ssh server restart, but not the session that runs the launcher."""
     chain, expected = CHAINS[case]
     table = {}
     for place, line in enumerate(chain):
         name, _, command = line.partition(" ")
         table[100 + place] = (Process(100 + place, 101 + place, name, 1), command)
     monkeypatch.setattr(launcher, "process", lambda pid: table[pid][0] if pid in table else None)
-    monkeypatch.setattr(Process, "command", property(lambda own: table[own.pid][1]))
+    monkeypatch.setattr(Process, "command", property(lambda process: table[process.pid][1]))
     monkeypatch.setattr(launcher.os, "getppid", lambda: 100)
     monkeypatch.setenv("RANK", "0")
     assert [found.pid for found in launchers()] == [100 + place for place in range(expected)]
@@ -46,7 +44,7 @@ def test_a_process_that_a_user_started_depends_on_none(monkeypatch):
 
 def test_a_process_is_told_from_a_later_one_of_its_id():
     """By when it was born; one that has ended is none."""
-    own = launcher.process(launcher.os.getpid())
-    assert own.alive
-    assert not Process(own.pid, own.parent, own.name, own.born + 1).alive
+    this = launcher.process(launcher.os.getpid())
+    assert this.alive
+    assert not Process(this.pid, this.parent, this.name, this.born + 1).alive
     assert launcher.process(2**22 + 1) is None

@@ -1,6 +1,4 @@
-"""Memory that runs out becomes one error: what the rank held, and what can be changed."""
-
-from __future__ import annotations
+"""Memory that runs out becomes one error, with the memory that the rank held and the cure."""
 
 import re
 import weakref
@@ -13,7 +11,7 @@ from ds_trainer.engine import memory
 from ds_trainer.engine.memory import evaluation_cure, held, training_cure
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
-from ds_trainer.ranks.joining import told_if_out
+from ds_trainer.ranks.joining import out_of_memory_named
 
 RUNNING_OUT = {
     "torch": lambda: torch.empty(10**15),
@@ -24,8 +22,8 @@ RUNNING_OUT = {
 
 @pytest.mark.parametrize("allocator", RUNNING_OUT)
 def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocator):
-    """Torch, numpy and Python each say it in their own way."""
-    with pytest.raises(OutOfMemoryError) as error, told_if_out(" in a test", lambda: "The cure."):
+    """Torch, numpy and Python each have another error for it."""
+    with pytest.raises(OutOfMemoryError) as error, out_of_memory_named(" in a test", lambda: "The cure."):
         RUNNING_OUT[allocator]()
     assert re.fullmatch(r"rank 0 \(host .+\) ran out of memory in a test: .+\. The cure\.", str(error.value))
     assert exit_code(error.value) == 6
@@ -33,8 +31,8 @@ def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocat
 
 def test_other_errors_stay_what_they_are():
     """A wrong shape is no matter of memory; an error that was reported already stays the same."""
-    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("told"), KeyError("x")):
-        with pytest.raises(type(mistake)) as error, told_if_out(""):
+    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("x"), KeyError("x")):
+        with pytest.raises(type(mistake)) as error, out_of_memory_named(""):
             raise mistake
         assert error.value is mistake
 
@@ -48,7 +46,7 @@ def test_what_the_failed_step_held_is_free_again():
         kept.append(weakref.ref(activations))
         torch.empty(10**15)
 
-    with pytest.raises(OutOfMemoryError), told_if_out(""):
+    with pytest.raises(OutOfMemoryError), out_of_memory_named(""):
         step()
     assert kept[0]() is None
 
@@ -77,4 +75,4 @@ def test_what_was_held_adds_up():
 def test_what_fails_on_rank_0_for_all_is_told_by_rank_0():
     """Only rank 0 scores: the other ranks end with the same exit code, and without a message."""
     error = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
-    assert (type(error), getattr(error, "teller", None)) == (OutOfMemoryError, 0)
+    assert (type(error), getattr(error, "reporter", None)) == (OutOfMemoryError, 0)

@@ -26,7 +26,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 EXAMPLES = 8
 LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10)]
@@ -106,7 +106,9 @@ def _plan(cut: Cut, folder: Path) -> PhasePlan:
         "steps_per_print": 10**9,
     }
     lm = build_task(task_of(phase, recipe), str(student), recipe.cache_dir)
-    return PhasePlan(phase, phase.techniques, lm, str(student), Clock(1, 0, 0), config, Hyperparameters(1.0), folder)
+    return PhasePlan(
+        phase, phase.techniques, lm, str(student), PhaseLength(1, 0, 0), config, Hyperparameters(1.0), folder
+    )
 
 
 def _folders() -> str:

@@ -15,9 +15,9 @@ from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
-CLOCK = Clock(total=4, warmup=0, seed=0)
+LENGTH = PhaseLength(total=4, warmup=0, seed=0)
 
 
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
@@ -39,7 +39,7 @@ def spec_of(folder: str, **fields: Any) -> TextSpec:
 def attached(folder: str, cache: Path, source: str | None = None, **fields: Any):
     """Task, model with heads that disagree, technique and the latest forward on a batch of 10."""
     task = build_task(spec_of(folder), folder, cache)
-    technique = Exits(ExitsSpec(**fields), CLOCK, task)
+    technique = Exits(ExitsSpec(**fields), LENGTH, task)
     model = technique.attach(task.build_model(source or folder))
     if source is None:
         torch.manual_seed(4)
@@ -52,7 +52,7 @@ def plan_for(folder: str, cache: Path, **techniques: Any) -> PhasePlan:
     recipe = parse_recipe({"phases": [{"max_steps": 1, "techniques": techniques}]})
     (phase,) = recipe.phases
     task = build_task(spec_of(folder), folder, cache)
-    return PhasePlan(phase, phase.techniques, task, folder, CLOCK, {}, Hyperparameters(1e-3), cache)
+    return PhasePlan(phase, phase.techniques, task, folder, LENGTH, {}, Hyperparameters(1e-3), cache)
 
 
 def exported(plan: PhasePlan, folder: Path) -> tuple[Any, list[Any]]:
@@ -62,7 +62,7 @@ def exported(plan: PhasePlan, folder: Path) -> tuple[Any, list[Any]]:
         torch.manual_seed(4)
         randomise(model.exit_heads, 0.5)
     for technique in techniques:
-        technique.on_step(CLOCK.total)
+        technique.on_step(LENGTH.total)
     batch = plan.task.collate(plan.task.examples("train"), range(8))
     save_folded(model.eval(), techniques, plan.task, batch, folder)
     return model, techniques

@@ -1,7 +1,5 @@
 """Small models with heads and neurons that are wholly zero, in folders, and what to feed them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

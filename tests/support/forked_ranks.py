@@ -8,6 +8,7 @@ with the ids of the ranks, then with how they ended.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -158,12 +159,13 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    import deepspeed  # noqa: F401 - loaded once for all ranks
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - loaded once for all ranks, with torch's compiler
 
     import ds_trainer.cli.train
     import ds_trainer.run
     import ds_trainer.scoring  # noqa: F401
 
+    gc.freeze()  # DeepSpeed collects garbage at each start under ZeRO 3, and would go through all that is loaded here
     say("ready")
     pids: list[int] = []
     for line in sys.stdin:

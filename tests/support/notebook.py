@@ -14,9 +14,12 @@ def main(recipe: str, out: Path) -> None:
     content = json.loads(Path(recipe).read_text())
     again = train(content, out / "second", "--set", "phases.prune.shrink=false")
     scores = evaluate(out / "second/model", "--recipe", str(out / "second/recipe.json"))
-    report = shrink(out / "second/model", out / "cut")
-    weights = sum(parameter.numel() for parameter in load_model(out / "cut").parameters())
-    seen = {"results": results, "again": again, "scores": scores, "report": report, "weights": weights}
+    by_step = evaluate(out / "second", "--all_checkpoints")
+    report = shrink(out / "second/checkpoint-8", out / "cut")
+    seen = {"results": results, "again": again, "scores": scores, "by_step": by_step, "report": report}
+    seen["dry"] = train(recipe, out / "dry", "--dry_run")
+    for name, folder in (("weights", "cut"), ("of_checkpoint", "second/checkpoint-8")):
+        seen[name] = sum(parameter.numel() for parameter in load_model(out / folder).parameters())
     (out / "seen.json").write_text(json.dumps(seen))
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
 
@@ -32,4 +32,6 @@ def make_model(family: str) -> nn.Module:
 
 
 def make_prune(total: int = 10, **spec) -> Prune:
-    return Prune(PruneSpec(**({"initial_warmup": 0, "final_warmup": 0} | spec)), Clock(total, 0, seed=3), task=None)
+    return Prune(
+        PruneSpec(**({"initial_warmup": 0, "final_warmup": 0} | spec)), PhaseLength(total, 0, seed=3), task=None
+    )

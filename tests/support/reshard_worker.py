@@ -2,10 +2,8 @@
 
 `deepspeed --num_gpus N tests/support/reshard_worker.py FOLDER PLAN` does what the PLAN (JSON) says, in order:
 `sources`, precision and stage, are trained and saved; `pairs` of a source's name and a stage are loaded;
-`refused` names a source that other models are to refuse. What was found goes to FOLDER/`out`.
+`refused` names a source that other models are to refuse. The results go to FOLDER/`out`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -25,7 +23,7 @@ from ds_trainer.engine import engine, reshard
 from ds_trainer.engine.optim import Group, Hyperparameters
 from ds_trainer.ranks import distributed
 
-MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 6
+MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 5
 BASE = Hyperparameters(1e-2, 0.1)
 TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -118,7 +116,7 @@ def train(running: engine.Engine, steps: range) -> list[float]:
 
 def state_of(running: engine.Engine) -> dict[str, Any]:
     """All that a checkpoint has to carry, by parameter name: read with DeepSpeed's own means, every rank takes part."""
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         "counts": [running.global_steps, running.global_samples, running.skipped_steps],
         "schedule": running.lr_scheduler.state_dict() | {"lr_lambdas": None},
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in running.optimizer.param_groups],
@@ -130,15 +128,15 @@ def state_of(running: engine.Engine) -> dict[str, Any]:
         running.optimizer._hp_optimizer_states_linked = False
         running.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in running.module.named_parameters():
-        found[f"model {name}"] = whole(parameter)
+        state[f"model {name}"] = whole(parameter)
         # DeepSpeed's means give other parameters' values here; the steps that follow show whether all is in its place
         robin = running.config["zero_optimization"].get("round_robin_gradients")
         if parameter.requires_grad and not robin:
             for key, value in zip(TENSORS, masters_of(running, parameter), strict=True):
-                found[f"{key} {name}"] = torch.zeros_like(whole(parameter)).float() if value is None else value.clone()
+                state[f"{key} {name}"] = torch.zeros_like(whole(parameter)).float() if value is None else value.clone()
     steps = {float(state["step"]) for state in base(running).state.values() if "step" in state}
-    found["step"] = sorted(steps)
-    return found
+    state["step"] = sorted(steps)
+    return state
 
 
 def base(running: engine.Engine) -> torch.optim.Optimizer:
@@ -214,25 +212,25 @@ def load_source(folder: Path, source: str, stage: int, keep: str | None = None) 
     if keep:
         save(running, folder, keep)
     losses = train(running, range(SAVED_AT, STEPS))
-    found = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
+    result = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
     engine.stop_engine(running)
-    return found | {"expected": expected["losses"]}
+    return result | {"expected": expected["losses"]}
 
 
 def refusals(folder: Path, source: str) -> list[str]:
-    """What is said to a model with one more frozen parameter, and to a wider one."""
+    """Return the errors for a model with one more frozen parameter, and to a wider one."""
     frozen, wider = Tied(seed=1), Tied(seed=1)
     frozen.norm.bias.requires_grad_(False)
     wider.unused = nn.Parameter(torch.ones(9))
-    said = []
+    errors = []
     for model in (frozen, wider):
         running = started("fp32", 2, model)
         try:
             reshard.load(running, folder / source)
         except ValueError as error:
-            said.append(str(error))
+            errors.append(str(error))
         engine.stop_engine(running)
-    return said
+    return errors
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:

@@ -24,8 +24,7 @@ from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.deploy.export import export_trained
-from ds_trainer.engine.checkpoint import Best, Checkpoints
-from ds_trainer.phase import plan_phase
+from ds_trainer.phase import checkpoints_of, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.report.log import Report
@@ -136,12 +135,11 @@ def job_of(recipe: str, case: str, output: Path) -> TrainJob:
 def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfter) -> None:
     """One phase of the recipe, from its newest checkpoint; its results go to the folder."""
     phase = job.recipe.phases[number]
-    best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
-    checkpoints = Checkpoints(job.output, phase.save_total_limit, best)
+    checkpoints = checkpoints_of(phase, job.output)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
     examples = len(plan.task.examples("train"))
-    with Report(job.output, phase.name, plan.clock.total, phase.loss, False, examples) as report:
-        results = loop.train(replace(plan, folder=job.output), report, checkpoints, stop)
+    with Report(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:
+        results = loop.train(replace(plan, folder=job.output), report, stop)
         distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
         checkpoints.drop_passing()
 
@@ -162,7 +160,7 @@ def save_and_export(training: loop.Training) -> None:
     _save(training)
     plan, step = training.plan, training.progress.step
     if training.progress.saved != before and plan.folder.name == "whole":
-        rebuild, folder = partial(plan.rebuild, training.states()), plan.folder / f"exported-{step}"
+        rebuild, folder = partial(plan.rebuild, training.technique_states()), plan.folder / f"exported-{step}"
         export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
 
 
@@ -184,7 +182,7 @@ def main(recipe: str, out: Path) -> None:
     models = StartingModels(first.recipe, out / "starting")
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, models, StopAfter(0))
-    models.left["finetune"] = str(first.output / "model")
+    models.add("finetune", first.output / "model")
     stopped = {case: BEST_STOPS if case in BEST else list(STOPS.values()) for case in (*CASES, *BEST)}
     for case in (*CASES, *BEST, *ONLY_WHOLE):
         for name, stops in {"whole": [], "stopped": stopped.get(case)}.items():

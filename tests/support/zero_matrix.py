@@ -32,7 +32,7 @@ from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.registry import build_techniques
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 ACCUMULATION, MICRO, RANKS, STEPS = 2, 4, 2, 6
 CLIP = 0.5
@@ -233,7 +233,7 @@ def phase_of(method: str) -> Phase:
 def build(method: str):
     phase = phase_of(method)
     torch.manual_seed(0)
-    techniques = build_techniques(phase.techniques, Clock(STEPS, 1, seed=5), ToyTask())
+    techniques = build_techniques(phase.techniques, PhaseLength(STEPS, 1, seed=5), ToyTask())
     model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
     if method in LEFT:
         model = shrink(empty(model, LEFT[method]))

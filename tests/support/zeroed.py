@@ -1,7 +1,5 @@
 """Tiny models of every family that can be cut, and how to make zeros of their heads and neurons."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -101,11 +101,11 @@ def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
     """Where it is less than the host's; "max" is none."""
     monkeypatch.setattr(reading, "_CGROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))
     (tmp_path / "limit").write_text("max\n")
-    host = reading.memory()
+    host = reading.memory_limit()
     (tmp_path / "limit").write_text("800\n")
-    assert (reading.memory(), reading.most_held()) == (800, 100)
+    assert (reading.memory_limit(), reading.largest_file()) == (800, 100)
     (tmp_path / "limit").write_text(f"{2 * host}\n")
-    assert reading.memory() == host
+    assert reading.memory_limit() == host
     (tmp_path / "limit").write_text("800\n")
     (tmp_path / "a.csv").write_text("text,label\n" + "a,1\n" * 25)
     with pytest.raises(ValueError, match=r"a\.csv has 111 bytes: at most 100"):

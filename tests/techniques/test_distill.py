@@ -21,16 +21,16 @@ from transformers import (
 from ds_trainer.config.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import save_folder, train_tokenizer
-from ds_trainer.models.shrink import kept, shrink
+from ds_trainer.models.shrink import shrink
 from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.distill.teacher import ComparedLayers, Teacher
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
-CLOCK = Clock(total=4, warmup=0, seed=0)
+LENGTH = PhaseLength(total=4, warmup=0, seed=0)
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
 SMALL = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def teacher(tokenizer, tmp_path_factory) -> str:
 def distillation(spec, student, teacher, cache: Path, **fields):
     """Task, model and technique, started; one batch of the training set."""
     task = build_task(spec, student, cache)
-    technique = Distill(DistillSpec(teacher=teacher, **fields), CLOCK, task)
+    technique = Distill(DistillSpec(teacher=teacher, **fields), LENGTH, task)
     model = technique.attach(task.build_model(student))
     technique.start(CPU)
     examples = task.examples("train")
@@ -221,7 +221,7 @@ def test_inputs_that_vary_cannot_be_cached(spec, student, teacher, tmp_path):
     task = build_task(spec, student, tmp_path)
     task.inputs_vary = True
     with pytest.raises(ValueError, match="differ from epoch to epoch"):
-        Distill(DistillSpec(teacher=teacher, cache_teacher=True), CLOCK, task)
+        Distill(DistillSpec(teacher=teacher, cache_teacher=True), LENGTH, task)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(spec, student, tokenizer, tmp_path):
@@ -358,7 +358,8 @@ def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, s
             given = each(**batch.inputs, output_attentions=True).attentions
             maps.append(given[layer - 1 if layer > 0 else layer])
         if pair[side] == 2:  # only the head that was kept
-            (kept_head,) = kept(masked)["heads"][1]
+            columns = masked.bert.encoder.layer[1].attention.output.dense.weight.unflatten(1, (4, -1))
+            (kept_head,) = columns.any(2).any(0).nonzero().flatten().tolist()
             maps[side] = maps[side][:, [kept_head]]
         expected = losses.attention_mse(*maps, batch.mask)
         assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
@@ -405,8 +406,8 @@ def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher
     recipe = parse_recipe({"phases": [{"max_steps": 1, "techniques": techniques}]})
     phase = recipe.phases[0]
     task = build_task(spec, student, tmp_path)
-    plan = PhasePlan(phase, phase.techniques, task, student, CLOCK, {}, Hyperparameters(1e-3), tmp_path)
-    model, _, _ = plan.prepare()
+    plan = PhasePlan(phase, phase.techniques, task, student, LENGTH, {}, Hyperparameters(1e-3), tmp_path)
+    model = plan.prepare().model
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {"distill_projection.weight", "distill_projection.bias"} < trained
     assert all(name.endswith("mask_scores") or name.startswith("distill_projection") for name in trained)
@@ -424,4 +425,4 @@ def test_heads_of_other_vocabularies_are_refused(tokenizer, teacher, tmp_path):
     task = build_task(LmSpec(name="mlm", **files), tmp_path / "student", tmp_path)
     asked = DistillSpec(teacher=str(tmp_path / "teacher"))
     with pytest.raises(ValueError, match=f"gives {sizes['teacher']} logits and the student {sizes['student']}"):
-        Distill(asked, CLOCK, task).attach(task.build_model(tmp_path / "student"))
+        Distill(asked, LENGTH, task).attach(task.build_model(tmp_path / "student"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_classifier, make_folder, make_regressor, spec_of
+from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, spec_of
 
 from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.config.recipe import TextSpec
@@ -29,26 +29,7 @@ from ds_trainer.techniques.exits.exit_evaluation import (
 from ds_trainer.techniques.exits.heads import read_exits
 from ds_trainer.techniques.exits.policy import exit_at
 
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache: Path) -> Path:
-    return make_classifier(tmp_path_factory.mktemp("classifier"), csv_folder, cache)
-
-
-@pytest.fixture(scope="module")
-def regressor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_regressor(tmp_path_factory.mktemp("regressor"))
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def task(csv_folder: Path, classifier: Path, cache: Path) -> Task:
-    """240 rows to train, a quarter of them held out, and 61 to validate."""
-    return build_task(spec_of(csv_folder), classifier, cache)
+pytest_plugins = ("support.exit_fixtures",)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exit_training import BOTH, CLOCK, attached, exported, plan_for, spec_of
+from support.exit_training import BOTH, LENGTH, attached, exported, plan_for, spec_of
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
@@ -154,7 +154,7 @@ def test_heads_are_trained_whatever_pruning_freezes(folders, tmp_path):
     """Static pruning freezes all weights but its scores: heads beside it are trained, and nothing else."""
     prune = {"train_weights": False, "initial_warmup": 0, "final_warmup": 0}
     plan = plan_for(folders["classes"], tmp_path, exits={"training": "joint"}, prune=prune)
-    model, _, _ = plan.prepare()
+    model = plan.prepare().model
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name for name in trained if name.endswith("mask_scores")}
     assert {name for name, _ in model.named_parameters() if name.startswith("exit_heads")} <= trained
@@ -195,7 +195,7 @@ def test_a_model_of_one_layer_has_nowhere_to_leave(folders, tmp_path):
     config = BertConfig.from_pretrained(folders["classes"], num_hidden_layers=1)
     task = build_task(spec_of(folders["classes"]), folders["classes"], tmp_path)
     with pytest.raises(ValueError, match="the last layer, 1, has the model's own head"):
-        Exits(ExitsSpec(), CLOCK, task).attach(BertForSequenceClassification(config))
+        Exits(ExitsSpec(), LENGTH, task).attach(BertForSequenceClassification(config))
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(None, [1, 2]), ([2, 3], [2])])
@@ -276,7 +276,7 @@ def test_the_saved_heads_are_those_that_were_trained(folders, tmp_path):
 def test_held_out_is_told_in_the_folder(folders, tmp_path):
     """What calibration later may look at is what this phase did not train on."""
     task = build_task(spec_of(folders["classes"], held_out=0.25), folders["classes"], tmp_path)
-    technique = Exits(ExitsSpec(), CLOCK, task)
+    technique = Exits(ExitsSpec(), LENGTH, task)
     model = technique.attach(task.build_model(folders["classes"]))
     save_folder(technique.fold(model), task.tokenizer, tmp_path / "out", technique.save)
     saved = read_exits(tmp_path / "out")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exit_training import BOTH, CLOCK, attached, exported, plan_for, spec_of
+from support.exit_training import BOTH, LENGTH, attached, exported, plan_for, spec_of
 from transformers import BertConfig, BertModel
 
 from ds_trainer.config.recipe import ExitsSpec
@@ -17,7 +17,7 @@ def test_heads_of_another_number_of_classes_are_made_anew(folders, tmp_path, cap
     exported(plan_for(folders["classes"], tmp_path, exits={}), tmp_path / "out")
     with caplog.at_level("INFO", logger="ds_trainer"):
         task = build_task(spec_of(folders["scores"]), str(tmp_path / "out"), tmp_path)
-        technique = Exits(ExitsSpec(training="joint"), CLOCK, task)
+        technique = Exits(ExitsSpec(training="joint"), LENGTH, task)
         model = technique.attach(task.build_model(tmp_path / "out"))
         technique.start(torch.device("cpu"))
     assert "new exit heads, since " in caplog.text
@@ -31,7 +31,7 @@ def test_heads_alone_need_a_trained_head_of_the_models_own(folders, tmp_path):
     for source, training in (("encoder", "heads"), (folders["classes"], "heads"), ("encoder", "joint")):
         path = str(tmp_path / source)
         task = build_task(spec_of(folders["classes"]), folders["classes"], tmp_path)
-        technique = Exits(ExitsSpec(training=training), CLOCK, task)
+        technique = Exits(ExitsSpec(training=training), LENGTH, task)
         technique.attach(task.build_model(path))
         if (source, training) != ("encoder", "heads"):
             technique.start(torch.device("cpu"))

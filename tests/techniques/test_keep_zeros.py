@@ -8,7 +8,7 @@ from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.phase import _check_is_elementwise
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),
@@ -35,7 +35,7 @@ def test_zeros_stay_and_all_else_is_trained(family, optimizer):
     """After three steps the zeros are where they were, and every layer's other weights have moved."""
     model = pruned(family)
     before, zeros = {n: v.detach().clone() for n, v in model.state_dict().items()}, zeros_of(model)
-    technique = KeepZeros(True, Clock(10, 0, 0), task=None)
+    technique = KeepZeros(True, PhaseLength(10, 0, 0), task=None)
     model = technique.attach(model)
     steps = OPTIMIZERS[optimizer](model.parameters())
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_zeros_stay_and_all_else_is_trained(family, optimizer):
 
 def test_without_zeros_it_is_refused():
     """It would change nothing."""
-    technique = KeepZeros(True, Clock(10, 0, 0), task=None)
+    technique = KeepZeros(True, PhaseLength(10, 0, 0), task=None)
     technique.attach(make_model("bert"))
     with pytest.raises(ValueError, match="have no zeros to keep: start from a pruned model"):
         technique.start(torch.device("cpu"))

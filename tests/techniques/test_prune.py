@@ -16,7 +16,7 @@ from ds_trainer.tasks.losses import hard_concrete, score_penalty
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 LINEARS_A_LAYER = {"modernbert": 4}
@@ -220,7 +220,7 @@ DENSE = ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"]
 def test_the_defaults_of_every_method_start_dense(method, granularity, told):
     """All weights are kept while the threshold is held at its start, and by l0's gates each is let through by 0.98."""
     prune = make_prune(total=100, initial_warmup=4, pruning_method=method, granularity=granularity)
-    prune = Prune(prune.spec, Clock(100, 1, seed=3), task=None)
+    prune = Prune(prune.spec, PhaseLength(100, 1, seed=3), task=None)
     model = prune.attach(make_model("bert"))
     rate = 0.0 if method == "magnitude" else prune.spec.mask_scores_learning_rate
     assert steps_of(prune, model, 4, rate) == [1.0] * 4

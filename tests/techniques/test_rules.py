@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.registry import build_techniques
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 
 def test_a_global_choice_over_mixed_grains_counts_weights():
@@ -227,7 +227,7 @@ def test_exit_heads_are_asked_about_the_models_own_forward():
         torch.manual_seed(0)
         prune = phase.techniques.prune.model_copy(update={"evaluate_at_final_threshold": viewed})
         specs = phase.techniques.model_copy(update={"prune": prune, "distill": None})
-        techniques = build_techniques(specs, Clock(6, 1, seed=5), ToyTask())
+        techniques = build_techniques(specs, PhaseLength(6, 1, seed=5), ToyTask())
         model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3)).eval()
         for technique in techniques:
             model = technique.attach(model)

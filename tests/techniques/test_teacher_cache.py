@@ -12,7 +12,7 @@ from ds_trainer.config.recipe import DistillSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.techniques.distill.distill import Distill
-from ds_trainer.techniques.technique import Clock
+from ds_trainer.techniques.technique import PhaseLength
 
 
 @pytest.fixture(scope="module", params=["squad", "clm"])
@@ -38,7 +38,7 @@ def test_cached_answers_equal_live_ones(told):
     task = build_task(spec, source, folder / "cache")
     pairs = {"terms": ["logits", "cos"], "layer_pairs": [[0, 1], [-1, -1]]}
     techniques = [
-        Distill(DistillSpec(teacher=source, cache_teacher=cached, **pairs), Clock(1, 0, 0), task)
+        Distill(DistillSpec(teacher=source, cache_teacher=cached, **pairs), PhaseLength(1, 0, 0), task)
         for cached in (False, True)
     ]
     for technique in techniques:

@@ -61,8 +61,9 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     model, info = from_pretrained(source, config, CLASSIFIER)
     check_encoder_is_whole(source, model, info)
     if head is None or len(head) != size:
-        why = "has none" if head is None else f"has one of {len(head)} classes ({', '.join(head)})"
-        distributed.info(f"{source}: a new head of {size} output{'s' if size > 1 else ''}; the model {why}")
+        why = "has no trained head" if head is None else f"has a head of {len(head)} classes ({', '.join(head)})"
+        outputs = f"{size} output{'s' if size > 1 else ''}"
+        distributed.info(f"the model {why}, so it gets a new one of {outputs}, with random weights")
         return model
     check_head_is_whole(source, model, info)
     if labels:

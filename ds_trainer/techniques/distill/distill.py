@@ -34,7 +34,7 @@ from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, check_vocabulary, compared_layers
 from ds_trainer.techniques.distill.teacher_cache import cached_teacher
 from ds_trainer.techniques.soft_targets import soft_target_loss
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
 _LAYER_UNITS: dict[str, Unit] = {"cos": "token", "hidden": "token", "attention": "pair"}
@@ -49,7 +49,7 @@ class Distill(Technique):
     name: ClassVar[str] = "distill"
     Spec = DistillSpec
 
-    def __init__(self, spec: DistillSpec, clock: Clock, task: Task) -> None:
+    def __init__(self, spec: DistillSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
         units = {"logits": task.logits_unit, "mse": task.logits_unit} | _LAYER_UNITS
         self.term_units = {f"distill.{term}": units[term] for term in spec.terms}

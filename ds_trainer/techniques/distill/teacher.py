@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.recipe import DistillSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models.layers import FIELD
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch, Task
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Teacher:
     def _load(self) -> None:
         model: Any = self.task.build_model(self.spec.teacher)
         self.layers.request(model)
-        self._model = model.to(_DTYPES[self.spec.teacher_dtype]).eval().requires_grad_(False)
+        self._model = model.to(getattr(torch, DTYPES[self.spec.teacher_dtype])).eval().requires_grad_(False)
         if self.spec.teacher_zero_stage == 0:
             self._model.to(self.device)
             return

@@ -19,7 +19,7 @@ from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy
 from ds_trainer.ranks import distributed, timing
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import spread
-from ds_trainer.tasks.evaluation import evaluation_batches, split_prefix
+from ds_trainer.tasks.evaluation import evaluation_batches, load_on_device, split_prefix
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.curves import AllHeads, choose, choose_per_head, curve
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
@@ -75,6 +75,11 @@ def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
+def load_with_exits(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
+    """Load the model of a folder with its exit heads, and this policy or the folder's, as `load_on_device` does."""
+    return with_exits(load_on_device(task, folder), folder, policy).eval()
+
+
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
     """Choose thresholds on held-out examples, rewrite the `exits.json` of a folder, return the record. Collective."""
     saved = read_exits(folder)
@@ -83,8 +88,7 @@ def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec)
             f"the examples held out now are not those that were held out in training {folder}: give the same data file "
             "and columns, and the same task.held_out"
         )
-    early = with_exits(task.build_model(folder), folder).to(distributed.device()).eval()
-    policy, calibration = calibrate(early, task, batch_size, spec)
+    policy, calibration = calibrate(load_with_exits(task, folder), task, batch_size, spec)
     saved = saved.model_copy(update={"policy": policy, "calibration": calibration})
     distributed.on_main(partial(write_exits, folder, saved))
     return calibration

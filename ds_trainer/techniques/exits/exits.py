@@ -25,7 +25,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
 from ds_trainer.techniques.soft_targets import soft_target_loss
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _HEADS = "exit_heads"
 
@@ -35,7 +35,7 @@ class Exits(Technique):
     Spec = ExitsSpec
     cheap_views = True
 
-    def __init__(self, spec: ExitsSpec, clock: Clock, task: Task) -> None:
+    def __init__(self, spec: ExitsSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
         units = {"heads": task.loss_unit, "distill": task.logits_unit}
         self.term_units = {f"exits.{term}": units[term] for term in spec.terms}

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ds_trainer.config.exit_specs import EXITS_FILE, Pooling, SavedExits
-from ds_trainer.config.recipe import parse_exits
-from ds_trainer.files.json_file import read_json
+from ds_trainer.config.recipe import saved_exits
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.loading import as_user_error
@@ -151,10 +150,9 @@ def write_exits(folder: Path, saved: SavedExits) -> None:
 
 def read_exits(folder: Path) -> SavedExits:
     """Read the `exits.json` of a folder; UserError where there is none, or it is not valid."""
-    path = folder / EXITS_FILE
-    if not path.is_file():
-        raise UserError(f"the model folder {folder} has no {EXITS_FILE}: it has no exit heads")
-    return parse_exits(read_json(path, "the exits of a model,"), str(path))
+    if saved := saved_exits(folder):
+        return saved
+    raise UserError(f"the model folder {folder} has no {EXITS_FILE}: it has no exit heads")
 
 
 def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 
 class KeepZeros(Technique):
@@ -22,7 +22,7 @@ class KeepZeros(Technique):
     name: ClassVar[str] = "keep_zeros"
     Spec = bool
 
-    def __init__(self, spec: bool, clock: Clock, task: Task) -> None:
+    def __init__(self, spec: bool, length: PhaseLength, task: Task) -> None:
         self.density = 1.0
 
     def attach(self, model: nn.Module) -> nn.Module:

@@ -33,7 +33,7 @@ from ds_trainer.techniques.prune.masks import DecisionMask, HardMask
 from ds_trainer.techniques.prune.rules import choose_decisions, choose_weights, set_rules
 from ds_trainer.techniques.prune.selection import Cutoff
 from ds_trainer.techniques.prune.sites import Site, sites_of
-from ds_trainer.techniques.technique import Clock, Technique
+from ds_trainer.techniques.technique import PhaseLength, Technique
 
 
 class Prune(Technique):
@@ -42,11 +42,11 @@ class Prune(Technique):
 
     budget: Budget
 
-    def __init__(self, spec: PruneSpec, clock: Clock, task: Task) -> None:
+    def __init__(self, spec: PruneSpec, length: PhaseLength, task: Task) -> None:
         self.spec = spec
-        self.seed = clock.seed
-        self.last_step = clock.total
-        self.schedule = threshold_schedule(spec, clock)
+        self.seed = length.seed
+        self.last_step = length.total
+        self.schedule = threshold_schedule(spec, length)
         self.together = spec.global_topk or spec.target is not None
         """Whether one choice over all layers decides what is kept."""
         self.term_units = {"prune.penalty": "example"} if spec.regularization else {}
@@ -218,15 +218,15 @@ class Prune(Technique):
         return scores
 
 
-def threshold_schedule(spec: PruneSpec, clock: Clock) -> Schedule:
+def threshold_schedule(spec: PruneSpec, length: PhaseLength) -> Schedule:
     """Return step -> threshold. An int warm-up counts multiples of the learning rate's, as in the original scripts."""
     start, tail = (
-        warmup * clock.warmup if isinstance(warmup, int) else steps_of(warmup, clock.total)
+        warmup * length.warmup if isinstance(warmup, int) else steps_of(warmup, length.total)
         for warmup in (spec.initial_warmup, spec.final_warmup)
     )
-    if start + tail > clock.total:
+    if start + tail > length.total:
         raise UserError(
             f"prune: initial_warmup and final_warmup hold the threshold for {start} + {tail} steps, more than the "
-            f"phase's {clock.total}: write fractions, or lower warmup_steps"
+            f"phase's {length.total}: write fractions, or lower warmup_steps"
         )
-    return Schedule(spec.initial_threshold, spec.final_threshold, start, clock.total - tail, spec.schedule)
+    return Schedule(spec.initial_threshold, spec.final_threshold, start, length.total - tail, spec.schedule)
