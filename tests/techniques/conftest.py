@@ -1,7 +1,5 @@
 """Folders of models that the tests of early exits share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.exit_models import randomise

@@ -1,9 +1,8 @@
 """What decisions cost, measured: of a layer that is run, for a run and what it exports."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,18 @@ from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layers import blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.techniques.prune.costs import Costs, LayerSeconds, layer_seconds, seconds_costs
+from ds_trainer.techniques.prune.selection import AllowedCounts
 
 CPU = torch.device("cpu")
 MEASURED = LayerSeconds(10e-3, {"attention": 1e-3, "feed_forward": 1e-4}, {"attention": 4, "feed_forward": 48})
 TARGET = {"target_latency": 0.5, "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 1.0}
+
+
+@pytest.fixture
+def by_operations(monkeypatch):
+    """Measure once, by a clock of operations, of which every round takes as many."""
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.techniques.prune.costs._ROUNDS", 1)
 
 
 def operations(call, device) -> float:
@@ -29,9 +36,8 @@ def operations(call, device) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
+def test_a_layer_is_measured_whole_and_by_its_decisions(family, by_operations):
     """By a clock of operations: what is run is one layer, and what is put down to a decision is what it computes."""
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     model = make_model(family)
     model.config._attn_implementation = "eager"
     found = layer_seconds(type(model.base_model), model.config, 16, CPU)
@@ -43,9 +49,8 @@ def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
         assert found.decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
 
 
-def test_a_class_that_resizes_is_measured_as_what_it_resizes(monkeypatch):
+def test_a_class_that_resizes_is_measured_as_what_it_resizes(by_operations):
     """With a config that says sizes of three layers: one layer, whole."""
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
     plain = make_model().base_model
     whole = layer_seconds(type(plain), plain.config, 16, CPU)
     plain.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}
@@ -68,11 +73,12 @@ def test_what_is_not_pruned_is_fixed():
 def test_a_target_that_cannot_be_reached_is_told():
     """Less than what is fixed; or than that and the cheapest of what must be kept."""
     costs = Costs({"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([2.0, 2.0])}, 2.0)
-    costs.check(0.5, "target_flops", {"a": 1, "b": 1})
-    with pytest.raises(ValueError, match=r"target_flops is 0.1, and what must be kept is 0.200"):
-        costs.check(0.1, "target_flops", {"a": 0, "b": 0})
+    sites = {name: SimpleNamespace(allowed=AllowedCounts(least=1), count=2) for name in "ab"}
+    costs.check(0.5, "target_flops", sites)
     with pytest.raises(ValueError, match=r"target_flops is 0.4, and what must be kept is 0.500 of the encoder"):
-        costs.check(0.4, "target_flops", {"a": 1, "b": 1})
+        costs.check(0.4, "target_flops", sites)
+    with pytest.raises(ValueError, match=r"target_flops is 0.1, and what must be kept is 0.200"):
+        costs.check(0.1, "target_flops", {name: SimpleNamespace(allowed=AllowedCounts(), count=2) for name in "ab"})
 
 
 def test_seconds_are_measured_once_for_a_run_and_what_it_exports(monkeypatch):

@@ -1,7 +1,5 @@
 """Distillation: what the teacher is, what it is asked, and what is kept of its answers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from fnmatch import fnmatchcase
@@ -105,7 +103,7 @@ def test_the_teacher_learns_nothing_and_is_no_part_of_the_student(spec, student,
     plain = {name for name, _ in AutoModelForSequenceClassification.from_pretrained(student).named_parameters()}
     assert names - plain == {"distill_projection.weight", "distill_projection.bias"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         torch.stack(list(terms_of(model, technique, batch).values())).sum().backward()
         optimizer.step()
@@ -121,9 +119,9 @@ def test_terms_fall_when_the_student_follows(spec, student, teacher, tmp_path):
     """Each term can be learned by itself: gradient descent on it lowers it."""
     for term in ALL:
         _, model, technique, batch = distillation(spec, student, teacher, tmp_path, terms=[term])
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         values = []
-        for _ in range(25):
+        for _ in range(8):
             optimizer.zero_grad()
             (loss,) = terms_of(model, technique, batch).values()
             loss.backward()
@@ -348,7 +346,7 @@ def test_layers_without_attention_are_passed_over_when_maps_are_compared(side, s
     save_folder(cut, tokenizer, tmp_path / "cut")
     folders = [whole, whole]
     folders[side] = str(tmp_path / "cut")
-    for pair in ([2, 2], [3, 2], [-1, 3], [2, -1]):
+    for pair in ([2, -1], [-1, 2]):
         asked = {"terms": ["attention"], "layer_pairs": [pair]}
         _, model, technique, batch = distillation(spec, *folders, tmp_path, **asked)
         found = terms_of(model.eval(), technique, batch)["distill.attention"]

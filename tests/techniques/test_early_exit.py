@@ -1,13 +1,13 @@
 """Batches that leave early: as one by one, in order, whatever the padding, on every architecture."""
 
-from __future__ import annotations
-
 import json
 import threading
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from support.exhaustive import chosen
 from support.exit_models import (
     AT_ONCE,
     BUCKETS,
@@ -57,8 +57,13 @@ def attentions(family: str) -> list[str]:
     return ["eager"] if FAMILIES[family][0] == "deberta-v2" else ["eager", "sdpa"]
 
 
-@pytest.mark.parametrize(("family", "attention"), [(f, a) for f in FAMILIES for a in attentions(f)])
-@pytest.mark.parametrize("criterion", CRITERIA)
+EVERY = [(f, a, criterion) for f in FAMILIES for a in attentions(f) for criterion in CRITERIA]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "criterion"),
+    chosen(EVERY, lambda case: case[2] == "entropy" or case[:2] == ("bert", "sdpa")),
+)
 def test_a_batch_leaves_as_its_texts_do_alone(family, attention, criterion):
     """The layer exactly and the logits to 1e-4, in the order of the rows: those of the head that decisions made
     afterwards, on all heads' logits, pick. Texts leave at more than one layer."""
@@ -148,8 +153,10 @@ def test_layers_are_given_only_the_texts_that_are_still_there(family):
     assert rows[0] == 16 > rows[1] > rows[2]
 
 
-@pytest.mark.parametrize("layers", [(1,), (2,), (3,), (1, 3), (2, 3)])
-@pytest.mark.parametrize("family", ["bert", "deberta-conv", "modernbert-mean"])
+SOME_LAYERS = list(product(["bert", "deberta-conv", "modernbert-mean"], [(1,), (2,), (3,), (1, 3), (2, 3)]))
+
+
+@pytest.mark.parametrize(("family", "layers"), chosen(SOME_LAYERS, lambda case: case[0] == "bert" or case[1] == (2, 3)))
 def test_heads_may_be_after_some_layers_only(family, layers):
     """Texts leave there and at the end, and nowhere else; batched as one by one."""
     model = made(family, layers=layers)
@@ -159,7 +166,7 @@ def test_heads_may_be_after_some_layers_only(family, layers):
     check_same(out, one_by_one(model, ids, mask))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", chosen(FAMILIES, lambda family: family in ("bert", "deberta-conv", "modernbert")))
 def test_no_size_of_a_batch_is_taken_for_another(family):
     """As many texts as there are tokens, hidden units, positions or relative positions: as one by one all the same."""
     model = made(family)

@@ -1,7 +1,5 @@
 """Curves of every threshold and the choice of one, against brute force through the decisions of the running model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exhaustive import exhaustive
 from torch import Tensor
 
 from ds_trainer.config.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
@@ -83,21 +82,21 @@ def check_against_force(criterion: Criterion, heads: AllHeads) -> None:
     assert points == [by_force(criterion, point.threshold, heads) for point in points]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if exhaustive() else 15, deadline=None)
 @given(heads=some_heads, criterion=st.sampled_from(OF_CLASSES))
 def test_every_point_is_what_the_decisions_give(heads: AllHeads, criterion: Criterion) -> None:
     """Mean layers and scores of classes, ties included, equal those of the rows that leave one by one."""
     check_against_force(criterion, heads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if exhaustive() else 15, deadline=None)
 @given(heads=some_regressions)
 def test_every_point_of_a_regression_is_what_the_decisions_give(heads: AllHeads) -> None:
     """So do those of a tolerance, under patience of 1, 2 and 3, also where the heads are fewer."""
     check_against_force("patience", heads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if exhaustive() else 15, deadline=None)
 @given(heads=st.one_of(some_heads, some_regressions), criterion=st.sampled_from(OF_CLASSES), tried=st.floats(0, 20))
 def test_no_threshold_gives_what_is_not_on_the_curve(heads: AllHeads, criterion: Criterion, tried: float) -> None:
     """Any threshold decides as one of the points, which are all different: none is missed, none comes twice."""
@@ -114,7 +113,7 @@ def test_no_threshold_gives_what_is_not_on_the_curve(heads: AllHeads, criterion:
         assert tuple(exits(criterion, threshold, heads)) in decisions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if exhaustive() else 15, deadline=None)
 @given(heads=st.one_of(some_heads, some_regressions), criterion=st.sampled_from(OF_CLASSES))
 def test_a_curve_goes_from_the_full_model_to_the_fastest(heads: AllHeads, criterion: Criterion) -> None:
     """The first point is nobody leaving; then layers fall; in the last all leave at the first head that may."""
@@ -132,7 +131,7 @@ def test_a_curve_goes_from_the_full_model_to_the_fastest(heads: AllHeads, criter
         assert len(points) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if exhaustive() else 15, deadline=None)
 @given(heads=st.one_of(some_heads, some_regressions), criterion=st.sampled_from(OF_CLASSES))
 def test_thresholds_survive_json_and_the_policy(heads: AllHeads, criterion: Criterion) -> None:
     """Written and read, through the curve and through a policy, a threshold decides the same; none is negative."""
@@ -146,10 +145,10 @@ def test_thresholds_survive_json_and_the_policy(heads: AllHeads, criterion: Crit
 
 @pytest.mark.parametrize(("criterion", "classes"), SINGLE)
 def test_thinning_keeps_the_ends_and_spreads_evenly(criterion: Criterion, classes: int) -> None:
-    """Of thousands of thresholds about a hundred are left, no gap in mean layers above twice the even one."""
-    heads = made_up(seed=1, inner=5, count=2000, classes=classes, coarse=False)
+    """Of many hundreds of thresholds about a hundred are left, no gap in mean layers above twice the even one."""
+    heads = made_up(seed=1, inner=5, count=700, classes=classes, coarse=False)
     every, points = curve(criterion, heads, most=10**6), curve(criterion, heads)
-    assert len(every) > 1500
+    assert len(every) > 500
     assert 80 <= len(points) <= 100
     assert (points[0], points[-1]) == (every[0], every[-1])
     layers = np.array([point.mean_layers for point in points])
@@ -205,7 +204,7 @@ def as_points(values: Sequence[tuple[float, float]], full: float) -> list[Operat
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if exhaustive() else 50, deadline=None)
 @given(values=points_of_a_curve, full=st.floats(0, 1), target=st.floats(1, 12))
 def test_for_a_speedup_the_best_score_is_chosen(values: list[tuple[float, float]], full: float, target: float) -> None:
     """Among those that are fast enough none has a higher score, and none of the same score fewer layers."""
@@ -222,7 +221,7 @@ def test_for_a_speedup_the_best_score_is_chosen(values: list[tuple[float, float]
     assert found.mean_layers == min(p.mean_layers for p in equals)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if exhaustive() else 50, deadline=None)
 @given(values=points_of_a_curve, full=st.sampled_from([0.51, 0.9, 1.0]), drop=st.floats(0, 100))
 def test_for_a_drop_the_fewest_layers_are_chosen(values: list[tuple[float, float]], full: float, drop: float) -> None:
     """Among those that lose so little none has fewer layers, and none of as many a higher score; always feasible."""
@@ -265,7 +264,7 @@ def test_scores_that_are_no_numbers_leave_nothing_to_choose() -> None:
         choose(points[:1], 6, ExitsSpec(target_speedup=1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if exhaustive() else 15, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     which=st.sampled_from(SINGLE),

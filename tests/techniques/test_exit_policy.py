@@ -1,13 +1,12 @@
 """Who leaves where: the criteria in closed form, and the same decisions row by row and all at once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exhaustive import exhaustive
 from torch import Tensor
 
 from ds_trainer.config.exit_specs import ExitPolicy
@@ -173,7 +172,7 @@ def cases(draw) -> tuple[ExitPolicy, Tensor, bool, list[list[int]]]:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if exhaustive() else 75, deadline=None)
 def test_decisions_while_running_are_those_made_afterwards(case):
     """In any batches, in any order, with those who leave gone, each row leaves where `exit_heads` says."""
     policy, logits, regression, batches = case
@@ -183,7 +182,7 @@ def test_decisions_while_running_are_those_made_afterwards(case):
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if exhaustive() else 50, deadline=None)
 def test_decisions_are_those_of_the_papers_words(case):
     """One row at a time, in plain Python: the first head whose answer is sure, or the own one."""
     policy, logits, regression, _ = case

@@ -1,7 +1,5 @@
 """The exits technique: its terms by hand, what it trains, and what is left of it in a model folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +31,7 @@ def said_by_heads(model: Any, forward: Forward) -> dict[int, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["classes", "scores"])
-@pytest.mark.parametrize("weights", [None, [0.5, 0.0]])
+@pytest.mark.parametrize(("kind", "weights"), [("classes", None), ("scores", [0.5, 0.0])])
 def test_heads_alone_learn_the_sum_of_their_losses(folders, kind, weights, tmp_path):
     """The model's own is not in it; each loss is the task's on that head's logits, times the head's weight, by
     default 1."""
@@ -48,7 +45,7 @@ def test_heads_alone_learn_the_sum_of_their_losses(folders, kind, weights, tmp_p
     expected = sum(weight * loss for weight, loss in zip(weights or [1, 1], losses, strict=True))
     (term,) = technique.terms(forward).values()
     torch.testing.assert_close(term, expected)
-    assert abs(float(losses[0] - losses[1])) > 0.01
+    assert abs(float((losses[0] - losses[1]).detach())) > 0.01
 
 
 @pytest.mark.parametrize("weights", [None, [3.0, 0.0, 1.0]])
@@ -201,7 +198,7 @@ def test_a_model_of_one_layer_has_nowhere_to_leave(folders, tmp_path):
         Exits(ExitsSpec(), LENGTH, task).attach(BertForSequenceClassification(config))
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(None, [1, 2]), ([1, 3], [1]), ([1, 2], [1, 2]), ([2, 3], [2])])
+@pytest.mark.parametrize(("layers", "heads"), [(None, [1, 2]), ([2, 3], [2])])
 def test_heads_are_after_the_layers_asked_for(folders, layers, heads, tmp_path):
     """All but the last by default; the last, where it is named, has the model's own; their order is the model's."""
     _, model, technique, _ = attached(folders["classes"], tmp_path, layers=layers)

@@ -1,7 +1,5 @@
 """What the exits technique refuses or replaces as a phase starts and ends: untrained heads, other heads, lost bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Grains and the masks on them, against plain autograd on a weight of explicit gates."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -108,11 +106,11 @@ def test_gates_with_noise_have_their_gradient(name):
 def test_magnitude_is_the_root_mean_square_of_a_decisions_weights(name, plain):
     """Of its own weights only, also where a block at the edge has fewer."""
     layer = make(name, plain, scored=False)
-    places = spread(name, torch.arange(layer.sizes.numel()).view(layer.sizes.shape))
+    places = spread(name, torch.arange(layer.grain.sizes.numel()).view(layer.grain.sizes.shape))
     for index, found in enumerate(layer.scores().flatten()):
         own = matrix(layer)[places == index]
         torch.testing.assert_close(found, own.square().mean().sqrt())
-        assert int(layer.sizes.flatten()[index]) == own.numel()
+        assert int(layer.grain.sizes.flatten()[index]) == own.numel()
 
 
 @pytest.mark.parametrize("plain", [nn.Linear, Conv1D])

@@ -1,7 +1,5 @@
 """Zeros of a pruned model stay while it is trained further."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.prune_phases import make_model

@@ -1,9 +1,8 @@
 """What is chosen over all layers together: by scores that can be compared, within bounds, and held between choices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from support.exhaustive import chosen
 from support.prune_phases import make_prune
 from support.pruned_models import NEURONS_ALONE, kept_of, make_model, pruned, run
 from support.zero_matrix import ToyTask, batch_of, bert, phase_of
@@ -177,13 +176,17 @@ VIEWED = {
 }
 
 
-@pytest.mark.parametrize("spec", VIEWED.values(), ids=VIEWED)
-def test_the_view_at_the_final_threshold(spec):
+REPRESENTATIVES = ("topK", "l0", "2:4", "hybrid magnitude", "uniform", "global", "global hybrid", "flops")
+"""Every way to make masks; the others differ in what a score is, or in the threshold that it is compared with."""
+
+
+@pytest.mark.parametrize("name", chosen(VIEWED, REPRESENTATIVES.__contains__))
+def test_the_view_at_the_final_threshold(name):
     """It is the model as its last step would have it; the model's own answers and all that trains it stay as they are.
 
     Also where a choice over all layers is held, in a run that goes on from its state, and where a stop ends the view.
     """
-    spec = {"final_threshold": 0.3, "mask_init": "uniform", "mask_scale": 1.0, "schedule": "linear"} | spec
+    spec = {"final_threshold": 0.3, "mask_init": "uniform", "mask_scale": 1.0, "schedule": "linear"} | VIEWED[name]
     plain = make_prune(**spec)
     model = plain.attach(make_model()).eval()
     prune = make_prune(evaluate_at_final_threshold=True, **spec)

@@ -1,18 +1,17 @@
 """The cut through the scores: exact, in every dtype, whatever the values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exhaustive import exhaustive
 from torch import Tensor
 
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.techniques.prune.selection import (
     AllowedCounts,
-    Cut,
-    cut_at,
+    Cutoff,
+    cutoff_at,
     just_below,
     largest_within,
     select_largest,
@@ -20,7 +19,7 @@ from ds_trainer.techniques.prune.selection import (
 )
 
 
-def kept_by(cut: Cut, values: Tensor) -> Tensor:
+def kept_by(cut: Cutoff, values: Tensor) -> Tensor:
     flat = values.flatten()
     kept = flat > cut.threshold
     kept[: cut.ties_end] |= flat[: cut.ties_end] == cut.threshold
@@ -37,7 +36,7 @@ def check(chunks: list[Tensor], k: int) -> None:
     assert torch.equal(kept, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if exhaustive() else 50, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -77,9 +76,9 @@ def test_scores_as_wide_as_a_matrix_do_not_fall_in_step_with_the_sample():
 def test_a_threshold_keeps_its_minimum(dtype):
     """A threshold above every value still keeps the asked number of them, and one below keeps all."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert int(kept_by(cut_at(values, 99.0, at_least=5), values).sum()) == 5
-    assert cut_at(values, -99.0, at_least=5).kept == 1000
-    middle = cut_at(values, 0.1, at_least=5)
+    assert int(kept_by(cutoff_at(values, 99.0, at_least=5), values).sum()) == 5
+    assert cutoff_at(values, -99.0, at_least=5).kept == 1000
+    middle = cutoff_at(values, 0.1, at_least=5)
     assert middle.kept == int((values > 0.1).sum())
 
 

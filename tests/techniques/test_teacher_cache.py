@@ -1,7 +1,5 @@
 """Cached answers of a teacher that speaks of tokens: SQuAD's starts and ends, and a vocabulary at every position."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

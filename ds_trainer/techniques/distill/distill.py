@@ -2,9 +2,9 @@
 
 The teacher is any trained model of the same task with the same vocabulary (`teacher.py`). It runs on every batch beside
 the student, or its answers to the training set are computed once and read from disk (`teacher_cache.py`). A recipe
-weighs any of these terms, each the mean over examples, tokens or pairs of tokens that its unit names:
+gives weights to any of these terms. Each is a mean over examples, tokens or pairs of tokens, as its unit says:
 
-| term | what it compares | source |
+| term | compares | source |
 |---|---|---|
 | `distill.logits` | softened classes: KL(teacher || student) at temperature T, times T**2 | arXiv 1503.02531 |
 | `distill.mse` | logits: squared difference, summed over the classes | DistilBERT, arXiv 1910.01108 |
@@ -12,13 +12,11 @@ weighs any of these terms, each the mean over examples, tokens or pairs of token
 | `distill.hidden` | hidden states: squared difference | TinyBERT, arXiv 1909.10351 |
 | `distill.attention` | attention maps: squared difference | TinyBERT |
 
-The factor T**2 keeps the gradient's size, which the temperature divides by T**2. A regression has no classes: its
-logits term is the squared error. SQuAD has two sets of logits (start and end), a language model one for every position
-with a loss: a term is the mean over the sets. The formulas are in `tasks/losses.py`. How the student is made smaller is
-not decided here.
+The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
+logits term is the squared error. SQuAD has two sets of logits (start and end), and a term is the mean over the sets; a
+language model has a row of logits for every position with a loss. The formulas are in `tasks/losses.py`. How the
+student is made smaller is not decided here.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -35,6 +33,7 @@ from ds_trainer.tasks import losses
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, check_vocabulary, compared_layers
 from ds_trainer.techniques.distill.teacher_cache import cached_teacher
+from ds_trainer.techniques.soft_targets import soft_target_loss
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
@@ -59,15 +58,16 @@ class Distill(Technique):
         self._undo: Callable[[], None] = lambda: None
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
-        self._agreed, self._compared = torch.zeros(()), 0.0
+        # the rows of logits where both choose the same class, and all rows, since the last readings
+        self._counts = torch.zeros(2, dtype=torch.float64)
         if spec.cache_teacher and task.inputs_vary:
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
 
     def attach(self, model: nn.Module) -> nn.Module:
-        """Check that the two models can be compared; have the student return the layers that are.
+        """Check that student and teacher can be compared, and have the student return the layers that the terms need.
 
-        Where student and teacher differ in width, a projection of the student's states to the teacher's is added and
-        trained (TinyBERT).
+        Where the two differ in width, a projection of the student's states to the teacher's is added and trained
+        (TinyBERT).
         """
         check_vocabulary(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
         student: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -113,29 +113,29 @@ class Distill(Technique):
         student = self._student_layers.outputs(forward.out, self.task.logits(forward.out, forward.batch))
         pairs = list(zip(student.logits, teacher.logits, strict=True))
         self._count_agreement(pairs)
-        layer_terms = [term for term in self.spec.terms if term in _LAYER_UNITS]
-        terms = {f"distill.{term}": self._compare(term, student, teacher, forward.batch.mask) for term in layer_terms}
+        of_layers = [term for term in self.spec.terms if term in _LAYER_UNITS]
+        terms = {f"distill.{term}": self._layer_term(term, student, teacher, forward.batch.mask) for term in of_layers}
         if "mse" in self.spec.terms:
             terms["distill.mse"] = _mean([losses.logit_mse(*pair) for pair in pairs])
         if "logits" in self.spec.terms:  # comes last: to save memory it overwrites the teacher's logits
-            terms["distill.logits"] = _mean([self._soft_targets(*pair) for pair in pairs])
+            soft_targets = [soft_target_loss(self.task, *pair, self.spec.temperature) for pair in pairs]
+            terms["distill.logits"] = _mean(soft_targets)
         return terms
 
     def readings(self) -> dict[str, float]:
-        """Return the share of rows of logits, since the last readings, where both choose one class; collective."""
+        """Return the share of rows of logits since the last readings where both choose the same class; collective."""
         if self.task.regression:
             return {}
-        agreed, compared = self._mean_counts()
-        self._agreed, self._compared = torch.zeros(()), 0.0
+        agreed, compared = distributed.mean(self._counts).tolist()
+        self._counts = torch.zeros_like(self._counts)
         return {"distill/agreement": agreed / compared} if compared else {}
 
     def state(self) -> dict[str, Any]:
         """Return the counts since the last readings; collective."""
-        return {"counts": self._mean_counts()}
+        return {"counts": distributed.mean(self._counts).tolist()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        agreed, self._compared = state["counts"]
-        self._agreed = torch.tensor(agreed)
+        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
@@ -146,14 +146,8 @@ class Distill(Technique):
             delattr(model, _PROJECTION)
         return model
 
-    def _soft_targets(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Compare logits (rows, classes); a regression has one value per row and no distribution to soften."""
-        if self.task.regression:
-            return losses.logit_mse(student, teacher)
-        return losses.distillation_kl(student, teacher, self.spec.temperature)
-
-    def _compare(self, term: str, student: Outputs, teacher: Outputs, mask: Tensor) -> Tensor:
-        """Return the mean of a term over the `layer_pairs`; mask (rows, length) is 1 where there is a token."""
+    def _layer_term(self, term: str, student: Outputs, teacher: Outputs, mask: Tensor) -> Tensor:
+        """Return the mean of a term over the `layer_pairs`; mask (rows, length) is 1 where a token is."""
         if term == "attention":
             maps = [(student.attention[s], teacher.attention[t]) for s, t in self.spec.layer_pairs]
             return _mean([losses.attention_mse(*pair, mask) for pair in maps])
@@ -164,16 +158,12 @@ class Distill(Technique):
 
     @torch.no_grad()
     def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Count the rows where both find the same class likeliest; the count stays on the device."""
+        """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
         for student, teacher in [] if self.task.regression else pairs:
             same = (student.argmax(-1) == teacher.argmax(-1)).sum()
-            self._agreed = self._agreed.to(same.device) + same
-            self._compared += len(student)
-
-    def _mean_counts(self) -> list[float]:
-        """Return the rows that agree and the rows compared, the mean of each over all ranks."""
-        compared = torch.full_like(self._agreed, self._compared, dtype=torch.float32)
-        return distributed.mean(torch.stack([self._agreed.float(), compared])).tolist()
+            # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
+            counts = torch.stack([same, torch.full_like(same, len(student))])
+            self._counts = self._counts.to(same.device) + counts
 
 
 def _mean(values: list[Tensor]) -> Tensor:

@@ -1,9 +1,7 @@
 """The teacher: a frozen model, whole on each rank, or partitioned by ZeRO-3 over all of them.
 
-It has no optimizer and no gradient, and is not a part of the student's module: no checkpoint holds it.
+It has no optimizer and no gradient. Since it is not a part of the student's module, no checkpoint holds it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,10 +20,10 @@ from ds_trainer.tasks.task import Batch, Task
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's answers to a batch: `Task.logits`, and the states and attention maps of the layers that are compared.
+    """The outputs of one model for a batch: `Task.logits`, and states and attention maps of the layers compared.
 
-    States are (batch, length, width), maps (batch, heads, length, length), by layer: 1 is the first, -1 the last, 0
-    the embeddings.
+    States are (batch, length, width), maps (batch, heads, length, length). Both are by layer: 1 is the first, -1 the
+    last, and 0 the embeddings.
     """
 
     logits: tuple[Tensor, ...]
@@ -35,9 +33,9 @@ class Outputs:
 
 @dataclass(frozen=True)
 class ComparedLayers:
-    """The layers of one model whose states and attention maps are compared; see `Outputs` for their numbers.
+    """The layers of one model whose states (`hidden`) and attention maps are compared, numbered as in `Outputs`.
 
-    Pruning may have cut all attention heads of a layer: those in `headless`, from 1, give no map.
+    Pruning may have cut all attention heads of a layer. Such layers, which give no map, are in `headless`, from 1.
     """
 
     hidden: tuple[int, ...] = ()
@@ -45,39 +43,33 @@ class ComparedLayers:
     headless: tuple[int, ...] = ()
 
     def request(self, model: Any) -> Callable[[], None]:
-        """Have the model return these layers; return a function that undoes that."""
-        config = model.config
-        states, maps, implementation = (
-            config.output_hidden_states,
-            config.output_attentions,
-            config._attn_implementation,
-        )
+        """Have the model return the states and maps of these layers; return a function that undoes that."""
+        config, implementation = model.config, model.config._attn_implementation
+        before = {name: getattr(config, name) for name in ("output_hidden_states", "output_attentions")}
+        config.output_hidden_states |= bool(self.hidden)
         if self.attention:
             model.set_attn_implementation("eager")  # no other implementation ever has the maps
             config.output_attentions = True
-        config.output_hidden_states = states or bool(self.hidden)
 
         def undo() -> None:
-            config.output_hidden_states, config.output_attentions = states, maps
+            config.update(before)
             if self.attention:
                 model.set_attn_implementation(implementation)
 
         return undo
 
     def outputs(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
-        """Reduce a model's output to its logits and these layers."""
-        maps = [one for one in out.attentions or () if one is not None]
+        """Return the logits, and of a model's output the states and maps of these layers."""
+        maps = [one for one in out.attentions or () if one is not None]  # one for each layer that has heads
         depth = len(maps) + len(self.headless)
         with_maps = [layer for layer in range(1, depth + 1) if layer not in self.headless]
-        return Outputs(
-            logits,
-            {layer: out.hidden_states[layer] for layer in self.hidden},
-            {layer: maps[with_maps.index(layer % (depth + 1))] for layer in self.attention},
-        )
+        hidden = {layer: out.hidden_states[layer] for layer in self.hidden}
+        # layer % (depth + 1) is the number from 1 of a layer that is counted from the end
+        return Outputs(logits, hidden, {n: maps[with_maps.index(n % (depth + 1))] for n in self.attention})
 
 
 def compared_layers(spec: DistillSpec, config: Any, who: Literal["student", "teacher"]) -> ComparedLayers:
-    """Return the layers of the student or teacher that the terms need; ValueError where the model lacks one."""
+    """Return the layers of the student or teacher that the terms need; UserError where the model lacks one."""
     layers = tuple(dict.fromkeys(pair[("student", "teacher").index(who)] for pair in spec.layer_pairs))
     depth = config.num_hidden_layers
     kept_heads = (getattr(config, FIELD, None) or {}).get("heads", ())
@@ -106,13 +98,13 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
-        """Return the teacher's answers to a batch, in its precision, without gradient."""
+        """Return the teacher's outputs for a batch, in its precision, without gradient."""
         out = self.predict(batch)
         return self.layers.outputs(out, self.task.logits(out, batch))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """Return the model's output; every rank must call, since the weights may be partitioned."""
+        """Return the model's whole output; every rank must call, since the weights may be partitioned."""
         if self._model is None:
             self._load()
         with torch.autocast(self.device.type, enabled=False):
@@ -142,7 +134,7 @@ class Teacher:
 
 
 def check_vocabulary(task: Task, teacher_tokenizer: Any, teacher: str) -> None:
-    """Refuse a teacher whose tokens differ from the student's; the message names some of them."""
+    """Raise UserError where the teacher's tokens differ from the student's; the message names some of them."""
     ours, theirs = task.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differ:

@@ -1,14 +1,13 @@
-"""The teacher's answers to the whole training set, computed once and kept on disk in half precision, memory-mapped.
+"""The teacher's outputs for the whole training set, computed once and kept on disk in half precision, memory-mapped.
 
 The folder's name is a hash of the tokenised examples, the teacher's files and the layers compared, so that a later run
-finds it. Only inputs that are the same in every epoch can be cached. All ranks compute and rank 0 writes; all hosts
-must see the folder.
+takes the same folder. Only inputs that are the same in every epoch can be cached. All ranks compute and rank 0 writes;
+all hosts must see the folder.
 
-An array of values per example is indexed by the example; an array of values per token by the token's place among all
-tokens of the split, `Examples.offsets`. Padding is not kept.
+Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
+by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
+place, which index -1 stands for.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -37,7 +36,7 @@ _Values = tuple[Array, Array]
 
 
 class CachedTeacher:
-    """Answers for the teacher, on the training set, from disk: values in fp32 that were rounded to fp16 once."""
+    """Gives the teacher's outputs for batches of the training set from disk: fp32 values, rounded to fp16 once."""
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples
@@ -53,14 +52,14 @@ class CachedTeacher:
         return Outputs(logits, hidden)
 
     def _tensor(self, array: Array, places: Array, padding: float) -> Tensor:
-        """Read the values at these indices of the first dimension; `padding` where an index is -1."""
+        """Read the values at these indices of the first dimension, and `padding` where an index is -1."""
         values = array[places.clip(0)].astype(np.float32)
         values[places < 0] = padding
         return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def cached_teacher(teacher: Teacher) -> CachedTeacher:
-    """Return the cache of a teacher for its task's training set, filled by all ranks where it is new; collective."""
+    """Return the cache of a teacher for its task's training set. Collective: all ranks fill it where it is new."""
     task, examples = teacher.task, teacher.task.examples("train")
     key = fingerprint(
         *("teacher", task.key("train"), distributed.on_main(lambda: _identity(teacher))),
@@ -79,7 +78,7 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
 
 
 def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
-    """Run the teacher over the training set on all ranks, and write its answers on rank 0."""
+    """Run the teacher over the training set on all ranks, and write its outputs on rank 0."""
     started, outputs, arrays = time.monotonic(), _outputs(teacher, examples), dict[str, Any]()
 
     def write(aside: Path) -> None:
@@ -104,7 +103,7 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
             deque(outputs, maxlen=0)  # after an error the other ranks still wait for this one, batch by batch
 
     if not distributed.is_main():
-        deque(outputs, maxlen=0)  # the work of this rank: rank 0 gathers it
+        deque(outputs, maxlen=0)  # this rank computes its part, which rank 0 gathers
     distributed.on_main(save)
     size, seconds = sum(array.nbytes for array in arrays.values()) / 1e6, time.monotonic() - started
     distributed.info(f"cache_teacher: {size:,.1f} MB of the teacher's outputs are kept in {folder} ({seconds:.0f} s)")
@@ -112,20 +111,20 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
 
 
 def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _Values]]]:
-    """Yield all ranks' answers batch by batch, on rank 0, elsewhere empty lists; every rank must exhaust it."""
+    """Yield the outputs of all ranks batch by batch on rank 0, elsewhere empty lists; every rank must exhaust it."""
     size = max(1, _TOKENS // int(examples.lengths.max()))
     for chosen in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size):
         batch = teacher.task.collate(examples, chosen)
-        answers = teacher(batch.to(teacher.device))
-        yield distributed.gather(_without_padding(answers, batch, examples, teacher.task))
+        outputs = teacher(batch.to(teacher.device))
+        yield distributed.gather(_without_padding(outputs, batch, examples, teacher.task))
 
 
-def _without_padding(answers: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[str, _Values]:
-    """Return the answers to a batch in half precision, by the name of their array, and where in it they go."""
+def _without_padding(outputs: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[str, _Values]:
+    """Return the outputs for a batch in half precision, by the name of their array, and their indices in it."""
     tokens = _token_indices(examples, batch)
     places = _logit_indices(task, tokens, batch)
-    indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(answers.logits)}
-    indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in answers.hidden.items()}
+    indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(outputs.logits)}
+    indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in outputs.hidden.items()}
     # values beyond the range of fp16 become its largest
     halves = {name: values.float().clamp(-65504, 65504).half().cpu().numpy() for name, (_, values) in indexed.items()}
     return {name: (where[where >= 0], halves[name][where >= 0]) for name, (where, _) in indexed.items()}
@@ -134,7 +133,7 @@ def _without_padding(answers: Outputs, batch: Batch, examples: Examples, task: T
 def _token_indices(examples: Examples, batch: Batch) -> Array:
     """Return (batch, length): the place of each token among all tokens of the split, -1 for padding.
 
-    It is computed from what the host has in memory: reading the mask from the device would wait for it.
+    It is computed from the lengths, which the host has: reading the mask would wait for the device.
     """
     ids = batch.ids.numpy()
     column = np.arange(batch.inputs["input_ids"].shape[1])

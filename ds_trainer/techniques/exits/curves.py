@@ -1,11 +1,10 @@
 """The score and the cost of every exit threshold, and the choice of one, from the logits of all heads.
 
-A sample leaves at the first head where its uncertainty is below the threshold. For one threshold common to all heads
-its exit thus changes only at the running minima of its uncertainty over the heads, so that every threshold that makes
-a difference is found exactly. No model, file or other rank is needed.
+A sample leaves at the first head where its uncertainty u_j is below the threshold t. If all heads share t, it is still
+in the batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one of these
+running minima: sorted, those of all samples give every threshold that makes a difference. No model, file or other rank
+is needed.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import spread
 from ds_trainer.techniques.exits.policy import confidence, entropy, exit_at
 
-_ROUNDING = 1e-6  # scores are computed in fp32: a drop of exactly max_drop is allowed
+_ROUNDING = 1e-6  # scores are computed in fp32, and a drop of exactly max_drop is allowed
 _CANDIDATES, _PASSES = 20, 3  # thresholds tried for each head, and rounds over the heads, with one threshold per head
 
 
@@ -41,7 +40,7 @@ class AllHeads:
     """The logits of every head for the same examples: (heads, examples, classes) fp32, those of the model's own last.
 
     `layers` has the layer of each head; the last is the depth of the model. `score` turns logits (examples, classes)
-    into scores. `patience` matters for a regression, whose thresholds are tolerances.
+    into scores. `patience` is that of a regression, whose thresholds are tolerances; for classes it is the threshold.
     """
 
     logits: Tensor
@@ -54,14 +53,14 @@ class AllHeads:
         return self.logits.shape[-1] == 1
 
     def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
-        """Return the policy with this threshold for every head; for a classification's patience it is the patience."""
+        """Return the policy that has this threshold at every head, or by the patience of a classification, as that."""
         if criterion == "patience" and not self.regression:
             return ExitPolicy(criterion=criterion, patience=int(threshold))
         patience = self.patience if criterion == "patience" else None
         return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
 
     def point(self, threshold: float, exits: Tensor) -> OperatingPoint:
-        """Return the point at which examples leave at these heads, (examples,) by index."""
+        """Return the point of examples that leave at these heads: (examples,), indices of heads."""
         count = exits.numel()
         layers = torch.tensor(self.layers, device=exits.device)[exits]
         chosen = self.logits[exits, torch.arange(count, device=exits.device)]
@@ -75,29 +74,31 @@ class AllHeads:
 def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
     """Return a point for each common threshold that changes an exit, from nobody leaving to the earliest exits.
 
-    Beyond `most` of them about so many are kept, evenly spaced by mean layers, with both ends. The thresholds of a
-    classification's patience are 1 to the number of exit heads. A threshold survives JSON exactly.
+    Where there are more than `most`, about so many are returned, evenly spaced by mean layers, with both ends. For the
+    patience of a classification the thresholds are 1 to the number of exit heads. A threshold survives JSON exactly.
     """
     if criterion == "patience" and not heads.regression:
         patiences = map(float, range(len(heads.layers) - 1, 0, -1))
         return [heads.point_of(heads.policy(criterion, patience), patience) for patience in patiences]
     unsure = _uncertainty(criterion, heads.logits)
-    if criterion == "patience":  # the largest of each head's last differences; infinity where it has fewer
-        before = unsure.new_full((heads.patience - 1, unsure.shape[1]), math.inf)
+    if criterion == "patience":
+        # a sample leaves where its last `patience` differences are below t, that is where the largest of them is
+        before = unsure.new_full((heads.patience - 1, unsure.shape[1]), math.inf)  # the first heads have too few
         unsure = torch.cat([before, unsure]).unfold(0, heads.patience, 1).amax(-1)
     least = unsure.cummin(0).values
     thresholds, layers_used = _thresholds_and_layers(least, heads.layers)
     kept = _evenly(layers_used, most)
-    # a sample that is still unsure after k heads leaves at the next
+    # as many heads as a sample is still in the batch after, it passes: their count is the index of its exit
     return [heads.point(abs(value), (least >= value).sum(0)) for value in thresholds[kept].tolist()]
 
 
 def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> OperatingPoint:
-    """Return the best point under the specification's `target_speedup` or `max_drop`.
+    """Return the best point under the `target_speedup` or the `max_drop` of the specification.
 
-    With a target it is the best main score where `depth` / mean layers reaches the target; with a drop the fewest
-    layers where the main score is at most so many hundredths below that with the most layers. Ties go to the better
-    score, then to fewer layers. NaN is never chosen; ValueError where nothing remains.
+    `target_speedup`: the point of the best score, and of equal ones of the fewest layers, among those whose speed-up
+    `depth` / mean_layers reaches it. `max_drop`: the point of the fewest layers, and of equal ones of the best score,
+    among those that score at most so many hundredths less than the point of most layers, which is the full model.
+    Scores are main scores. A point whose score is NaN is never chosen; UserError where no point can be.
     """
     valid = [point for point in points if not math.isnan(point.main_score)]
     full = max(points, key=lambda point: point.mean_layers)
@@ -121,14 +122,15 @@ def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> Ope
 def choose_per_head(
     criterion: Criterion, heads: AllHeads, points: Sequence[OperatingPoint], spec: ExitsSpec
 ) -> ExitPolicy:
-    """Return a policy with one threshold per head, found by coordinate descent from the best common threshold.
+    """Return a policy with one threshold per head, by coordinate descent from the best common threshold.
 
-    On these examples it is at least as good under the same constraint. `points` are those of the curve.
+    The descent moves one threshold at a time, and only to a better point under the same constraint: on these examples
+    the policy is at least as good as the common threshold. `points` are those of the curve.
     """
     depth = heads.layers[-1]
     best = choose(points, depth, spec)
     policy = heads.policy(criterion, best.threshold)
-    full = max(points, key=lambda point: point.mean_layers)  # a drop is measured from its score
+    full = max(points, key=lambda point: point.mean_layers)  # `choose` measures a drop from its score
     candidates = _candidates(criterion, heads.logits)
     for head, values in list(enumerate(candidates)) * _PASSES:
         before, after = policy.thresholds[:head], policy.thresholds[head + 1 :]
@@ -141,9 +143,10 @@ def choose_per_head(
 
 
 def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
-    """Return (heads - 1, examples): values that must be below the threshold for an exit. NaN becomes infinity.
+    """Return the uncertainty at every exit head, (heads - 1, examples), which is below the threshold of an exit.
 
-    That is the entropy, the negative confidence, or for a regression the distance from the score of the head before.
+    It is the entropy, the negative confidence, or for a regression the distance from the score of the head before. NaN
+    becomes infinity: such a sample never leaves.
     """
     inner = logits[:-1].float()
     if criterion == "entropy":
@@ -157,10 +160,10 @@ def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
 
 
 def _thresholds_and_layers(least: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return ascending thresholds, one between any two that differ in an exit, and the layers all samples use at each.
+    """Return one threshold for each set of exits that some threshold gives, ascending, and the layers used at each.
 
     `least` (heads - 1, samples) is the running minimum of the uncertainty. A sample goes on from a head, through the
-    layers up to the next, unless that minimum is below the threshold.
+    layers up to the next head, unless that minimum is below the threshold: a threshold above it saves these layers.
     """
     steps = torch.tensor(layers, device=least.device).diff()[:, None].expand_as(least)
     finite = least.isfinite()
@@ -171,13 +174,13 @@ def _thresholds_and_layers(least: Tensor, layers: Sequence[int]) -> tuple[Tensor
 
 
 def _between(values: Tensor) -> Tensor:
-    """Return k + 1 thresholds for k ascending values: at most the first, between any two, above the last."""
+    """Return k + 1 thresholds for k ascending values: at most the first, one between any two, one above the last."""
     if not len(values):
         return values.new_zeros(1)
-    negative = bool(values[0] < 0)  # these are confidences: above 0 and at most 1
+    negative = bool(values[0] < 0)  # these are negative confidences: at least -1 and below 0
     start = values[:1].clamp(max=-1.0 if negative else 0.0)
     middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in the precision in which they are compared
-    # nothing lies between two neighbouring floats; a value is not below itself
+    # where no number lies between two neighbouring floats the upper one serves, since a value is not below itself
     middle = torch.where(middle > values[:-1], middle, values[1:])
     above = values[-1:].nextafter(values.new_tensor(math.inf))
     end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)

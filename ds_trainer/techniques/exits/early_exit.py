@@ -1,11 +1,10 @@
 """A model that exits early, on batches: samples that are sure leave, and the rest go on as a smaller batch.
 
-DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook between layers runs the exit head, cuts the
-arguments of the next layer to the samples that go on, and ends the forward once all have left. The model inside is the
-library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie beside the weights.
+DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook before each layer runs the exit head of the layer
+before, selects the rows of the samples that go on from the layer's arguments, and ends the forward once all have left.
+The model inside is the library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie
+beside the weights.
 """
-
-from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class EarlyExitModel(nn.Module):
         self.regression = model.config.num_labels == 1
         self._model_head = (model_head(model),)  # in a tuple: its modules are registered as the model's already
         # by thread, since the hooks of one model serve all threads; a plain dict, so that the model can be copied
-        self._forwards: dict[int, _Forward] = {}
+        self._running: dict[int, _RunningBatch] = {}
         for layer in range(1, last + 1):
             after_layer(model, layer, partial(self._after_layer, layer))
 
@@ -79,20 +78,21 @@ class EarlyExitModel(nn.Module):
     ) -> EarlyExitOutput:
         """Run each sample as far as the policy requires; results are in the order of the batch, without gradient.
 
-        Labels, hidden states and attentions are refused: there is no loss, and samples leave before the last layer.
+        Labels are refused, since no loss is computed, and so are requests for hidden states and attentions, since the
+        samples that leave early have none of the later layers.
         """
         if attention_mask is not None and bool(attention_mask.all()):
             attention_mask = None  # without padding the library's models take a faster way if there is no mask
         named = {"token_type_ids": token_type_ids, "position_ids": position_ids}
         inputs = {name: value for name, value in named.items() if value is not None}  # not every model takes them
         with torch.inference_mode():
-            running = self._forwards[threading.get_ident()] = _Forward(self, input_ids, attention_mask)
+            running = self._running[threading.get_ident()] = _RunningBatch(self, input_ids, attention_mask)
             try:
                 self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
             except _AllLeft:
                 pass
             finally:
-                del self._forwards[threading.get_ident()]
+                del self._running[threading.get_ident()]
         assert running.logits is not None, "all have left"
         # tensors made in inference mode cannot be used in autograd later; copies made outside of it can
         return EarlyExitOutput(logits=running.logits.clone(), exit_layers=running.exit_layers.clone())
@@ -110,7 +110,7 @@ class EarlyExitModel(nn.Module):
         return torch.stack([head(hidden[layer], attention_mask) for head, layer in pairs])
 
     def _after_layer(self, layer: int, args: Any, kwargs: Any) -> Any:
-        running = self._forwards.get(threading.get_ident())
+        running = self._running.get(threading.get_ident())
         return None if running is None else running.after(layer, args, kwargs)
 
 
@@ -139,8 +139,8 @@ class _AllLeft(Exception):  # noqa: N818
     """Ends the forward of a model whose samples have all left."""
 
 
-class _Forward:
-    """One forward: which samples of the batch are still in it, and the results of those that left."""
+class _RunningBatch:
+    """A batch in one forward: which of its samples are still in it, and the results of those that left."""
 
     def __init__(self, model: EarlyExitModel, input_ids: Tensor, mask: Tensor | None) -> None:
         self.size, self.mask = len(input_ids), mask
@@ -151,43 +151,39 @@ class _Forward:
         self.logits: Tensor | None = None
         self._samples = torch.arange(self.size, device=input_ids.device)  # indices of those still in the batch
         self._next_head = 0
-        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._selected: dict[int, tuple[Tensor, Tensor]] = {}
 
     def after(self, layer: int, args: Any, kwargs: Any) -> Any:
-        """Ask the head of the layer, if it has one; return the next layer's arguments, cut to the samples that stay."""
+        """Run the head of the layer, if it has one; return the next layer's arguments, for the samples that stay."""
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer in self.heads:
-            hidden = self._ask(layer, hidden)
+            hidden = self._staying(layer, hidden)
         if len(self._samples) == self.size:
             return None  # the arguments stay as they are
-        named = {name: value if name in _NOT_BY_SAMPLE else self._cut(value) for name, value in kwargs.items()}
+        named = {name: value if name in _NOT_BY_SAMPLE else self._select(value) for name, value in kwargs.items()}
         if args:
-            return (hidden, *map(self._cut, args[1:])), named
+            return (hidden, *map(self._select, args[1:])), named
         return args, named | {"hidden_states": hidden}
 
-    def _ask(self, layer: int, hidden: Tensor) -> Tensor:
+    def _staying(self, layer: int, hidden: Tensor) -> Tensor:
         """Record the logits of the samples that leave here; return the states of those that stay."""
-        logits = self.heads[layer](hidden, self._cut(self.mask))
-        if layer == self.last:
-            self._leave(layer, logits, self._samples)
-            raise _AllLeft
+        logits = self.heads[layer](hidden, self._select(self.mask))
         head, self._next_head = self._next_head, self._next_head + 1
-        if len(logits) == 1:
-            sure = None
-            leaving = int(self.policy.one_is_sure(head, logits))
-        else:
-            sure = self.policy.sure(head, logits)
-            leaving = int(sure.count_nonzero())
-        if leaving == 0:
-            return hidden
-        if sure is None or leaving == len(logits):
+        if layer == self.last or (len(logits) == 1 and self.policy.one_is_sure(head, logits)):
             self._leave(layer, logits, self._samples)
             raise _AllLeft
+        if len(logits) == 1:
+            return hidden
+        sure = self.policy.sure(head, logits)
         staying = (~sure).nonzero().squeeze(1)
+        if len(staying) == len(logits):
+            return hidden
         self._leave(layer, logits[sure], self._samples[sure])
+        if len(staying) == 0:
+            raise _AllLeft
         self._samples = self._samples[staying]
         self.policy.keep(staying)
-        self._cuts.clear()
+        self._selected.clear()
         return hidden[staying]
 
     def _leave(self, layer: int, logits: Tensor, samples: Tensor) -> None:
@@ -196,18 +192,18 @@ class _Forward:
         self.logits[samples] = logits
         self.exit_layers[samples] = layer
 
-    def _cut(self, value: Any) -> Any:
-        """Cut a tensor with an entry for each sample, or a tuple of such, to the samples still in the batch.
+    def _select(self, value: Any) -> Any:
+        """Select the rows of the samples still in the batch, from a tensor with a row for each, or a tuple of such.
 
         All else is returned as it is.
         """
         if len(self._samples) == self.size:
             return value
         if isinstance(value, tuple):
-            return tuple(map(self._cut, value))
+            return tuple(map(self._select, value))
         if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != self.size:
             return value
-        # all layers are given the same tensors, which are cut once; keeping the tensor keeps its id from being reused
-        if id(value) not in self._cuts:
-            self._cuts[id(value)] = (value, value.index_select(0, self._samples))
-        return self._cuts[id(value)][1]
+        # all layers get the same tensors, which are reduced once; keeping the tensor keeps its id from being reused
+        if id(value) not in self._selected:
+            self._selected[id(value)] = (value, value.index_select(0, self._samples))
+        return self._selected[id(value)][1]

@@ -1,10 +1,8 @@
 """Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy, run and timed.
 
-One pass over a split keeps the logits of all heads, from which `curves.py` scores any threshold. Thresholds are chosen
+One pass over a split gives the logits of all heads, from which `curves.py` scores any threshold. Thresholds are chosen
 on the held-out part of the training set, never on a split that is evaluated.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable
@@ -36,7 +34,8 @@ def evaluate_exits(model: EarlyExitModel, task: Task, batch_size: int) -> dict[s
     """Evaluate heads, curves, policy and speed on every split, as JSON values; collective, the same on every rank.
 
     `model` is on the rank's device, in evaluation mode. In the result "early_exit" comes from running the model under
-    its policy, "heads" and "curves" from one pass to its end. "calibration" is that of the folder, if its policy is.
+    its policy, "heads" and "curves" from one pass through all layers. "calibration" is the folder's record of it, or
+    None where the model runs under another policy than the folder's.
     """
     folder = Path(model.model.name_or_path)
     saved = distributed.on_main(lambda: read_exits(folder) if has_exits(folder) else None)
@@ -109,10 +108,10 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
     if mistakes:
         raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
-    logits = all_logits(model, task, task.held_out_split, batch_size)
+    heads = all_heads(model, task, task.held_out_split, batch_size, spec.patience)
 
     def chosen() -> tuple[ExitPolicy, dict[str, Any]]:
-        heads = _all_heads(model, task, task.held_out_split, logits, spec.patience)
+        assert heads is not None, "rank 0 has them"
         points = curve(criterion, heads, _FINE)
         best = choose(points, depth, spec)
         policy = heads.policy(criterion, best.threshold)
@@ -136,18 +135,25 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     return distributed.on_main(chosen)
 
 
-def all_logits(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> Tensor | None:
-    """Return the logits of every head for every example of a split; one pass over all ranks, collective.
+def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None) -> AllHeads | None:
+    """Return the logits of every head for every example of a split, and their scores; one pass, collective.
 
-    They are (heads, examples, classes) in fp32 on the CPU of rank 0, in the order of the split; None on other ranks.
+    The logits are on the CPU of rank 0, in the order of the split; the other ranks get None.
     """
     logits = _by_example(lambda batch: model.all_logits(**batch.inputs).transpose(0, 1), task, split, batch_size)
-    return None if logits is None else logits.transpose(0, 1).contiguous()
+    if logits is None:
+        return None
+
+    def score(logits: Tensor) -> dict[str, float]:
+        ids = torch.arange(len(logits))
+        return task.score(split, task.answers(SimpleNamespace(logits=logits), Batch({}, ids, ids)))
+
+    return AllHeads(logits.transpose(0, 1).contiguous(), model.layers, score, patience or DEFAULT_PATIENCE)
 
 
 @torch.inference_mode()
 def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: int, limit: int) -> dict[str, Any]:
-    """Return the seconds of the model with early exits and of the same model run to its end, and their ratio.
+    """Return the seconds of the model with early exits and of the same model through all layers, and their ratio.
 
     At most `limit` examples, evenly spread, go through both models batch by batch until the time is up; which model is
     first alternates. Not collective: other ranks wait for this one, hence the limits.
@@ -170,7 +176,7 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
 
 
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
-    logits = all_logits(model, task, split, batch_size)
+    heads = all_heads(model, task, split, batch_size, model.policy.patience)
 
     def run(batch: Batch) -> Tensor:
         out = model(**batch.inputs)
@@ -179,8 +185,7 @@ def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: i
     rows = _by_example(run, task, split, batch_size)
 
     def results() -> dict[str, Any]:
-        assert rows is not None, "rank 0 has them"
-        heads = _all_heads(model, task, split, logits, model.policy.patience)
+        assert heads is not None and rows is not None, "rank 0 has them"  # noqa: PT018
         criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
         exits = rows[:, 0].int().tolist()
         mean, depth = sum(exits) / len(exits), model.layers[-1]
@@ -217,14 +222,3 @@ def _by_example(run: Callable[[Batch], Tensor], task: Task, split: str, batch_si
     for ids, rows in (part for shard in shards for part in shard):
         merged[ids] = rows
     return merged
-
-
-def _all_heads(model: EarlyExitModel, task: Task, split: str, logits: Tensor | None, patience: int | None) -> AllHeads:
-    """Combine the logits of a split with the task's metrics; on rank 0, which has the logits."""
-    assert logits is not None, "rank 0 has them"
-
-    def score(logits: Tensor) -> dict[str, float]:
-        ids = torch.arange(len(logits))
-        return task.score(split, task.answers(SimpleNamespace(logits=logits), Batch({}, ids, ids)))
-
-    return AllHeads(logits, model.layers, score, patience or DEFAULT_PATIENCE)

@@ -1,11 +1,13 @@
 """Train exit heads: a classifier after every layer, in a second stage or together with the model.
 
-DeeBERT (arXiv 2004.12993) trains the heads alone, all else frozen, on the sum of their losses; PABEE (arXiv 2006.04152)
-trains all together, on a mean weighted by the number of the layer. With `exits.distill` the model's own head teaches
-the others. `policy.py` decides where a sample leaves, and `early_exit.py` has the model that runs so.
-"""
+With L_j the loss of the head after layer j, and n the last layer, which has the model's own head:
 
-from __future__ import annotations
+    DeeBERT (arXiv 2004.12993) freezes the trained model, and trains the heads on sum_{j<n} L_j
+    PABEE (arXiv 2006.04152) trains all together, on sum_{j<=n} j * L_j / sum_{j<=n} j
+
+With `exits.distill` the model's own head teaches the others. `policy.py` decides where a sample leaves, and
+`early_exit.py` has the model that runs so.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +22,9 @@ from ds_trainer.config.recipe import ExitsSpec, GroupRule
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks import losses
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.soft_targets import soft_target_loss
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _HEADS = "exit_heads"
@@ -41,7 +43,7 @@ class Exits(Technique):
         self.heads = nn.ModuleDict()
         """The heads by the number of their layer."""
         self._weights: list[float] = []  # one per head, and in joint training one for the model's own
-        self._source = self._news = ""
+        self._source = self._news = ""  # the folder of the model, and where its heads come from
         self._states: LayerStates | None = None
         # sums in fp64 of numbers in fp32 are exact, so that no cut of a run into several changes what is logged
         self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
@@ -79,9 +81,10 @@ class Exits(Technique):
         return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
-        """Return `exits.heads`, the loss of every head on the labels, and `exits.distill`, on the model's own head.
+        """Return the heads' losses: `exits.heads` on the labels, `exits.distill` on the logits of the model's own head.
 
-        Both are a sum over the heads, or in joint training a mean; the model's own head counts in `exits.heads` then.
+        Each is the weighted sum over the exit heads. In joint training it is the weighted mean, and `exits.heads` has
+        the loss of the model's own head in it.
         """
         logits = self._logits(forward)
         terms = {}
@@ -94,11 +97,14 @@ class Exits(Technique):
             terms["exits.heads"] = self._weighted(values)
         if "distill" in self.spec.terms:
             (teacher,) = self.task.logits(forward.out, forward.batch)
-            terms["exits.distill"] = self._weighted([self._taught(one, teacher) for one in logits.values()])
+            teacher, temperature = teacher.detach(), self.spec.temperature
+            # each head has a copy of the teacher's logits, which the loss overwrites
+            values = [soft_target_loss(self.task, one, teacher.clone(), temperature) for one in logits.values()]
+            terms["exits.distill"] = self._weighted(values)
         return terms
 
     def readings(self) -> dict[str, float]:
-        """Return each head's loss on the labels, the mean since the last readings over all ranks; collective."""
+        """Return each head's loss on the labels, its mean over all ranks since the last readings; collective."""
         if not self._loss_count:
             return {}
         means = (distributed.mean(self._loss_sums) / self._loss_count).tolist()
@@ -110,7 +116,7 @@ class Exits(Technique):
         return {"sums": distributed.mean(self._loss_sums).tolist(), "summed": self._loss_count}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        # checkpoints of earlier versions have "losses", a row for each micro-batch; the first of them have no sums
+        # checkpoints of earlier versions have "losses", a row for each micro-batch; the first of them have no "sums"
         rows, device = state.get("losses", []), distributed.device()
         sums = torch.tensor(state.get("sums", 0.0), dtype=torch.float64, device=device)
         self._loss_sums = sums + sum(torch.tensor(row, dtype=torch.float64, device=device) for row in rows)
@@ -137,7 +143,7 @@ class Exits(Technique):
         save_heads(folder, self.heads, saved)
 
     def _logits(self, forward: Forward) -> dict[int, Tensor]:
-        """Run the heads on the states of the model's latest forward, which must have been that of this batch."""
+        """Run the heads on the states of the model's latest forward, which must have been a forward of this batch."""
         assert self._states is not None, "attach() comes first"
         states, mask = self._states.take(), forward.batch.mask
         dtype = next(self.heads.parameters()).dtype
@@ -149,14 +155,8 @@ class Exits(Technique):
         total = torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum()
         return total / sum(weights) if self.spec.training == "joint" else total
 
-    def _taught(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        teacher = teacher.detach().clone()  # the loss may overwrite it
-        if self.task.regression:
-            return losses.logit_mse(logits, teacher)
-        return losses.distillation_kl(logits, teacher, self.spec.temperature)
-
     def _layers_below(self, depth: int) -> list[int]:
-        """Return the layers that get a head: those requested but the last, which has the model's own."""
+        """Return the layers that get an exit head: those requested except the last, which has the model's own."""
         requested = self.spec.layers or range(1, depth + 1)
         if requested[-1] > depth:
             raise UserError(f"exits: layers names layer {requested[-1]}, and the model has {depth}: write 1 to {depth}")

@@ -1,11 +1,9 @@
 """Exit heads: classifiers of the same form as the model's own head, applied to the output of an earlier layer.
 
-The parts of the model's own head are found by the names that `transformers` gives them, and checked by running the
-model: no model code is copied. The output of a layer is taken to be the input of the next one, which also holds where
-something lies between the two (the convolution of DeBERTa).
+No model code is copied: `model_head` takes the parts of the model's own head by the names that `transformers` gives
+them, and runs the model to check that they are its head. The input of the next layer counts as the output of a layer,
+also where something lies between the two (the convolution of DeBERTa).
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
@@ -30,8 +28,8 @@ HEADS_FILE = "exit_heads.safetensors"
 class ExitHead(nn.Module):
     """Map states (batch, length, width) and their mask (batch, length), or None, to logits (batch, classes).
 
-    `steps` are applied to the pooled state (batch, width). With `takes_tokens` they are given it as a sequence of one
-    token: the pooler or head of some models picks the first token itself.
+    `steps` are applied to the pooled state (batch, width). With `takes_tokens` they get it as a sequence of one token,
+    because the pooler or head of some models picks the first token itself.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class ExitHead(nn.Module):
 
 
 def _mean(states: Tensor, mask: Tensor | None) -> Tensor:
-    """Average states over the tokens; in fp32, since in 16 bits their sum overflows and their count is not exact."""
+    """Average states over the tokens. In 16 bits their sum would overflow and their count be inexact: so in fp32."""
     if mask is None:
         return states.mean(1)
     total = (states * mask.to(states.dtype).unsqueeze(-1)).sum(1, dtype=torch.float32)
@@ -90,9 +88,9 @@ def model_head(model: Any) -> ExitHead:
 
 def new_heads(model: Any, layers: Sequence[int], pooling: Pooling | None) -> nn.ModuleDict:
     """Return a head for each of these layers, keyed by its number: copies of the model's own head."""
-    own = model_head(model)
-    own.pooling = pooling or own.pooling
-    return nn.ModuleDict({str(layer): copy.deepcopy(own) for layer in layers})
+    head = model_head(model)
+    head.pooling = pooling or head.pooling
+    return nn.ModuleDict({str(layer): copy.deepcopy(head) for layer in layers})
 
 
 class LayerStates:
@@ -171,7 +169,7 @@ def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
 
 @torch.no_grad()
 def _check_same(model: Any, head: ExitHead) -> None:
-    """Check on two made-up texts that the head turns the last layer's output into the model's logits."""
+    """Raise UserError unless the head turns the last layer's output into the model's logits, on two made-up texts."""
     last, was_training = len(encoder_layers(model)), model.training
     states = LayerStates(model, [last])
     model.eval()

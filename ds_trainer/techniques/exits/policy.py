@@ -1,11 +1,15 @@
 """Which samples leave at a head: by entropy (DeeBERT, arXiv 2004.12993), confidence or patience (arXiv 2006.04152).
 
-A sample's exit depends on its own logits alone. The running model asks about the samples of a batch that are still in
-it; calibration asks about all logits of all heads at once. Both use this code, so that a score computed from logits is
-the score of the running model.
-"""
+With p the probabilities of head j, t_j its threshold and y_j its answer, a sample leaves at the first head where
 
-from __future__ import annotations
+    entropy      -sum_c p_c ln p_c < t_j
+    confidence   max_c p_c > t_j
+    patience     y_j = y_{j-1} = ... = y_{j-patience}; for a regression each |y_i - y_{i-1}| < t_i
+
+so that its exit depends on its own logits alone. The running model applies this to the samples that are still in its
+batch, calibration to the logits of all heads at once. Both use this code: a score computed from logits is the score of
+the running model.
+"""
 
 import math
 
@@ -29,7 +33,7 @@ def confidence(logits: Tensor) -> Tensor:
 
 
 class RunningPolicy:
-    """A policy applied to one batch, head after head; it counts how long the heads agree, which patience needs."""
+    """A policy applied to one batch, head after head. It remembers for how long the heads agree, as patience needs."""
 
     def __init__(self, policy: ExitPolicy, regression: bool) -> None:
         self.policy, self.regression = policy, regression
@@ -37,9 +41,9 @@ class RunningPolicy:
         self._streak: Tensor  # (batch,) heads in a row that agreed with the one before
 
     def sure(self, head: int, logits: Tensor) -> Tensor:
-        """Return (batch,) booleans: who leaves at this head, by its logits (batch, classes).
+        """Return (batch,) booleans: which samples leave at this head, by its logits (batch, classes).
 
-        Heads are counted from 0 and must be asked in order. The model's own head is never asked.
+        Heads are counted from 0, and this is called for each exit head in order; at the model's own all others leave.
         """
         if self.policy.criterion == "entropy":
             return entropy(logits) < self.policy.thresholds[head]
@@ -57,7 +61,11 @@ class RunningPolicy:
         return self._streak >= self.policy.patience
 
     def one_is_sure(self, head: int, logits: Tensor) -> bool:
-        """Return `sure` of a single sample (1, classes); for so few values plain arithmetic is several times faster."""
+        """Return `sure` for a single sample (1, classes), where plain arithmetic is several times faster than tensors.
+
+        With w_c = exp(x_c - max x) and W = sum w_c, the confidence is 1 / W, and the entropy
+        ln W - sum_c w_c (x_c - max x) / W.
+        """
         if self.policy.criterion == "patience":
             return bool(self.sure(head, logits))
         (row,) = logits.tolist()
@@ -70,7 +78,7 @@ class RunningPolicy:
         return math.log(total) - mean < threshold
 
     def keep(self, staying: Tensor) -> None:
-        """Forget all samples of the last call but those with these indices."""
+        """Go on with these samples of the last call, by their indices, and forget the others."""
         if self._last is not None:
             self._last, self._streak = self._last[staying], self._streak[staying]
 

@@ -1,7 +1,5 @@
 """What pruning warns of at its start, where training is not dense, and at its end, far from what the recipe says."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -9,13 +7,16 @@ import torch
 from ds_trainer.config.prune_specs import BY_SHARE, PruneSpec
 from ds_trainer.tasks.losses import hard_concrete
 
+_FEW_STEPS = "lower initial_warmup or final_warmup: the threshold has no step to move in"
 _START_DENSE = {
+    "topK": _FEW_STEPS,
+    "magnitude": _FEW_STEPS,
     "threshold": 'set mask_init to "constant", and mask_scale above initial_threshold by many steps of '
     "mask_scores_learning_rate",
     "sigmoied_threshold": "lower initial_threshold, or raise mask_scale",
     "l0": 'set mask_init to "constant" and mask_scale to 2.197',
 }
-"""What to change, by method, where training does not start dense; by a share it is the schedule."""
+"""What to change, by method, where training does not start dense."""
 
 
 def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
@@ -29,9 +30,7 @@ def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
         density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5
     if density >= expected - 0.1:
         return None
-    advice = _START_DENSE.get(
-        spec.pruning_method, "lower initial_warmup or final_warmup: the threshold has no step to move in"
-    )
+    advice = _START_DENSE[spec.pruning_method]
     return f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: {advice}"
 
 

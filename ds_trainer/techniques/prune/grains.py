@@ -1,9 +1,8 @@
 """The grain of a matrix: the blocks of it that one score decides on, and how gates on them meet its weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +58,7 @@ class Grain:
             values = F.pad(values, (0, beside, 0, below))
         return values.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).sum((1, 3)).view(self.shape)
 
+    @cached_property
     def sizes(self) -> Tensor:
         """Count the matrix's weights that each decision is about: int64, on the CPU."""
         ones = torch.ones(self.out_features, self.in_features)

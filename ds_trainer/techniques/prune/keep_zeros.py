@@ -4,8 +4,6 @@ For unstructured models, since what a structured cut leaves is dense. A weight t
 stays zero under every optimizer that works elementwise, its moments and its weight decay included.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -1,16 +1,14 @@
 """A linear layer whose weight is masked in the forward, and whose scores learn in the backward.
 
-The mask of single weights is never stored in training: it is a comparison of the scores with a cut, made again wherever
-it is needed. So a masked layer costs its scores and, while it computes, one more buffer of the size of its weight. The
-gates of larger decisions are few, found once a step and stored, as those of 2:4 are, at a byte a weight.
+The mask of single weights is never stored in training: it is a comparison of the scores with a cutoff, made again
+wherever it is needed. So a masked layer costs its scores and, while it computes, one more buffer of the size of its
+weight. The gates of larger decisions are few, and so are stored once a step; those of 2:4 take a byte a weight.
 
 The penalty on the scores is computed in the layer's own forward, and its gradient in the layer's own backward, because
 there ZeRO-3 has gathered the scores anyway.
 
-Which scores are kept is decided in `rules.py`.
+Which scores are kept is decided in `rules.py`, and how a mask multiplies and passes gradients in `masks.py`.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,35 +26,31 @@ from ds_trainer.techniques.prune.masks import DecisionMask, GateMask, HardMask, 
 
 @dataclass
 class StepMask:
-    """A layer's mask during one optimizer step: the rule that finds it, and the mask once a forward has found it."""
+    """A layer's mask during one optimizer step: the rule that makes it, and the mask once a forward has made it."""
 
     rule: Rule | None = None
     mask: Mask | None = None
     draws: int = 0
     """How often noise was drawn: each training forward of the step has its own."""
     evaluation_weight: Tensor | None = None
+    """The masked weight, which all batches of an evaluation share."""
 
 
 class MaskedLinear(nn.Linear):
     """A linear layer (or `Conv1D`) with the parameters of `linear`, and `mask_scores` unless magnitude scores it.
 
     The scores have the weight's shape or, with a grain, the shape of its decisions. Without `mask_scores`, a weight's
-    score is its magnitude, and a decision's the root mean square of its weights, unless `magnitudes` has that of a
-    block of several matrices.
+    score is its magnitude, and a decision's score is the root mean square of its weights. The layer computes it from
+    its own matrix, unless `magnitudes` holds the scores of decisions that are about several matrices.
 
-    `set_rule` is called once per optimizer step. The next forward finds the mask, when ZeRO-3 has gathered the scores,
+    `set_rule` is called once per optimizer step. The next forward makes the mask, when ZeRO-3 has gathered the scores,
     and the following ones use it. `penalty` is the latest forward's penalty, a scalar with gradient, or None.
     """
 
     mask_scores: nn.Parameter | None
 
     def __init__(
-        self,
-        linear: AnyLinear,
-        initial_scores: Tensor | None,
-        penalty_kind: str | None,
-        grain: Grain | None = None,
-        sizes: Tensor | None = None,
+        self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
     ) -> None:
         nn.Module.__init__(self)  # that of nn.Linear would allocate a second weight
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
@@ -65,8 +59,6 @@ class MaskedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
         self.grain = grain
-        self.sizes = grain.sizes() if grain is not None and sizes is None else sizes
-        """How many weights each decision is about, those in other matrices too."""
         self.magnitudes: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
@@ -75,39 +67,38 @@ class MaskedLinear(nn.Linear):
 
     @property
     def mask(self) -> Mask | None:
-        """The mask of this step, once a forward has found it."""
+        """The mask of this step, once a forward has made it."""
         return self.step_mask.mask
 
     @property
-    def covered(self) -> int:
-        """How many weights the mask is about."""
-        return self.weight_size if self.sizes is None else int(self.sizes.sum())
+    def score_source(self) -> Tensor:
+        """The parameter that must be gathered before `scores()`."""
+        return self.weight if self.mask_scores is None else self.mask_scores
 
     def set_rule(self, rule: Rule) -> None:
-        """Have the next forward find its mask by this rule."""
+        """Have the next forward make its mask by this rule."""
         self.step_mask = StepMask(rule)
 
     def hold(self, mask: Mask) -> None:
-        """Mask the weight by a mask that is already found, until it is replaced."""
+        """Mask the weight by this mask until another one or a rule takes its place."""
         self.step_mask = StepMask(mask=mask)
 
     def hold_gates(self, gates: Tensor) -> None:
-        """As `hold`, from a bool for each decision."""
+        """Mask the weight by a bool for each decision, as `hold` does."""
         assert self.grain is not None
-        assert self.sizes is not None
         gates = gates.view(self.grain.shape).to(self.weight.device)
-        self.hold(DecisionMask(GateMask(gates), self.grain, self.sizes, gates, spoilt=torch.tensor(False)))
+        self.hold(DecisionMask(GateMask(gates), self.grain, gates, spoilt=torch.tensor(False)))
 
     def scores(self) -> Tensor:
         """Return what masks compare: the learned scores, or the magnitudes of the weights or decisions."""
         if self.mask_scores is not None:
             return self.mask_scores.detach()
-        if self.grain is None or self.sizes is None:
-            return self.weight.detach().abs()
         if self.magnitudes is not None:
             return self.magnitudes
+        if self.grain is None:
+            return self.weight.detach().abs()
         squares = self.grain.sums(self.weight.detach().float().square())
-        return (squares / self.sizes.to(squares.device)).sqrt()
+        return (squares / self.grain.sizes.to(squares.device)).sqrt()
 
     def find_mask(self) -> Mask:
         """Return the step's mask with the noise of this forward. Scores and weight must be gathered."""
@@ -116,10 +107,11 @@ class MaskedLinear(nn.Linear):
             assert step.rule is not None, "set_rule() comes before the first forward"
             scores = self.scores()
             step.mask = step.rule(scores)
-            if self.grain is not None and self.sizes is not None:
-                # read at the end of the step or later, when the optimizer may have changed the scores: so taken here
+            if self.grain is not None:
+                # the gates are read at the end of the step or later, when the optimizer has changed the scores: so they
+                # are computed here
                 gates = step.mask.drawn(None).times(torch.ones_like(scores), scores) > 0
-                step.mask = DecisionMask(step.mask, self.grain, self.sizes, gates, scores.isnan().any())
+                step.mask = DecisionMask(step.mask, self.grain, gates, scores.isnan().any())
         step.draws += self.training
         return step.mask.drawn(step.draws if self.training else None)
 
@@ -158,13 +150,17 @@ _How = tuple[Mask, str | None, type[nn.Module]]
 class _MaskedLinear(torch.autograd.Function):
     """(hidden (..., in), weight in the layout of the plain class, bias, scores) -> output (..., out), penalty ().
 
-    Written by hand because plain autograd would keep the masked weight of every layer from forward to backward: a
-    second copy of the model. This saves only its inputs, of which weight and scores are the parameters themselves, and
+    With W' = W * M(S) and G = dL/dW' = (dL/dout)^T hidden, the gradients are
+
+        dL/dhidden = dL/dout W'      dL/dW = G * M(S)      dL/dS = `Mask.scores_gradient` of G (G * W if M is hard)
+
+    They are written by hand because plain autograd would keep W' of every layer from forward to backward: a second copy
+    of the model. This function saves only its inputs, of which weight and scores are the parameters themselves, and
     masks again in the backward, which costs one elementwise pass.
 
-    That pass must see what the forward saw. The step's mask and its noise are the same objects, and the optimizer does
-    not touch parameters between the two. Under ZeRO-3 the saved tensors are the parameters, which the engine gathers
-    again before the module's backward.
+    That pass must see what the forward saw. It does: the mask and its noise are the same objects, the optimizer does
+    not touch parameters between the two, and under ZeRO-3, where the saved tensors are the partitioned parameters, the
+    engine gathers them again before the module's backward.
     """
 
     @staticmethod
@@ -197,13 +193,13 @@ class _MaskedLinear(torch.autograd.Function):
                 hidden_gradient = gradient.matmul(rows_of(masked, ctx.plain)).to(hidden.dtype)
                 del masked  # or the peak would be one matrix higher
             if needs_weight or needs_scores:
-                # dL/d(masked weight), of which the weight gets the masked part and the scores all (straight-through)
+                # G, of which the weight gets the masked part, and the scores all
                 inputs = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
                 turned = inputs.t().matmul(rows) if ctx.plain is Conv1D else rows.t().matmul(inputs)
                 weight_gradient = turned.to(weight.dtype)
                 del inputs, turned
             if needs_scores:
-                # times the incoming gradient, which has the loss scale, while still in fp32: see score_penalty_slope
+                # multiplied in fp32 by the incoming gradient, which has the loss scale: see score_penalty_slope
                 penalty = score_penalty_slope(scores, ctx.kind).mul_(penalty_gradient) if ctx.kind else None
                 scores_gradient = ctx.mask.scores_gradient(weight_gradient, weight, scores, penalty)
             weight_gradient = ctx.mask.times(weight_gradient, compared) if needs_weight else None
@@ -212,7 +208,7 @@ class _MaskedLinear(torch.autograd.Function):
 
 
 def _scores_of(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:
-    """Return what the mask compares. Stored gates compare nothing: the weight stands in without its magnitude."""
+    """Return what the mask compares. Stored gates compare nothing, so that no magnitudes are computed for them."""
     if scores is not None:
         return scores
     return weight.abs() if isinstance(mask, HardMask) else weight

@@ -1,8 +1,9 @@
 """Masks: how the weights of a layer are multiplied by 0, 1 or a gate between, and how gradients come back to scores.
 
-A hard mask of weights is a cut through their scores, a hard mask of larger decisions a bool for each. A soft mask has
-hard-concrete gates (arXiv 1712.01312). The gradient of a hard mask's scores is straight-through,
-dL/dscores = dL/dW' * W (arXiv 2005.07683, eq. 5), summed over the weights of a decision.
+A weight W with scores S and a mask M(S) computes with W' = W * M(S). A hard mask is 0 or 1: a comparison of the
+weights' scores with a cutoff or, for larger decisions, a bool for each. It has no derivative, and is passed straight
+through: dL/dS = dL/dW' * W (arXiv 2005.07683, eq. 5), summed over the weights of a decision. A soft mask has
+hard-concrete gates (arXiv 1712.01312), whose derivative is dL/dS = dL/dW' * W * M'(S).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ds_trainer.tasks.losses import hard_concrete, hard_concrete_slope
 from ds_trainer.techniques.prune.grains import Grain
-from ds_trainer.techniques.prune.selection import Cut, diverged, just_below
+from ds_trainer.techniques.prune.selection import Cutoff, diverged, just_below
 
 _zero_where_at_most = torch.ops.aten.threshold_backward
 """(values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several."""
@@ -24,7 +25,7 @@ _zero_where_at_most = torch.ops.aten.threshold_backward
 class Mask:
     """What masks a weight during one optimizer step. Weight, values, scores and gradients have one shape.
 
-    Only the scores of a `DecisionMask`, and their gradient, have another: one entry per decision (head, row, block).
+    A `DecisionMask` is the exception: its scores, and their gradient, have one entry per decision (head, row, block).
     """
 
     @property
@@ -54,21 +55,21 @@ class Mask:
 
 @dataclass(frozen=True)
 class HardMask(Mask):
-    """0 or 1 by comparing the scores with a cut. It is compared again at every use, and so takes no memory."""
+    """0 or 1 by comparing the scores with a cutoff. They are compared again at every use: the mask takes no memory."""
 
-    cut: Cut
+    cutoff: Cutoff
 
     @property
     def kept(self) -> int:
-        return self.cut.kept
+        return self.cutoff.kept
 
     def times(self, values: Tensor, scores: Tensor) -> Tensor:
-        kept = _zero_where_at_most(values, scores, self.cut.threshold)
-        end = self.cut.ties_end
+        kept = _zero_where_at_most(values, scores, self.cutoff.threshold)
+        end = self.cutoff.ties_end
         if end:
             # The first `end` values also keep scores equal to the threshold: x >= t is x > (the number just below t).
             # So exactly k are kept where many scores are equal, as all are at the start, without a stored mask.
-            below = just_below(self.cut.threshold, scores.dtype)
+            below = just_below(self.cutoff.threshold, scores.dtype)
             kept.view(-1)[:end] = _zero_where_at_most(values.reshape(-1)[:end], scores.view(-1)[:end], below)
         return kept
 
@@ -125,27 +126,25 @@ class SoftMask(Mask):
 class DecisionMask(Mask):
     """A mask with one entry per decision, spread by a grain over the weights that each is about.
 
-    `sizes`, on the CPU, counts the weights of each decision, those in other matrices too. `gates`, bools, says which
-    decisions evaluation keeps, and `spoilt` whether a score was NaN. Both stay on the device until they are read in
-    `open`: asking each step would make the host wait for the device.
+    `gates`, bools, says which decisions evaluation keeps, and `spoilt` whether a score was NaN. Both stay on the device
+    until they are read in `open`: reading them at every step would make the host wait for the device.
     """
 
     mask: Mask
     grain: Grain
-    sizes: Tensor
     gates: Tensor
     spoilt: Tensor
 
     @property
     def open(self) -> Tensor:
-        """The decisions that evaluation keeps, as bools. RuntimeError where the scores held NaN."""
+        """The decisions that evaluation keeps, as bools. NonFiniteLossError where the scores held NaN."""
         if self.spoilt:
             raise diverged()
         return self.gates
 
     @property
     def kept(self) -> int:
-        return int((self.sizes * self.open.cpu()).sum())
+        return int((self.grain.sizes * self.open.cpu()).sum())
 
     def drawn(self, number: int | None) -> Mask:
         return replace(self, mask=self.mask.drawn(number))
@@ -154,7 +153,8 @@ class DecisionMask(Mask):
         return self.grain.times(values, self.mask.times(values.new_ones(self.grain.shape), scores))
 
     def scores_gradient(self, gradient: Tensor, weight: Tensor, scores: Tensor, penalty: Tensor | None) -> Tensor:
-        # fp32: in fp16 the single products vanish, though their sum over a decision does not
+        # A gate g on the weights W_i of a decision has dL/dg = sum_i dL/dW'_i * W_i. The sum is taken in fp32: in
+        # fp16 the single products vanish, though their sum does not.
         sums = self.grain.sums(gradient.float() * weight)
         return self.mask.scores_gradient(sums, torch.ones_like(sums), scores, penalty)
 

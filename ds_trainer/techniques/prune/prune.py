@@ -7,16 +7,14 @@ neuron. Pruning leaves zeros; the export cuts them out of the matrices.
 
 The concepts, from the inside out: a `Grain` says which weights a decision is about (`grains.py`), a `Mask` how scores
 mask weights (`masks.py`), a rule which scores are kept (`rules.py`), a `Site` where in the model this happens
-(`sites.py`), `Costs` what a decision saves (`costs.py`).
+(`sites.py`), a `Budget` what decisions may cost together (`costs.py`).
 """
-
-from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -24,15 +22,16 @@ from torch import Tensor, nn
 
 from ds_trainer.config.recipe import GroupRule, PruneSpec
 from ds_trainer.config.schedules import Schedule, steps_of
-from ds_trainer.models.layers import in_features, rows_of, swap, whole_class
+from ds_trainer.models.layers import in_features, rows_of, swap
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Forward, Predict, Task
-from ds_trainer.techniques.prune import advice, costs
+from ds_trainer.techniques.prune import advice
+from ds_trainer.techniques.prune.costs import Budget
 from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
 from ds_trainer.techniques.prune.masks import DecisionMask, HardMask
-from ds_trainer.techniques.prune.rules import allowed_counts, choose_decisions, choose_weights, set_rules
-from ds_trainer.techniques.prune.selection import Cut
+from ds_trainer.techniques.prune.rules import choose_decisions, choose_weights, set_rules
+from ds_trainer.techniques.prune.selection import Cutoff
 from ds_trainer.techniques.prune.sites import Site, sites_of
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
@@ -40,6 +39,8 @@ from ds_trainer.techniques.technique import PhaseLength, Technique
 class Prune(Technique):
     name: ClassVar[str] = "prune"
     Spec = PruneSpec
+
+    budget: Budget
 
     def __init__(self, spec: PruneSpec, length: PhaseLength, task: Task) -> None:
         self.spec = spec
@@ -52,33 +53,20 @@ class Prune(Technique):
         self.cheap_views = spec.evaluate_at_final_threshold
         self.sites: dict[str, Site] = {}
         self.layers: dict[str, MaskedLinear] = {}
-        self.flops: costs.Costs | None = None
-        self.costs: costs.Costs | None = None
-        """What a choice over all layers counts: weights, operations, or seconds once they are measured."""
-        self.measure: Callable[[torch.device], costs.LayerSeconds] | None = None
-        self.counted = Counter[str]()
+        self.weights: dict[str, int] = {}
+        """How many weights the decisions of each site are about."""
         self.step, self.threshold = 0, self.schedule(0)
         self.at_final: list[StepMask] = []
-        """The layers' masks at the final threshold, once a view has found them in this step."""
+        """The layers' masks at the final threshold, once a view has made them in this step."""
         self.warned: set[str] = set()
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
-        if all(site.block for site in self.sites.values()):
-            self.flops = costs.flops_costs(model, self.sites, self.spec.cost_tokens)
-        if self.spec.target_flops is not None and self.flops is not None:
-            self.costs = self.flops
-            self._check_target("target_flops", self.costs)
-        elif self.spec.target_latency is not None:
-            base: Any = getattr(model, "base_model", model)
-            self.measure = partial(costs.layer_seconds, whole_class(base), base.config, self.spec.cost_tokens)
-            self.counted = costs.count_decisions(model)
-        elif self.together and all(site.grain for site in self.sites.values()):
-            self.costs = costs.Costs({name: site.sizes().double() for name, site in self.sites.items()}, 0.0)
+        self.budget = Budget(model, self.sites, self.spec)
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
-            sizes = None if site.grain is None else site.sizes()
-            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain, sizes)
+            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
+            self.weights[name] = site.weights  # counted now, since ZeRO-3 leaves empty weights
         swap(model, self.layers)
         return model
 
@@ -90,12 +78,7 @@ class Prune(Technique):
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
     def start(self, device: torch.device) -> None:
-        """Measure seconds on one rank for all, unless the run that this one continues has measured them."""
-        if self.measure is None or self.costs is not None:
-            return
-        measured = distributed.on_main(partial(self.measure, device))
-        self.costs = costs.seconds_costs(measured, self.counted, self.sites)
-        self._check_target("target_latency", self.costs)
+        self.budget.measure(device)
 
     def on_step(self, step: int) -> None:
         # an evaluation between two steps has begun this step already: the masks are then no longer those of the last
@@ -124,30 +107,22 @@ class Prune(Technique):
             self._set_step_masks(of_training)
 
     def state(self) -> dict[str, Any]:
-        """Return the choice over all layers, which the scores have moved on from since, and the measured seconds."""
+        """Return the choice over all layers, from which the scores have moved on since, and the measured seconds."""
         masks = [layer.mask for layer in self.layers.values()] if self.together else []
         gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, DecisionMask)]
-        seconds = None
-        if self.costs is not None and self.spec.target_latency is not None:  # a site's decisions take the same seconds
-            each = {name: float(cost.flatten()[0]) for name, cost in self.costs.each.items()}
-            seconds = {"each": each, "fixed": self.costs.fixed}
         return {
-            "cuts": [asdict(mask.cut) for mask in masks if isinstance(mask, HardMask)],
+            "cuts": [asdict(mask.cutoff) for mask in masks if isinstance(mask, HardMask)],
             "gates": ["".join(map(str, of_layer)) for of_layer in gates],
-            "seconds": seconds,
+            "seconds": self.budget.state(),
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        layers, cuts, gates = self.layers.values(), state["cuts"], state.get("gates", ())
-        for layer, cut in zip(layers, cuts, strict=bool(cuts)):
-            layer.hold(HardMask(Cut(**cut)))
+        layers, cutoffs, gates = self.layers.values(), state["cuts"], state.get("gates", ())
+        for layer, cutoff in zip(layers, cutoffs, strict=bool(cutoffs)):
+            layer.hold(HardMask(Cutoff(**cutoff)))
         for layer, written in zip(layers, gates, strict=bool(gates)):
             layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
-        seconds = state.get("seconds")
-        if seconds:
-            shapes = {name: site.shape for name, site in self.sites.items()}
-            each = {name: torch.full(shapes[name], s, dtype=torch.float64) for name, s in seconds["each"].items()}
-            self.costs = costs.Costs(each, seconds["fixed"])
+        self.budget.resume(state.get("seconds"))
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -158,19 +133,19 @@ class Prune(Technique):
         return {"prune.penalty": torch.stack(penalties).mean() * ramp}
 
     def readings(self) -> dict[str, float]:
-        """Return the threshold and, once a forward has found the masks, densities, kept decisions, and FLOPs."""
+        """Return the threshold and, once a forward has made the masks, densities, kept decisions, and FLOPs."""
         readings = {"prune/threshold": self.threshold}
         masks = {name: layer.mask for name, layer in self.layers.items() if layer.mask is not None}
         if not masks:
             return readings
-        kept = {name: mask.kept for name, mask in masks.items()}
-        readings["prune/density"] = sum(kept.values()) / sum(self.layers[name].covered for name in masks)
+        shares = {name: Fraction(mask.kept, self.layers[name].weight_size) for name, mask in masks.items()}
+        kept = sum(share * self.weights[name] for name, share in shares.items())
+        readings["prune/density"] = float(kept / sum(self.weights[name] for name in masks))
         gates = {name: mask.open for name, mask in masks.items() if isinstance(mask, DecisionMask)}
         kept_of_kind = Counter[str]()
-        for name, count in kept.items():
+        for name, share in shares.items():
             site = self.sites[name]
-            for matrix in (*site.inner, name):
-                readings[f"prune/density/{matrix}"] = count / self.layers[name].covered
+            readings |= {f"prune/density/{matrix}": float(share) for matrix in (*site.inner, name)}
             if site.block:
                 decisions = int(gates[name].count_nonzero())
                 readings[f"prune/kept/{site.block_name}"] = decisions
@@ -178,8 +153,8 @@ class Prune(Technique):
         for kind in [kind for kind, count in kept_of_kind.items() if not count]:
             advised = "lower final_threshold or final_lambda, or raise mask_scale"
             self._warn_once(kind, f"prune: no {kind} is left in any layer: {advised}")
-        if self.flops and len(gates) == len(self.layers):
-            readings["prune/flops"] = self.flops.share(gates)
+        if self.budget.flops and len(gates) == len(self.layers):
+            readings["prune/flops"] = self.budget.flops.share(gates)
         return readings
 
     def fold(self, model: nn.Module) -> nn.Module:
@@ -187,7 +162,7 @@ class Prune(Technique):
         for name, layer in self.layers.items():
             if isinstance(layer.mask, DecisionMask):
                 self.sites[name].clear(model, ~layer.mask.open)
-        if self.step == self.last_step:
+        if self._is_last():
             self._warn_once("end", advice.of_end(self.spec, self.readings()["prune/density"]))
         return model
 
@@ -196,36 +171,35 @@ class Prune(Technique):
             self.warned.add(about)
             distributed.warn(message)
 
+    def _is_last(self) -> bool:
+        """Whether training has ended; a run may be resumed with fewer steps than its checkpoint has taken."""
+        return self.step >= self.last_step
+
     def _is_due(self) -> bool:
-        """Whether this step finds new masks: a choice over all layers is held for a number of steps."""
-        if not self.together or self.step == self.last_step:
+        """Whether this step makes new masks: a choice over all layers is held for a number of steps."""
+        if not self.together or self._is_last():
             return True
         refreshed = self.step % self.spec.global_topk_frequency_compute == 0
         return refreshed or any(layer.mask is None for layer in self.layers.values())
 
     def _find_masks(self, threshold: float) -> None:
-        """Set the rules by which the next forward finds its masks or, over all layers, choose them now; collective."""
+        """Set the rules by which the next forward makes its masks or, over all layers, make them now; collective."""
         for name, site in self.sites.items():
             layer = self.layers[name]
             if site.inner and layer.mask_scores is None:
                 layer.magnitudes = site.magnitudes(layer.weight)
+        costs = self.budget.costs
         if not self.together:
             set_rules(self.layers, self.sites, self.spec, threshold, (self.seed, self.step))
         elif all(site.grain is None for site in self.sites.values()):
             choose_weights(self.layers, threshold)
         else:
-            assert self.costs is not None, "start(), or resume() from a run that has measured, comes first"
-            choose_decisions(self.layers, self.sites, self.spec, self.costs, threshold)
+            assert costs is not None, "start(), or resume() from a run that has measured, comes first"
+            choose_decisions(self.layers, self.sites, costs.each, threshold * costs.total - costs.fixed)
 
     def _set_step_masks(self, step_masks: Sequence[StepMask]) -> None:
         for layer, step_mask in zip(self.layers.values(), step_masks, strict=True):
             layer.step_mask = step_mask
-
-    def _check_target(self, field: str, of_decisions: costs.Costs) -> None:
-        """Raise UserError where even the fewest decisions that each site must keep cost more than the target."""
-        assert self.spec.target is not None
-        lowest = {name: allowed_counts(self.spec, site).lowest(site.count) for name, site in self.sites.items()}
-        of_decisions.check(self.spec.target, field, lowest)
 
     def _initial_scores(self, site: Site, index: int) -> Tensor | None:
         """Return the scores of a site at the start, the same on every rank; None where magnitude needs none."""
@@ -247,8 +221,8 @@ class Prune(Technique):
 def threshold_schedule(spec: PruneSpec, length: PhaseLength) -> Schedule:
     """Return step -> threshold. An int warm-up counts multiples of the learning rate's, as in the original scripts."""
     start, tail = (
-        units * length.warmup if isinstance(units, int) else steps_of(units, length.total)
-        for units in (spec.initial_warmup, spec.final_warmup)
+        warmup * length.warmup if isinstance(warmup, int) else steps_of(warmup, length.total)
+        for warmup in (spec.initial_warmup, spec.final_warmup)
     )
     if start + tail > length.total:
         raise UserError(

@@ -1,12 +1,10 @@
 """The k-th largest of many scores, exactly and without sorting them.
 
-A strided sample brackets the threshold; one pass counts what lies above the bracket and picks out what lies in it, and
-the k-th of those few is the k-th of all (the idea of Floyd and Rivest's SELECT, CACM 18(3), 1975). Chunks are visited
-one after the other and never joined, so that the threshold over all layers needs no copy of all scores, and
-partitioned scores are gathered a chunk at a time.
+A strided sample brackets the k-th largest value. One pass counts the values above the bracket and picks out those
+inside it, and the right one of those few is the k-th largest of all (the idea of Floyd and Rivest's SELECT, CACM
+18(3), 1975). The values come in chunks, one for each layer, which are visited one after the other and never joined: a
+threshold over all layers then needs no copy of all scores, and partitioned scores are gathered a chunk at a time.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +23,8 @@ _SLACK = 4.0  # standard deviations of a sampled quantile: a random sample misse
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Keep the values above `threshold` and, of the first `ties_end` in memory order, also those equal to it."""
+class Cutoff:
+    """Keep the values above `threshold` and, among the first `ties_end` in memory order, also those equal to it."""
 
     threshold: float
     ties_end: int
@@ -35,33 +33,33 @@ class Cut:
 
 @dataclass(frozen=True)
 class AllowedCounts:
-    """How many decisions a matrix or block may keep: at least so many, and a multiple, or all."""
+    """How many decisions a matrix or block may keep: at least `least`, and a multiple of `multiple`, or all."""
 
     least: int = 0
     multiple: int = 1
 
     def lowest(self, total: int) -> int:
-        """The fewest of `total` that may be kept."""
+        """The fewest of `total` decisions that may be kept."""
         return min(total, math.ceil(self.least / self.multiple) * self.multiple)
 
     def nearest(self, count: Tensor, total: int) -> Tensor:
-        """The allowed count nearest to `count`, a scalar; at least one multiple unless it is 0."""
+        """The allowed count nearest to `count`, a scalar; at least one multiple unless `count` is 0."""
         rounded = (count + self.multiple // 2) // self.multiple * self.multiple
         some = rounded.clamp(min(self.multiple, total), total)
         kept = torch.where(count >= total, total, torch.where(count > 0, some, 0))
         return kept.clamp(min=self.lowest(total))
 
 
-def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
-    """Find, for each chunk, the cut that keeps exactly the `k` largest values over all chunks together.
+def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cutoff]:
+    """Return, for each chunk, the cutoff that keeps exactly the `k` largest values over all chunks together.
 
     `chunks()` is called a few times and yields contiguous tensors of one floating dtype, of the given sizes, without
     NaN. Ties at the threshold are kept in memory order. `k` runs from 0 to sum(sizes).
     """
     if k == 0:
-        return [Cut(math.inf, 0, 0) for _ in sizes]
+        return [Cutoff(math.inf, 0, 0) for _ in sizes]
     if k == sum(sizes):
-        return [Cut(-math.inf, size, size) for size in sizes]
+        return [Cutoff(-math.inf, size, size) for size in sizes]
     low, high, dtype = _bracket(chunks, sum(sizes), k)
     above, inside = _split(chunks, low, high)
     if not 0 < k - sum(above) <= sum(part.numel() for part in inside):
@@ -73,7 +71,19 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cut]:
     value = float(joined.kthvalue(joined.numel() - wanted + 1).values)
     greater = [count + int((part > value).count_nonzero()) for count, part in zip(above, inside, strict=True)]
     ties = [int((part == value).count_nonzero()) for part in inside]
-    return _cuts(chunks, value, just_below(value, dtype), greater, ties, k - sum(greater))
+    missing, cutoffs, divided = k - sum(greater), [], {}
+    for index, (more, equal) in enumerate(zip(greater, ties, strict=True)):
+        taken = min(equal, missing)
+        missing -= taken
+        cutoffs.append(Cutoff(just_below(value, dtype) if taken == equal else value, 0, more + taken))
+        if 0 < taken < equal:
+            divided[index] = taken
+    # the one chunk that keeps some of its ties and drops others is visited again, to see where the last kept one lies
+    for index, chunk in enumerate(chunks() if divided else ()):
+        if index in divided:
+            places = (chunk.detach().flatten() == value).nonzero().flatten()
+            cutoffs[index] = replace(cutoffs[index], ties_end=int(places[divided[index] - 1]) + 1)
+    return cutoffs
 
 
 def diverged() -> NonFiniteLossError:
@@ -81,12 +91,12 @@ def diverged() -> NonFiniteLossError:
     return NonFiniteLossError("the scores hold NaN: the run has diverged; lower mask_scores_learning_rate")
 
 
-def cut_at(values: Tensor, threshold: float, at_least: int) -> Cut:
-    """Return the cut that keeps the values above `threshold`, but never fewer than the `at_least` largest."""
+def cutoff_at(values: Tensor, threshold: float, at_least: int) -> Cutoff:
+    """Return the cutoff that keeps the values above `threshold`, but never fewer than the `at_least` largest."""
     threshold = float(torch.tensor(threshold, dtype=values.dtype))
     kept = int((values > threshold).count_nonzero())
     if kept >= at_least:
-        return Cut(threshold, 0, kept)
+        return Cutoff(threshold, 0, kept)
     return select_largest(lambda: [values], [values.numel()], at_least)[0]
 
 
@@ -106,7 +116,11 @@ def just_below(value: float, dtype: torch.dtype) -> float:
 
 
 def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float, torch.dtype]:
-    """Return values such that (low, high] very likely holds the k-th largest, and the chunks' dtype."""
+    """Return values such that (low, high] very likely holds the k-th largest, and the chunks' dtype.
+
+    The share of a random sample of n values that lies above the k-th of all has the mean p = k / total and the
+    standard deviation sqrt(p (1 - p) / n): the bracket reaches `_SLACK` of these to both sides.
+    """
     stride = max(1, total // _SAMPLE) | 1  # odd, so that it does not fall in step with the width of a matrix
     parts = [chunk.detach().flatten()[::stride].clone() for chunk in chunks()]  # a view would keep the chunk alive
     sample = torch.cat(parts)
@@ -131,25 +145,6 @@ def _split(chunks: Chunks, low: float, high: float) -> tuple[list[int], list[Ten
     return above, inside
 
 
-def _cuts(chunks: Chunks, value: float, below: float, greater: list[int], ties: list[int], wanted: int) -> list[Cut]:
-    """Share the `wanted` ties at `value` out to the chunks in order; `below` is the number just below it.
-
-    The chunks are visited only if one of them keeps some of its ties and drops others.
-    """
-    cuts, partial = [], {}
-    for index, (more, equal) in enumerate(zip(greater, ties, strict=True)):
-        taken = min(equal, wanted)
-        wanted -= taken
-        cuts.append(Cut(below if taken == equal else value, 0, more + taken))
-        if 0 < taken < equal:
-            partial[index] = taken
-    for index, chunk in enumerate(chunks() if partial else ()):
-        if index in partial:
-            at = (chunk.detach().flatten() == value).nonzero().flatten()
-            cuts[index] = replace(cuts[index], ties_end=int(at[partial[index] - 1]) + 1)
-    return cuts
-
-
 def standardised(values: Sequence[Tensor]) -> list[Tensor]:
     """Subtract the common mean of all chunks and divide by their common standard deviation; fp64, on the CPU.
 
@@ -166,8 +161,8 @@ def largest_within(
 ) -> list[Tensor]:
     """Take the largest values of all chunks until their cost is as near to `budget` as it can be: bools, on the CPU.
 
-    Costs have the values' shapes. The lowest count that a chunk allows is taken whatever the budget. Values beyond it
-    are taken in bundles of the chunk's multiple, in the order of a bundle's mean.
+    Costs have the values' shapes. The lowest count that a chunk allows is taken whatever the budget. A chunk's other
+    values are taken in bundles of its multiple, each in the order of its mean value.
     """
     chunks = _finite(values)
     bundles = [_bundles(*each) for each in zip(chunks, costs, allowed, strict=True)]
@@ -192,9 +187,9 @@ def _finite(values: Sequence[Tensor]) -> list[Tensor]:
 def _bundles(values: Tensor, cost: Tensor, allowed: AllowedCounts) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean and the cost of each bundle, largest values first, and whether it is taken in any case."""
     order = values.flatten().argsort(descending=True, stable=True)
-    missing = -len(order) % allowed.multiple
+    padding = -len(order) % allowed.multiple
     sums, spent, counts = (
-        F.pad(each, (0, missing)).view(-1, allowed.multiple).sum(1)
+        F.pad(each, (0, padding)).view(-1, allowed.multiple).sum(1)
         for each in (values.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
     )
     return sums / counts, spent, torch.arange(len(sums)) * allowed.multiple < allowed.lowest(len(order))

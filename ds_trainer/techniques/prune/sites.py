@@ -1,12 +1,12 @@
 """Sites: the linear layers of a model that pruning masks, and the decisions that mask each.
 
-A decision is whatever is kept or dropped as one: a weight, a row, a column, a block, a head, a neuron. A decision on a
-head or a neuron is about all matrices of its block, but what a head or neuron computes enters only the block's outer
-matrix. With that matrix's columns masked it has no influence, and its other weights get no gradient. So only these
-columns are masked in training, and `clear` writes the other zeros at the end.
-"""
+A decision is about whatever is kept or dropped as one: a weight, a row, a column, a block, a head, a neuron.
 
-from __future__ import annotations
+A head or neuron has weights in all matrices of its block, and what it computes enters the block's outer matrix alone:
+out = sum_h O[:, h] f(x; Q_h, K_h, V_h) for the heads of an attention, out = sum_n D[:, n] f(U_n x) for the neurons of a
+feed-forward block. With its columns of O or D masked it has no influence, and its other weights get no gradient. So
+training masks these columns only, and `clear` writes the zeros of the inner matrices at the end.
+"""
 
 import math
 import re
@@ -18,22 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.config.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
+from ds_trainer.config.prune_specs import COUNTED, KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.files.messages import listed
-from ds_trainer.models.layers import (
-    AnyLinear,
-    Block,
-    blocks_of,
-    decisions_of,
-    encoder_linears,
-    gathered,
-    in_features,
-    layers_of,
-    out_features,
-    rows_of,
-)
+from ds_trainer.models.layers import AnyLinear, encoder_linears, gathered, rows_of
+from ds_trainer.models.shrunk_model import Block, blocks_of, decisions_of, in_features, layers_of, out_features
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.prune.grains import Grain
+from ds_trainer.techniques.prune.selection import AllowedCounts
 
 
 @dataclass(frozen=True)
@@ -53,6 +44,8 @@ class Site:
     """The shape of the scores."""
     role: str
     """The part of the name that the same matrix of every layer shares, or the kind of block."""
+    allowed: AllowedCounts
+    """How many of its decisions may be kept."""
     block: tuple[str, Block] | None = None
     inner: Mapping[str, AnyLinear] = field(default_factory=dict)
 
@@ -66,11 +59,15 @@ class Site:
         """The name under which its kept decisions are reported."""
         return self.name if self.block is None else f"{self.block[0]}.{self.block[1].kind}"
 
+    @property
+    def weights(self) -> int:
+        """How many weights its decisions are about, in all its matrices."""
+        return sum(linear.weight.numel() for linear in (self.linear, *self.inner.values()))
+
     def sizes(self) -> Tensor:
         """Count each decision's weights, in all its matrices: int64 of the scores' shape, on the CPU."""
         assert self.grain is not None
-        sizes = self.grain.sizes()
-        return sizes + sum(linear.weight.numel() for linear in self.inner.values()) // sizes.numel()
+        return self.grain.sizes * self.weights // self.linear.weight.numel()
 
     def magnitudes(self, outer: Tensor) -> Tensor:
         """Return the root mean square of each decision's weights in all its matrices: (decisions,).
@@ -133,7 +130,8 @@ def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
 def _kinds_of_linears(model: nn.Module) -> dict[str, str]:
     """Return the kind of block of each linear layer, in layers of a known family.
 
-    Where only the feed-forward block can be cut by decisions, all other linear layers are attention.
+    A layer whose attention is of an unknown form (DeBERTa) has a feed-forward block alone: its other linear layers are
+    attention.
     """
     kinds = {}
     for prefix, layer in layers_of(model).items():
@@ -169,7 +167,8 @@ def _block_sites(model: nn.Module, spec: PruneSpec, chosen: Mapping[str, str]) -
         inner: dict[str, Any] = {name: model.get_submodule(name) for name in names[:-1]}
         outer: Any = model.get_submodule(names[-1])
         grain = _grain(outer, None, in_features(outer) // count)
-        yield Site(names[-1], outer, granularity, grain, grain.shape, block.kind, (prefix, block), inner)
+        allowed = _allowed_counts(spec, granularity)
+        yield Site(names[-1], outer, granularity, grain, grain.shape, block.kind, allowed, (prefix, block), inner)
 
 
 def _matrix_site(name: str, linear: AnyLinear, granularity: str, spec: PruneSpec) -> Site:
@@ -179,12 +178,17 @@ def _matrix_site(name: str, linear: AnyLinear, granularity: str, spec: PruneSpec
             f"granularity 2:4: {name} has {in_features(linear)} inputs, which are no multiple of 4: leave it out of "
             "modules, or choose another granularity for it"
         )
+    grain = None
+    if granularity not in ("weight", "2:4"):
+        grain = _grain(linear, *{"row": (1, None), "column": (None, 1)}.get(granularity, spec.block_shape))
+    shape = tuple(linear.weight.shape) if grain is None else grain.shape
     role = re.split(r"(?:^|\.)\d+\.", name, maxsplit=1)[-1]
-    if granularity in ("weight", "2:4"):
-        return Site(name, linear, granularity, None, tuple(linear.weight.shape), role)
-    rows, columns = {"row": (1, None), "column": (None, 1)}.get(granularity, spec.block_shape)
-    grain = _grain(linear, rows, columns)
-    return Site(name, linear, granularity, grain, grain.shape, role)
+    return Site(name, linear, granularity, grain, shape, role, _allowed_counts(spec, granularity))
+
+
+def _allowed_counts(spec: PruneSpec, granularity: str) -> AllowedCounts:
+    least = spec.min_heads if granularity == "head" else 0
+    return AllowedCounts(least, spec.multiple_of if granularity in COUNTED else 1)
 
 
 def _grain(linear: Any, rows: int | None, columns: int | None) -> Grain:
