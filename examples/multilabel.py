@@ -3,6 +3,7 @@
 Labels of the files that the recipe does not list count as none.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class MultilabelTask(Task):
         rows = [row for _, row in self._read(split).parsed(_checked)][: self.limit(split)]
         ids = self.tokenizer([row["text"] for row in rows], truncation=True, max_length=self.spec.max_seq_length)
         labels = np.array([[name in row["labels"].split("|") for name in self.spec.labels] for row in rows], np.float32)
-        return pack([{"input_ids": ids["input_ids"]}], {"input_ids": np.int32}, {"labels": labels})
+        return replace(pack([ids], {"input_ids": np.int32}), fields={"labels": labels})
 
     def build_model(self, folder: Any) -> Any:
         model: Any = load_model(folder, self.spec.labels, self.pad_token_id)  # from safetensors, and without its code

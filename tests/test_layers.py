@@ -11,18 +11,18 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 651,
+    "ranks": 642,
     "files": 573,
-    "hosts": 538,
-    "config": 1070,
-    "models": 1315,
-    "tasks": 2030,
-    "techniques": 2203,
-    "engine": 1550,
-    "report": 1145,
-    "deploy": 1130,
-    "": 945,
-    "cli": 753,
+    "hosts": 531,
+    "config": 1000,
+    "models": 1248,
+    "tasks": 1943,
+    "techniques": 2128,
+    "engine": 1460,
+    "report": 1113,
+    "deploy": 1086,
+    "": 932,
+    "cli": 743,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -175,7 +175,7 @@ def test_models_too_large_to_be_held_together_are_not_measured(timed, limit, no_
     """
     half = plain(timed, torch.bfloat16)
     room = {"memory": 10**12, "free": 10**12, limit: 4 * bytes_on_disk(half.folder)}
-    monkeypatch.setattr(latency, "memory", lambda: room["memory"])
+    monkeypatch.setattr(latency, "memory_limit", lambda: room["memory"])
     monkeypatch.setattr(latency.psutil, "virtual_memory", lambda: SimpleNamespace(available=room["free"]))
     assert "latency" in measure_costs({"fits": half})["fits"]
     room[limit] -= 1

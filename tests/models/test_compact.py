@@ -294,7 +294,7 @@ def test_a_cut_file_is_refused(tmp_path, part):
 def test_more_than_memory_is_refused_before_it_is_taken(tmp_path, monkeypatch):
     """What a file unpacks to is counted first."""
     write_compact({"w": torch.zeros(512, 512)}, tmp_path / "c.safetensors")
-    monkeypatch.setattr(compact, "memory", lambda: 1 << 20)
+    monkeypatch.setattr(compact, "memory_limit", lambda: 1 << 20)
     monkeypatch.setattr(compact, "_unpacked", lambda *_: pytest.fail("it was unpacked"))
     with pytest.raises(ValueError, match="more than this host's memory"):
         read_compact(tmp_path / "c.safetensors")

@@ -41,7 +41,7 @@ def arguments(recipe: Path, every: int, steps: int) -> list[str]:
 
 
 def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, rng: random.Random) -> list[Kill]:
-    """Start or resume the run on 2 ranks, kill it, and so on; every second time while it saves.
+    """Start or resume the run on 2 ranks, kill it, and so on; the first time and then every second one while it saves.
 
     Ends with as many kills, or earlier with a run that was finished first.
     """
@@ -49,7 +49,7 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
     while len(found) < kills:
         run = server.run(2, output, *words, "--resume")
         more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 4)
-        if len(found) % 2:
+        if len(found) % 2 == 0:
             going_on = run.wait_until(lambda wanted=more: _saving(output) and len(_whole(output)) >= wanted)
             time.sleep(rng.uniform(0, 0.03))
         else:

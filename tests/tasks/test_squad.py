@@ -373,7 +373,7 @@ def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path
     files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
     job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
     with pytest.raises(ValueError, match=r"question 'q1': doc_stride is 30, and .* 9 of a question"):
-        run.rehearse_phases(job)
+        run.dry_run(job)
 
 
 def test_a_slow_tokenizer_is_refused(encoder: Path, tmp_path: Path) -> None:
