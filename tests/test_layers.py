@@ -19,7 +19,7 @@ BUDGETS = {
     "tasks": 1943,
     "techniques": 2128,
     "engine": 1460,
-    "report": 1113,
+    "report": 1115,
     "deploy": 1086,
     "": 932,
     "cli": 743,
