@@ -322,7 +322,7 @@ def point_at(model, techniques) -> None:
         if technique.name == "prune":
             technique.layers = {name: model.get_submodule(name) for name in technique.layers}
         if technique.name == "exits":
-            technique.heads = {layer: model.exit_heads[str(layer)] for layer in technique.heads}
+            technique.heads = model.exit_heads
 
 
 def values_held(model) -> int:
