@@ -31,6 +31,7 @@ from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.exits.heads import LayerStates
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
 
@@ -323,6 +324,8 @@ def point_at(model, techniques) -> None:
             technique.layers = {name: model.get_submodule(name) for name in technique.layers}
         if technique.name == "exits":
             technique.heads = model.exit_heads
+            technique._states.remove()
+            technique._states = LayerStates(model, technique.layers)
 
 
 def values_held(model) -> int:
