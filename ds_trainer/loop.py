@@ -197,6 +197,7 @@ class Training:
         evaluation = self.score(progress.step)
         metric, scores = self.plan.phase.metric_for_best_model, evaluation.scores
         if metric and metric not in scores:
+            self.save()  # the corrected recipe goes on from here
             raise UserError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
         self.report.write_scores(progress.step, scores)
         # answers are large, and only those of the last step are written

@@ -12,6 +12,7 @@ from typing import Any
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
+from ds_trainer.config.saved_checkpoint import RECIPE
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint
@@ -135,7 +136,7 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
     # A cache elsewhere was permitted by this user's flag or variable. In a file it would bind whoever gets the file.
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
-    folder.write_json("recipe.json", redacted(job.recipe.model_dump() | {"cache_dir": cache if inside else None}))
+    folder.write_json(RECIPE, redacted(job.recipe.model_dump() | {"cache_dir": cache if inside else None}))
     folder.write_json("command.json", redacted({"command": job.command}))
     relative = plan.folder.relative_to(folder.path)
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):
@@ -151,7 +152,7 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
         if phase.techniques.exits:
             exits = _measure_exits(plan, phase.techniques.exits)
             scores = exit_evaluation.flat_scores(plan.task, exits)
-            report.write_scores(plan.length.total, scores)
+            report.write_scores(results["train"]["steps"], scores)
             results["eval"] |= scores  # of the exported model, in place of those in training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
         return results

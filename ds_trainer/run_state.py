@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
+from ds_trainer.config.saved_checkpoint import RECIPE
 from ds_trainer.engine.checkpoint import WholeCheckpoint, step_of
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
@@ -17,6 +18,7 @@ from ds_trainer.phase import checkpoints_of, folder_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report.log import drop_later_records
+from ds_trainer.report.run_files import read_object
 from ds_trainer.starting_models import MADE
 
 _RESULTS = "all_results.json"
@@ -59,8 +61,11 @@ def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
 def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoint | None:
     """Return the checkpoint that the command names, checked; None where it names none.
 
-    A plain `--resume` first ends a going back that was interrupted.
+    A plain `--resume` first completes an interrupted return to a checkpoint. Raises UserError where the run has other
+    phases than the recipe.
     """
+    if job.resume:
+        distributed.on_main(partial(_check_phases, folder, job))
     if job.checkpoint is None:
         if job.resume:
             distributed.on_main(partial(_end_going_back, folder, job))
@@ -72,6 +77,18 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoin
         )
     phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
     return checkpoints_of(phase, folder_of(phase, job)).named(job.checkpoint)
+
+
+def _check_phases(folder: RunFolder, job: TrainJob) -> None:
+    """Raise UserError where the run was begun with other phases: their names and their order place their files."""
+    file, names = folder.path / RECIPE, [phase.name for phase in job.recipe.phases]
+    before = [phase["name"] for phase in read_object(file)["phases"]] if file.is_file() else names
+    if before != names:
+        raise UserError(
+            f"--resume: the run in {folder.path} has the phases {', '.join(before)}, and the recipe has "
+            f"{', '.join(names)}: give the phases that the run has or, for further ones, another --output_dir and "
+            f'"start_from": "{folder.path / "model"}"'
+        )
 
 
 def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:

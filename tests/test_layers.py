@@ -12,16 +12,16 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 642,
-    "files": 573,
+    "files": 574,
     "hosts": 531,
     "config": 1000,
-    "models": 1248,
+    "models": 1251,
     "tasks": 1943,
-    "techniques": 2128,
-    "engine": 1460,
+    "techniques": 2132,
+    "engine": 1463,
     "report": 1115,
     "deploy": 1086,
-    "": 932,
+    "": 947,
     "cli": 743,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

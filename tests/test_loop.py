@@ -11,6 +11,7 @@ from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
 from ds_trainer.ranks.failures import OutOfMemoryError
+from ds_trainer.tasks.evaluation import Evaluation
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 CHECKPOINT = Path("checkpoint-4")
@@ -27,6 +28,9 @@ class Noted(Technique):
 
     def start(self, device) -> None:
         self.notes.append("start")
+
+    def stop(self) -> None:
+        self.notes.append("stop")
 
     def resume(self, state) -> None:
         self.notes.append(f"resume {state['value']}")
@@ -107,6 +111,19 @@ def test_a_start_without_memory_says_where_it_was(training_from, monkeypatch):
         training_from(resumed=True)
 
 
+def test_a_metric_that_no_score_has_costs_no_step(training_from, notes):
+    """It shows at the first evaluation, and the corrected recipe goes on from that step."""
+    training = training_from(resumed=True)
+    training.progress.step = 6
+    training.check_finite = lambda: None
+    training.score = lambda step: Evaluation({"accuracy": 0.5})
+    training.save = lambda: notes.append("save")
+    training.plan = replace(training.plan, phase=training.plan.phase.model_copy(update={"metric_for_best_model": "f1"}))
+    with pytest.raises(ValueError, match='metric_for_best_model is "f1"; the scores are accuracy'):
+        training.evaluate_if_due()
+    assert notes[-1] == "save"
+
+
 def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, notes):
     """Weights and state are of one step, which is that of what is exported."""
     training = training_from(resumed=True)
@@ -117,8 +134,11 @@ def test_going_back_to_the_best_takes_the_techniques_back_too(training_from, not
 
 
 def test_what_is_exported_has_the_techniques_as_they_were(training_from, notes, monkeypatch):
-    """They are built anew, and resume the state that training has come to."""
+    """They are built anew, and resume the state that training has come to, which is read before they stop."""
     training = training_from(resumed=False)
+    training.report = SimpleNamespace(totals=dict, trained_on={})
     monkeypatch.setattr(phase.PhasePlan, "build", lambda _: (nn.Linear(1, 1), training.objective.techniques))
-    training.plan.rebuild(training.technique_states())
-    assert notes[-1] == "resume 7"
+    monkeypatch.setattr(loop, "export_trained", lambda _, rebuild, *__: rebuild() and {})
+    monkeypatch.setattr("ds_trainer.engine.engine.stop_engine", lambda _: notes.append("engine stops"))
+    training.finish(10, Evaluation())
+    assert notes[-3:] == ["stop", "resume 7", "engine stops"]

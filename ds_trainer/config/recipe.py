@@ -174,7 +174,7 @@ class Recipe(Strict):
         before: list[Phase] = []
         for phase in self.phases:
             names = [other.name for other in before]
-            if phase.name in _RESERVED or phase.name.startswith("checkpoint-"):
+            if phase.name in _RESERVED or phase.name.startswith(("checkpoint-", "superseded-", "damaged-")):
                 raise UserError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
                 raise UserError(f'two phases are named "{phase.name}": rename one')

@@ -17,7 +17,7 @@ from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_RECIPE = "recipe.json"
+RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     """Read the marker of a checkpoint and the recipe of its run; a UserError says why one of them cannot be read."""
     path = Path(os.path.realpath(name))
-    run = next((place for place in path.parents[:2] if (place / _RECIPE).is_file()), None)
+    run = next((place for place in path.parents[:2] if (place / RECIPE).is_file()), None)
     if run is None:
         raise UserError(
-            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a {_RECIPE}"
+            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a {RECIPE}"
         )
     try:
         sums, position = read_marker(path)
     except UserError as error:
         raise UserError(f"{name} is damaged ({error}): use another checkpoint") from error
-    data = read_json(run / _RECIPE, "the recipe")
+    data = read_json(run / RECIPE, "the recipe")
     names = [phase.name for phase in parse_recipe(data).phases]
     writer = names[-1] if path.parent == run else path.parent.name
     phase = position.get("phase") or {}
@@ -74,7 +74,7 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     if writer not in names or phase["name"] != writer:
         raise UserError(
             f"{name} was written by the phase {phase['name']}, but lies in the folder of the phase {writer}, and "
-            f"{run / _RECIPE} has the phases {', '.join(names)}: the recipe or the folder is not that of the run"
+            f"{run / RECIPE} has the phases {', '.join(names)}: the recipe or the folder is not that of the run"
         )
     data["phases"][names.index(writer)] = phase
     recipe = parse_recipe(data)

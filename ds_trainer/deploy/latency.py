@@ -35,7 +35,7 @@ _EXAMPLES = 64
 _SECONDS = 60.0
 """The time limit for all models and batch sizes together."""
 _ROUNDS = 5
-_SAME_DATA = ("name", "data_dir", "dataset")
+_SAME_DATA = ("name", "data_dir", "dataset", "validation_file")
 """Fields of a task's spec that decide which texts it reads."""
 
 Inference: TypeAlias = Callable[[Mapping[str, Tensor]], Any]

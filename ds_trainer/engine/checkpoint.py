@@ -257,10 +257,13 @@ def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int
     try:
         sums, state = read_marker(checkpoint)
         return CheckpointState(order_batch_size=state.pop("order"), **state), sums, None
+    except (KeyError, TypeError) as error:  # it is whole: to rename it as damaged would put its progress aside
+        raise UserError(
+            f"{checkpoint / MARKER} has other fields than this version of the library writes: go on with the version "
+            f"that wrote it, or start again with --overwrite_output_dir"
+        ) from error
     except ValueError as error:
         return None, {}, str(error)
-    except (KeyError, TypeError):
-        return None, {}, f"{MARKER} is of another version of this library"
 
 
 def _verified(checkpoint: Path) -> tuple[CheckpointState | None, str | None]:

@@ -38,7 +38,10 @@ def start_engine(
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
     """
     import deepspeed
+    from deepspeed.runtime import torch_autocast
 
+    # DeepSpeed never resets it: an earlier engine's autocast, also that of a run that failed, would go on under ZeRO
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     in_file = "optimizer" in config
@@ -215,12 +218,10 @@ def stop_engine(engine: Engine) -> None:
     A program has to ask for the summary of the engine file's `comms_logger`: it is printed here.
     """
     import deepspeed
-    from deepspeed.runtime import torch_autocast
 
     if engine.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     engine.destroy()
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # else ZeRO goes on with this autocast under the next engine
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

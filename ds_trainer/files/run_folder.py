@@ -100,7 +100,8 @@ class RunFolder:
         With `overwrite`, also delete the files that earlier runs wrote to it, and no others.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in [path for path in self.path.iterdir() if is_leftover(path)]:
+        begun = [*self.path.glob(".*"), *self.path.glob("*/.*")]  # those of earlier phases lie in their folders
+        for path in filter(is_leftover, begun):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         names = self._listed()
         if overwrite:

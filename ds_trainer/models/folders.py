@@ -24,6 +24,10 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         model.save_pretrained(aside)
+        if backend := getattr(tokenizer, "backend_tokenizer", None):
+            # tokenising sets both: the file would depend on whether the data came from the cache
+            backend.no_truncation()
+            backend.no_padding()
         tokenizer.save_pretrained(aside)
         finish(aside)
         folder.mkdir(exist_ok=True)

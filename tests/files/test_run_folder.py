@@ -94,8 +94,10 @@ def test_unfinished_files_of_a_killed_run_are_removed(tmp_path):
     stays = {".export.ab_d3fgh.tmp", f".report.md.{os.getpid()}.tmp", ".mine.tmp"}
     for name in (f".status.json.{process.pid}.tmp", *stays - {".export.ab_d3fgh.tmp"}):
         (tmp_path / name).write_text("")
+    (tmp_path / "finetune" / f".model.{process.pid}.tmp").mkdir(parents=True)  # of an earlier phase
     RunFolder(tmp_path).open(overwrite=False)
-    assert {path.name for path in tmp_path.iterdir()} == stays | {".ds_trainer.json"}
+    assert {path.name for path in tmp_path.iterdir()} == stays | {".ds_trainer.json", "finetune"}
+    assert list((tmp_path / "finetune").iterdir()) == []
 
 
 def test_a_foreign_file_in_the_way_is_refused(tmp_path):

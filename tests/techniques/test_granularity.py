@@ -17,10 +17,12 @@ from support.pruned_models import (
 )
 from torch import nn
 
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import resize
+from ds_trainer.techniques.prune import advice
 from ds_trainer.techniques.prune.masked import MaskedLinear
 
 METHODS = ["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"]
@@ -363,7 +365,10 @@ def test_an_encoder_without_a_head_is_told(method, caplog):
             prune.on_step(step)
             run(model)
             prune.readings()
-    assert caplog.text.count("no head is left in any layer") == 1
+    advised = "lower final_threshold or final_lambda, or raise mask_scale"
+    assert caplog.text.count(f"no head is left in any layer: {advised}") == 1
+    by_share = PruneSpec(pruning_method="topK", global_topk=True)
+    assert advice.of_none_left(by_share, "head").endswith(": raise final_threshold")
     assert "no neuron" not in caplog.text
 
 

@@ -34,6 +34,14 @@ def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
     return f"prune: at step {step} {measured} {density:.1%}, and training should start with {expected:.0%}: {advice}"
 
 
+def of_none_left(spec: PruneSpec, kind: str) -> str:
+    """Warn where no layer keeps a head or a neuron."""
+    more = "lower final_threshold or final_lambda, or raise mask_scale"
+    if spec.pruning_method in BY_SHARE:
+        more = f"raise {'final_threshold' if spec.target is None else 'the target'}"
+    return f"prune: no {kind} is left in any layer: {more}"
+
+
 def of_end(spec: PruneSpec, density: float) -> str | None:
     """Warn where the density at the end is far from the share to keep or, with a threshold, is nearly 1 or 0."""
     if spec.target is not None:

@@ -151,8 +151,7 @@ class Prune(Technique):
                 readings[f"prune/kept/{site.block_name}"] = decisions
                 kept_of_kind[site.granularity] += decisions
         for kind in [kind for kind, count in kept_of_kind.items() if not count]:
-            advised = "lower final_threshold or final_lambda, or raise mask_scale"
-            self._warn_once(kind, f"prune: no {kind} is left in any layer: {advised}")
+            self._warn_once(kind, advice.of_none_left(self.spec, kind))
         if self.budget.flops and len(gates) == len(self.layers):
             readings["prune/flops"] = self.budget.flops.share(gates)
         return readings
