@@ -63,8 +63,8 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
     """Bring a phase to where its next step begins: step 0, or the step of the checkpoint that it goes on from.
 
     The order matters. The engine takes the model with the techniques attached. The checkpoint is loaded before the
-    techniques start, since they do not measure again what an earlier session has measured. `StepWatch` and `Histograms`
-    come after it, since loading may replace the engine's loss scaler and tensors.
+    techniques start, so that they find what an earlier session has measured and do not measure it again. `StepWatch`
+    and `Histograms` come after it, since loading may replace the engine's loss scaler and tensors.
     """
     model, groups, objective = plan.prepare()
     progress = Progress.of(plan.resumed.state) if plan.resumed else Progress()
@@ -100,7 +100,7 @@ def train_step(objective: Objective, ds_engine: Engine, batches: BatchPlan, repo
     torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
     for technique in objective.techniques:
         technique.on_step(step)
-    draw = 1 + (hash((seed, step)) & (2**62 - 1))  # 0 is evaluation's
+    draw = 1 + (hash((seed, step)) & (2**62 - 1))  # draw 0 is reserved for evaluation
     seen = ds_engine.global_samples
     indices = batches.between(seen, seen + ds_engine.train_batch_size())
     for batch, shares in micro_batches(objective.task, indices, ds_engine, draw):
@@ -179,7 +179,7 @@ class Training:
         self.watch.after_step()
 
     def log_if_due(self) -> None:
-        """Write a record of the steps since the last one, or sum up what waits on the device for a record far away."""
+        """Write a log record if one is due; else, every SETTLE_EVERY steps, sum up the terms that are on the device."""
         if self.plan.is_to_log(self.progress.step):
             self.check_finite()
             flush(self.report, self.objective, self.engine)
@@ -203,7 +203,7 @@ class Training:
         # answers are large, and only those of the last step are written
         last = progress.step >= self.plan.length.total
         progress.evaluated, progress.evaluation = progress.step, evaluation if last else Evaluation(scores)
-        if progress.saved == progress.step:  # by a stop in the midst of this evaluation
+        if progress.saved == progress.step:  # a stop during this evaluation has saved the checkpoint without its scores
             self.plan.checkpoints.write_scores(progress.step, scores)
 
     def save_if_due(self) -> None:
@@ -318,12 +318,14 @@ def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
 
 
 def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
-    """Go on from a checkpoint with the hyperparameters that this run's files have, where they differ from its own."""
+    """Load a checkpoint, put back the hyperparameters of this run's files, and log where the two differ."""
     of_files = engine.OptimizerSettings(ds_engine)
     _load(plan, checkpoint, ds_engine, objective)
     of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
     of_files.restore(ds_engine)
-    in_force = engine.OptimizerSettings(ds_engine)  # not just those of the files: a schedule has moved some of them
+    in_force = engine.OptimizerSettings(
+        ds_engine
+    )  # read again: `restore` moves the rates to their place in the schedule
     distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
     changes = in_force.changes_since(of_checkpoint)
     if changes:

@@ -34,7 +34,7 @@ class Objective:
         self.task, self.techniques, self.weights = task, techniques, dict(weights)
 
     def __call__(self, forward: Forward) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar to differentiate, and every unweighted term by name, detached.
+        """Return the scalar to differentiate, and by name every term before its loss weight, detached.
 
         A term is the mean over the micro-batch times the micro-batch's share of the step's units. The engine averages
         gradients over the micro-batches of all ranks. With these shares that is the mean over the global batch,

@@ -133,7 +133,7 @@ def _plan_and_claim(
 
 def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
     """Write both files as this run resolves them, and claim what the phase is going to write."""
-    # A cache elsewhere was permitted by this user's flag or variable. In a file it would bind whoever gets the file.
+    # A cache outside the run's folder is this user's own choice: it is not written down, since recipes are passed on.
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
     folder.write_json(RECIPE, redacted(job.recipe.model_dump() | {"cache_dir": cache if inside else None}))
@@ -153,7 +153,7 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
             exits = _measure_exits(plan, phase.techniques.exits)
             scores = exit_evaluation.flat_scores(plan.task, exits)
             report.write_scores(results["train"]["steps"], scores)
-            results["eval"] |= scores  # of the exported model, in place of those in training's precision
+            results["eval"] |= scores  # of the exported model: they replace those of training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
         return results
 
@@ -177,7 +177,7 @@ def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
         subjects = {}
         for phase in job.recipe.phases:
             model = folder_of(phase, job) / "model"
-            if distributed.on_main((model / "config.json").is_file):  # that of an earlier session may be deleted
+            if distributed.on_main((model / "config.json").is_file):  # the user may have deleted an earlier session's
                 task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
                 task.examples(task.splits[0])  # collective, unlike the measurement
                 subjects[phase.name] = TimedModel(model, task)

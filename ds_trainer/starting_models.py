@@ -26,7 +26,7 @@ _INITIAL = "initial_model"
 class StartingModels:
     """Gives the model that each phase of a recipe starts from, and its teacher, as folders or hub names.
 
-    Models that do not exist yet are made in `folder`, on every host that does not see the folder of rank 0: `start` and
+    A missing model is made in `folder` on rank 0, and again on each host that cannot see rank 0's folder: `start` and
     `teacher` are collective. Phases are to be taken in order, and the model of each is to be added for the later ones.
     """
 

@@ -1,6 +1,6 @@
 """The jobs of the commands: what each command has to do, once its flags and files are checked.
 
-A field that is named like a flag takes the flag's value, which is checked here; the command reads the others.
+A field that is named like a flag takes that flag's value, and checks it; the command fills in the others.
 """
 
 from pathlib import Path

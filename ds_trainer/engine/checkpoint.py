@@ -79,8 +79,9 @@ class Best:
 class Checkpoints:
     """The checkpoints in a phase's folder: the newest `keep` of them (None: all) and the best are kept.
 
-    A checkpoint that only a stop has made is a passing one. It does not count, and stays until the next checkpoint is
-    written or the phase has ended. So a run that was stopped and resumed keeps the same checkpoints as any other.
+    A checkpoint that was saved only because of a stop is a passing one: it does not count towards `keep`, and is
+    deleted once the next one is written or the phase has ended. So a run that was stopped and resumed keeps the same
+    checkpoints as any other.
     """
 
     folder: Path

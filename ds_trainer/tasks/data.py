@@ -222,7 +222,8 @@ class BatchPlan:
             return self._stream(step * size, (step + 1) * size)
         first, last = -(-epoch * n // size), (epoch + 1) * n // size
         windows = -(-(last - first) // max(1, min(self.WINDOW, n // (4 * size))))
-        window = ((step - first + 1) * windows - 1) // (last - first)  # the inverse of the even cut in the next line
+        # inverts the even cut below: the window that holds this step
+        window = ((step - first + 1) * windows - 1) // (last - first)
         start, end = (first + (last - first) * i // windows for i in (window, window + 1))
         return self._window(start, end)[step - start]
 

@@ -39,9 +39,9 @@ class Evaluation:
 def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[Views] = ()) -> Evaluation:
     """Score every split, in one pass over its data.
 
-    A score of the first split is called `accuracy`, one of a further split `validation_mismatched/accuracy`. The
-    outputs of `views` are scored, too: as `teacher/accuracy`, and as `teacher/agreement`, which is the share of the
-    examples to which the view and the model itself give the same answer.
+    Scores of the first split have no prefix (`accuracy`), those of others the split's name as theirs
+    (`validation_mismatched/accuracy`). The outputs of `views` are scored, too: as `teacher/accuracy`, and as
+    `teacher/agreement`, which is the share of the examples to which the view and the model give the same answer.
     """
     evaluation = Evaluation()
     for split in task.splits:

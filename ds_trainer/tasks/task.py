@@ -95,8 +95,8 @@ class Task(ABC):
     held_out_split: the name of the split with training examples that no phase trains on; only labelled text has it.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
-    logits_of: what a row of `logits` belongs to: an "example", whose columns are classes; an example, whose columns are
-        its tokens ("token"); or a "position", which is an entry of `inputs["head_positions"]`.
+    logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
+        whose columns are its tokens. "position": one entry of `inputs["head_positions"]`.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
     Spec: the class of the task's section in the recipe; only tasks of a plugin need it.

@@ -48,7 +48,7 @@ class ComparedLayers:
         before = {name: getattr(config, name) for name in ("output_hidden_states", "output_attentions")}
         config.output_hidden_states |= bool(self.hidden)
         if self.attention:
-            model.set_attn_implementation("eager")  # no other implementation ever has the maps
+            model.set_attn_implementation("eager")  # only the eager implementation returns attention maps
             config.output_attentions = True
 
         def undo() -> None:
@@ -59,7 +59,7 @@ class ComparedLayers:
         return undo
 
     def outputs(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
-        """Return the logits, and of a model's output the states and maps of these layers."""
+        """Pick the states and maps of these layers from a model's output, and return them with the logits."""
         maps = [one for one in out.attentions or () if one is not None]  # one for each layer that has heads
         depth = len(maps) + len(self.headless)
         with_maps = [layer for layer in range(1, depth + 1) if layer not in self.headless]

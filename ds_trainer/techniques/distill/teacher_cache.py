@@ -6,7 +6,7 @@ all hosts must see the folder.
 
 Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
 by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
-place, which index -1 stands for.
+place: its index is -1.
 """
 
 import os
@@ -36,7 +36,7 @@ _Values = tuple[Array, Array]
 
 
 class CachedTeacher:
-    """Gives the teacher's outputs for batches of the training set from disk: fp32 values, rounded to fp16 once."""
+    """Gives the teacher's outputs for batches of the training set from disk, in fp32 after a rounding to fp16."""
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples

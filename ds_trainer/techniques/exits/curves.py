@@ -88,7 +88,7 @@ def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Operat
     least = unsure.cummin(0).values
     thresholds, layers_used = _thresholds_and_layers(least, heads.layers)
     kept = _evenly(layers_used, most)
-    # as many heads as a sample is still in the batch after, it passes: their count is the index of its exit
+    # a sample leaves at head i if it is still in the batch after exactly i heads
     return [heads.point(abs(value), (least >= value).sum(0)) for value in thresholds[kept].tolist()]
 
 

@@ -81,7 +81,7 @@ class Prune(Technique):
         self.budget.measure(device)
 
     def on_step(self, step: int) -> None:
-        # an evaluation between two steps has begun this step already: the masks are then no longer those of the last
+        # Read before the masks change. An evaluation may have set this step's masks already: hence `step > self.step`.
         density = self.readings().get("prune/density") if step in (1, 2) and step > self.step else None
         if density is not None:
             self._warn_once("start", advice.of_start(self.spec, self.step, density))
@@ -107,7 +107,7 @@ class Prune(Technique):
             self._set_step_masks(of_training)
 
     def state(self) -> dict[str, Any]:
-        """Return the choice over all layers, from which the scores have moved on since, and the measured seconds."""
+        """Return the masks chosen over all layers, which the scores no longer give, and the measured seconds."""
         masks = [layer.mask for layer in self.layers.values()] if self.together else []
         gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, DecisionMask)]
         return {

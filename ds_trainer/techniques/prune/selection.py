@@ -169,7 +169,7 @@ def largest_within(
     means, spent, certain = (torch.cat(parts) for parts in zip(*bundles, strict=True))
     order = means.masked_fill(certain, math.inf).argsort(descending=True, stable=True)
     taken = torch.empty(len(order), dtype=torch.bool)
-    # the half: a bundle that crosses the budget is taken where the total then misses it by less than without
+    # a bundle that crosses the budget is taken if at most half of it lies beyond
     taken[order] = spent[order].cumsum(0) - spent[order] / 2 <= budget
     parts = (taken | certain).split([len(bundle[0]) for bundle in bundles])
     counts = [int(part.sum()) * each.multiple for part, each in zip(parts, allowed, strict=True)]
