@@ -39,6 +39,7 @@ def run(job: TrainJob) -> dict[str, Any]:
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
         rehearse_phases(job)
+        stop.check()  # whoever interrupts it may have seen a mistake: nothing is deleted yet
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
         named = checkpoint_to_go_back_to(folder, job)

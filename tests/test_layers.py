@@ -15,13 +15,13 @@ BUDGETS = {
     "files": 574,
     "hosts": 531,
     "config": 1000,
-    "models": 1251,
+    "models": 1253,
     "tasks": 1943,
     "techniques": 2132,
-    "engine": 1463,
+    "engine": 1467,
     "report": 1115,
     "deploy": 1086,
-    "": 947,
+    "": 950,
     "cli": 743,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -1,14 +1,17 @@
 """What a run checks of its folder before it goes on."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
 
+from ds_trainer import run
+from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.checkpoint import Checkpoints
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import StoppedError, UserError
 from ds_trainer.run_state import checkpoint_to_go_back_to
 
 
@@ -36,3 +39,26 @@ def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
     with pytest.raises(UserError, match="has other fields than this version"):
         Checkpoints(tmp_path).newest()
     assert checkpoint.is_dir()
+
+
+class Interrupted(contextlib.nullcontext):
+    """The requests of a user who has pressed Ctrl-C."""
+
+    def __enter__(self):
+        return self
+
+    def check(self):
+        raise StoppedError("Ctrl-C")
+
+
+def test_an_interrupt_during_the_rehearsal_deletes_nothing(tiny_recipe, write_json, tmp_path, monkeypatch):
+    """Whoever interrupts a run there may have seen a mistake, and still has the run that was to be overwritten."""
+    output = tmp_path / "out"
+    RunFolder(output).write_json("results.json", {"old": "run"})
+    words = ["--recipe", write_json("recipe.json", tiny_recipe), "--output_dir", str(output), "--overwrite_output_dir"]
+    job = read_train_job(["--deepspeed_config", "ds_configs/zero0.json", *words])
+    monkeypatch.setattr(run, "rehearse_phases", lambda job: None)
+    monkeypatch.setattr(run, "StopRequests", Interrupted)
+    with pytest.raises(StoppedError):
+        run.run(job)
+    assert json.loads((output / "results.json").read_text()) == {"old": "run"}

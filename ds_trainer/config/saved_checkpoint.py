@@ -16,7 +16,7 @@ from ds_trainer.files.checkpoint_files import Sums, read_marker
 from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 RECIPE = "recipe.json"
 
 
@@ -40,13 +40,13 @@ class SavedCheckpoint:
 def is_checkpoint(name: str) -> bool:
     """Whether a path is a checkpoint of a run, and not a model folder that has such a name."""
     folder = os.path.realpath(name)
-    named = _NAME.fullmatch(os.path.basename(folder)) is not None
+    named = CHECKPOINT.fullmatch(os.path.basename(folder)) is not None
     return named and os.path.isdir(folder) and not os.path.lexists(os.path.join(folder, "config.json"))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a phase's folder, whole or not, in the order of their steps."""
-    by_step = {int(name[1]): path for path in folder.glob("checkpoint-*") if (name := _NAME.fullmatch(path.name))}
+    by_step = {int(name[1]): path for path in folder.glob("checkpoint-*") if (name := CHECKPOINT.fullmatch(path.name))}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -19,6 +19,8 @@ from ds_trainer.engine.saved_states import dynamic_scale
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 
+_LINEAR = torch.nn.functional.linear
+"""ZeRO-3 replaces it for good, by a function that rounds otherwise."""
 Engine = Any
 """`deepspeed.DeepSpeedEngine`; DeepSpeed has no types of its own."""
 
@@ -222,6 +224,7 @@ def stop_engine(engine: Engine) -> None:
     if engine.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     engine.destroy()
+    torch.nn.functional.linear = _LINEAR
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

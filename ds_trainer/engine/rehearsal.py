@@ -32,25 +32,31 @@ def rehearse(config: Mapping[str, Any], base: Hyperparameters) -> None:
         Group(name, base.lr, base.weight_decay, dict(layer.named_parameters()))
         for name, layer in model.named_children()
     ]
-    logging.disable(logging.WARNING)  # the start of training prints the same warnings
+    level_before = logging.root.manager.disable
+    logging.disable(max(level_before, logging.WARNING))  # the start of training prints the same warnings
     try:
         _check_monitors(config)
-        stop_engine(start_engine(model, groups, _without_traces(config), base, lambda step: 1.0))
-    # DeepSpeed has no type of its own for the errors by which it refuses a file
-    except (AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        engine = start_engine(model, groups, _without_traces(config), base, lambda step: 1.0)
+        engine.lr_scheduler.step()  # torch's schedulers read some of their parameters only now
+        stop_engine(engine)
+    # neither DeepSpeed nor torch has a type of its own for the errors by which it refuses a file
+    except (ArithmeticError, AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(raised_in).is_relative_to(_PACKAGE):
             raise  # a bug of ours, which needs its traceback
         reason = str(error) or repr(error)
         raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {reason}") from error
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(level_before)
 
 
 def _group_count(config: Mapping[str, Any]) -> int:
-    """Return how many groups a scheduler with a rate for each expects; `scheduler_mistakes` knows the real ones."""
+    """Return how many groups a scheduler with a rate for each expects; `scheduler_mistakes` knows the real ones.
+
+    Else two, as most phases have at least: some optimizers refuse more than one.
+    """
     params = value_at(config, "scheduler.params") or {}
-    return max((len(value) for value in params.values() if isinstance(value, list)), default=1)
+    return max((len(value) for value in params.values() if isinstance(value, list)), default=2)
 
 
 def _check_monitors(config: Mapping[str, Any]) -> None:
@@ -62,12 +68,11 @@ def _check_monitors(config: Mapping[str, Any]) -> None:
 
 
 def _without_traces(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file without what would write to a disk or a server, print, or act on later computations."""
+    """Return the file without what would write to a disk or a server, or print."""
     traces = {*_MONITORS, "csv_monitor", "comms_logger"}
     plain = copy.deepcopy({key: value for key, value in config.items() if key not in traces})
     zero = plain.get("zero_optimization")
     if isinstance(zero, dict):
-        zero["memory_efficient_linear"] = False  # it replaces torch's function for good, by one that rounds otherwise
         for part in ("offload_optimizer", "offload_param"):
             if value_at(zero, f"{part}.device") == "nvme":
                 zero[part]["device"] = "cpu"

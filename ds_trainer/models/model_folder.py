@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from ds_trainer.config.saved_checkpoint import CHECKPOINT
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import check_file, read_value
@@ -32,7 +33,8 @@ _KERNEL_FIELDS = {"attn_implementation", "_attn_implementation", "experts_implem
 def is_hub_name(name: str) -> bool:
     """Whether a model that is no path on this machine can be one of the hub: `model` or `owner/model`."""
     # os.path, since pathlib raises where a name is too long for the file system
-    return not os.path.exists(name) and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+    is_path = name.startswith((".", "/", "~")) or CHECKPOINT.fullmatch(os.path.basename(name))
+    return not is_path and not os.path.exists(name) and name.count("/") <= 1
 
 
 def model_mistakes(name: str, trust: Trust) -> list[str]:

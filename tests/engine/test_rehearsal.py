@@ -24,6 +24,9 @@ AUTOCAST = half("torch_autocast", dtype="bfloat16")
 REFUSED = {
     "max_grad_norm": ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
     "untested optimizer": ({"optimizer": {"type": "SGD"}} | zero(1), "zero_allow_untested_optimizer"),
+    "one group": ({"optimizer": {"type": "LBFGS"}}, "parameter groups"),
+    "step size": ({"scheduler": {"type": "StepLR", "params": {"step_size": 0}}}, "zero"),
+    "period": ({"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 0}}}, "zero"),
     "momentum": ({"optimizer": {"type": "SGD", "params": {"momentum": -1}}}, "Invalid momentum value"),
     "fixed scale": ({"optimizer": {"type": "Lamb"}} | half("fp16", loss_scale=8), "requires dynamic loss scaling"),
     "no package": ({"wandb": {"enabled": True}}, "wandb"),

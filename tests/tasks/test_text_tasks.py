@@ -146,7 +146,9 @@ def test_a_head_of_other_classes_is_replaced_and_told(
     folder = classifier(tokenizer, tmp_path / "two", ("negative", "positive"))
     model: Any = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
     assert model.classifier.out_features == 3
-    assert "the model has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
+    assert (
+        "the model two has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
+    )
     old = BertForSequenceClassification.from_pretrained(folder)
     torch.testing.assert_close(model.bert.state_dict(), old.bert.state_dict())
 

@@ -56,7 +56,7 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     if head is None or len(head) != size:
         why = "has no trained head" if head is None else f"has a head of {len(head)} classes ({', '.join(head)})"
         outputs = f"{size} output{'s' if size > 1 else ''}"
-        distributed.info(f"the model {why}, so it gets a new one of {outputs}, with random weights")
+        distributed.info(f"the model {Path(source).name} {why}, so it gets a new one of {outputs}, with random weights")
         return model
     pretrained.check_head_is_whole(source, model, info)
     if labels:
