@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
@@ -69,6 +70,7 @@ class Phase(Strict):
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
     student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
+    cut: CutSpec | None = Field(None, description="start from the model of start_from with parts of it cut away")
     task: AnyTask | None = Field(None, description="by default the recipe's")
     techniques: Techniques = Techniques()
     loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")

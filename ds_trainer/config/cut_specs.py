@@ -1,0 +1,90 @@
+"""The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ds_trainer.config.fields import Count, Positive, Strict
+from ds_trainer.ranks.failures import UserError
+
+Method = Literal["obs", "magnitude", "wanda", "fisher"]
+KeptShare = Annotated[float, Field(gt=0, lt=1)]
+STRUCTURED = ("hybrid", "head", "neuron")
+"""The granularities that make matrices smaller. The others write zeros."""
+
+
+class VocabularySpec(Strict):
+    """Which tokens a model keeps. The special tokens, and those that spell any text, always stay."""
+
+    keep: Literal["seen"] | Positive | str = Field(
+        "seen", description='"seen" in the training texts, the most frequent N, or a file with a token in each line'
+    )
+
+
+class CutSpec(Strict):
+    """A cut from a calibration set, without training: optimal brain surgeon (ZipLM, arXiv 2302.04089) and its rivals."""
+
+    granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
+        "hybrid", description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros'
+    )
+    keep: KeptShare | Annotated[list[KeptShare], Field(min_length=1)] | None = Field(
+        None, description="share to keep; a list cuts in steps, and divides the phase's training among them"
+    )
+    target_flops: KeptShare | None = Field(None, description="share of the encoder's FLOPs to keep, instead of keep")
+    target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
+    cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
+    uniform: bool = Field(False, description="the same share in every layer; otherwise by the loss that it adds")
+    method: Method = Field("obs", description="how to choose; wanda and fisher are for weight, block and 2:4")
+    update_weights: bool = Field(True, description="let what is kept make up for what is removed, by least squares")
+    calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
+    damping: Annotated[float, Field(gt=0, le=10)] = Field(
+        0.01, description="added to the variance of each input, as a share of the mean variance"
+    )
+    block_shape: Annotated[list[Positive], Field(min_length=2, max_length=2)] = Field(
+        [32, 32], description="outputs and inputs of the granularity block"
+    )
+    min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
+    vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether heads, neurons or weights are removed, and not only tokens."""
+        return any(value is not None for value in (self.keep, self.target_flops, self.target_latency))
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether heads or neurons are cut out of the layers."""
+        return self.cuts_layers and self.granularity in STRUCTURED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _half_of_four(cls, data: Any) -> Any:
+        return {"keep": 0.5} | data if isinstance(data, dict) and data.get("granularity") == "2:4" else data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "CutSpec":
+        mistakes = list(self._mistakes())
+        if mistakes:
+            raise UserError("\n".join(mistakes))
+        return self
+
+    def _mistakes(self) -> Iterator[str]:
+        amounts = [name for name in ("keep", "target_flops", "target_latency") if getattr(self, name) is not None]
+        targets, structured = [name for name in amounts if name != "keep"], self.granularity in STRUCTURED
+        if not amounts and self.vocabulary is None:
+            yield "nothing says how much to keep: set keep, target_flops, target_latency or vocabulary"
+        if len(amounts) > 1:
+            yield f"{' and '.join(amounts)} are set: keep one"
+        if targets and not structured:
+            yield f"{targets[0]} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
+        if targets and self.uniform:
+            yield f"uniform keeps the same share in every layer, and {targets[0]} chooses among all layers: keep one"
+        if structured and self.method in ("wanda", "fisher"):
+            yield f"method {self.method} scores single weights, and granularity is {self.granularity}: take obs"
+        if self.min_heads and self.granularity not in ("hybrid", "head"):
+            yield f"min_heads is {self.min_heads}, and no heads are cut: drop it"
+        if self.granularity == "2:4" and self.keep != 0.5:
+            yield f"keep is {self.keep}, and 2:4 keeps half: leave it out or write 0.5"
+        if isinstance(self.keep, list) and any(b >= a for a, b in zip(self.keep, self.keep[1:], strict=False)):
+            yield f"keep is {self.keep}: a cut in steps keeps less at each, such as [0.7, 0.5, 0.25]"
