@@ -295,7 +295,12 @@ def _host_group() -> Any:
 
 def mean(values: torch.Tensor) -> torch.Tensor:
     """Return the mean of a tensor over the ranks, on this rank's device."""
-    return _all_reduced(values, "SUM") / world_size()
+    return total(values) / world_size()
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks, on this rank's device."""
+    return _all_reduced(values, "SUM")
 
 
 def maximum(values: torch.Tensor) -> torch.Tensor:

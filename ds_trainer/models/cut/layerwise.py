@@ -1,0 +1,164 @@
+"""Run a model layer by layer over calibration examples, so that only one layer at a time is on the device.
+
+A pass calls the model's encoder on every batch, in which each layer but one stands aside: the layers before it hand on
+what the last of them gave in an earlier pass, and the layers after it return their input. The model's code around the
+layers (embeddings, masks, rotary positions, convolutions between layers) so runs as always, for every architecture.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features
+from ds_trainer.ranks import distributed
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
+
+    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `divergence`
+    returns how far the outputs of a model (on its device, in evaluation mode) are from those of the dense model, as a
+    mean over the examples of all ranks; it is collective.
+    """
+
+    inputs: Sequence[Mapping[str, Tensor]]
+    attended: Sequence[Tensor]
+    divergence: Callable[[nn.Module], float]
+
+
+class Gram:
+    """Sums over tokens of a linear layer's inputs x (in,), and of their products x x^T (in, in), in fp64.
+
+    Each batch's products are computed in the precision of the inputs; the sums over batches and ranks are in fp64.
+    """
+
+    def __init__(self, features: int, device: torch.device) -> None:
+        self.tokens = 0
+        self.sums = torch.zeros(features, dtype=torch.float64, device=device)
+        self.products = torch.zeros(features, features, dtype=torch.float64, device=device)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs (tokens, in)."""
+        self.tokens += len(inputs)
+        self.sums += inputs.sum(0, dtype=torch.float64)
+        self.products += inputs.T @ inputs
+
+    def over_ranks(self) -> "Gram":
+        """Add up the sums of all ranks, in place; collective."""
+        self.tokens = sum(count for (count,) in distributed.numbers_of_all([self.tokens]))
+        self.sums = distributed.total(self.sums)
+        self.products = distributed.total(self.products)
+        return self
+
+    @property
+    def mean(self) -> Tensor:
+        return self.sums / self.tokens
+
+    def second_moments(self, centred: bool, damping: float) -> Tensor:
+        """Return E[x x^T], or the covariance where `centred`, with `damping` times its mean diagonal added to that.
+
+        A layer with a bias is fitted by the covariance, since its bias can make up for every mean.
+        """
+        moments = self.products / self.tokens
+        if centred:
+            moments = moments - torch.outer(self.mean, self.mean)
+        level = moments.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+        return moments + damping * level * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+
+
+class Layerwise:
+    """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer."""
+
+    def __init__(self, model: Any, calibration: Calibration, device: torch.device) -> None:
+        self.calibration, self.device = calibration, device
+        self._base = getattr(model, "base_model", model)
+        self._layers = encoder_layers(model)
+        accepted = inspect.signature(self._base.forward).parameters
+        self._inputs = [{name: x for name, x in batch.items() if name in accepted} for batch in calibration.inputs]
+        self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        self._outputs: list[Any] = [None] * len(self._inputs)  # of the layer before, by batch, on the CPU
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each layer on the device, by name. It may be changed until the next one is taken."""
+        for index, (name, layer) in enumerate(self._layers.items()):
+            self._at = index
+            layer.to(self.device)
+            yield name, layer
+            if index < len(self._layers) - 1:
+                self._outputs = list(self._pass())
+            layer.cpu()
+
+    def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
+        """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
+        grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}
+        attended = iter(self.calibration.attended)
+        inputs: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Any:
+            return lambda _, given: inputs.__setitem__(name, given[0])
+
+        handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+        try:
+            for _ in self._pass():
+                tokens = next(attended).to(self.device)
+                for name, values in inputs.items():
+                    grams[name].add(values.view(*tokens.shape, -1)[tokens])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: gram.over_ranks() for name, gram in grams.items()}
+
+    @torch.no_grad()
+    def _pass(self) -> Iterator[Any]:
+        """Yield what the present layer gives for each batch, on the CPU."""
+        layers = list(self._layers.values())
+        layer, outputs = layers[self._at], iter(self._outputs)
+        computed: list[Any] = []
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            on_device = _moved((args, kwargs), self.device)
+            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), torch.device("cpu"))]
+            return computed[0]
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            like = (computed or before)[0]
+            return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
+
+        before: list[Any] = []
+        with contextlib.ExitStack() as standing_aside:
+            for index, other in enumerate(layers):
+                forward = compute if index == self._at else skip
+                if index == self._at - 1:
+                    forward = lambda *_, **__: before[0]  # noqa: E731
+                standing_aside.enter_context(_forward_replaced(other, forward))
+            for inputs in self._inputs:
+                before[:] = [next(outputs)]
+                computed.clear()
+                self._base(**inputs, **self._options)
+                yield computed[0]
+
+
+@contextlib.contextmanager
+def _forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of this module, not of its class: the model's code may read attributes of its layers."""
+    layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value on a device: a tensor, or all tensors in tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device) for one in value)
+    return {name: _moved(one, device) for name, one in value.items()} if isinstance(value, dict) else value
