@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import ExampleIds, Examples
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
 _BATCH = 32
-_PROBED = 64
-"""About how many of the examples are run for each divergence that is measured."""
+_PROBED, _PROBE_BATCH = 64, 8
+"""About how many of the examples are run for each divergence that is measured, and in batches of how many."""
+_PROBED_ROWS = 64
+"""About how many rows of logits of each batch are compared: those of language models are long, and many."""
 
 
 def calibration_of(task: Task, count: int, seed: int) -> Calibration:
@@ -25,10 +28,8 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     examples = task.examples("train")
     chosen = np.random.default_rng(seed).permutation(len(examples))[:count]
     chosen = chosen[np.argsort(examples.lengths[chosen], kind="stable")]
-    rank, world = distributed.rank(), distributed.world_size()
-    ids = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
-    probed = ids[:: max(1, len(chosen) // _PROBED)]
-    batches, probes = ([task.collate(examples, part) for part in parts[rank::world]] for parts in (ids, probed))
+    batches = _own_batches(task, examples, chosen, _BATCH)
+    probes = _own_batches(task, examples, chosen[:: max(1, len(chosen) // _PROBED)], _PROBE_BATCH)
     return Calibration(
         inputs=[batch.inputs for batch in batches],
         attended=[batch.mask.bool() for batch in batches],
@@ -37,12 +38,21 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     )
 
 
+def _own_batches(task: Task, examples: Examples, ids: ExampleIds, size: int) -> list[Batch]:
+    """Return this rank's batches of the examples."""
+    parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+    return [task.collate(examples, part) for part in parts[distributed.rank() :: distributed.world_size()]]
+
+
 @torch.no_grad()
 def _answers(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-    """Return the logits of each batch, each (rows, classes)."""
+    """Return logits of each batch, each (rows, classes)."""
     device = next(model.parameters()).device
-    on_device = [batch.to(device) for batch in batches]
-    return [task.logits(model(**batch.inputs), batch) for batch in on_device]
+    answers = []
+    for batch in (batch.to(device) for batch in batches):
+        logits = task.logits(model(**batch.inputs), batch)
+        answers.append(tuple(rows[:: max(1, len(rows) // _PROBED_ROWS)].clone() for rows in logits))
+    return answers
 
 
 def _divergence(task: Task, dense: Any, cut: Any) -> float:

@@ -112,9 +112,11 @@ def _curve(place: CutBlock, trial: _Trial, losses: Mapping[int, float]) -> Curve
 def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
     """Return the sizes whose losses have the smallest sum within the budget, by dynamic programming.
 
-    Prices are rounded up to bins of the budget, so that the choice does not exceed it.
+    The smallest size of every block must fit the budget. What larger ones cost beyond that is rounded up to bins of the
+    rest of the budget, so that the choice does not exceed it.
     """
-    used = {name: _bins(curve.sizes * prices.each[name], prices.budget) for name, curve in curves.items()}
+    rest = prices.budget - sum(curve.sizes[0] * prices.each[name] for name, curve in curves.items())
+    used = {name: _bins((curve.sizes - curve.sizes[0]) * prices.each[name], rest) for name, curve in curves.items()}
     best = np.zeros(_BINS + 1)  # the least sum of losses of the blocks so far, within each number of bins
     chosen: dict[str, NDArray[np.int64]] = {}
     for name, curve in curves.items():
@@ -133,4 +135,6 @@ def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
 
 
 def _bins(costs: NDArray[np.floating[Any]], budget: float) -> NDArray[np.int64]:
-    return np.ceil(costs / budget * _BINS - 1e-6).astype(np.int64)
+    """Return how many bins of the budget each cost takes: too many, _BINS + 1, where it is above the budget."""
+    shares = costs / max(budget, np.finfo(np.float64).tiny)
+    return np.minimum(np.ceil(shares * _BINS - 1e-6), _BINS + 1).astype(np.int64)

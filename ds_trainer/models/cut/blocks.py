@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
+from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise, without_products
 from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, output_error, removal
 from ds_trainer.models.layers import Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
@@ -158,7 +158,17 @@ def with_grams(
     layerwise = Layerwise(model, calibration, device)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
-            yield place, layerwise.grams({place.name: place.outer})[place.name]
+            with without_products(_unused(place)):
+                grams = layerwise.grams({place.name: place.outer})
+            yield place, grams[place.name]
+
+
+def _unused(place: CutBlock) -> Iterator[Any]:
+    """Yield linear layers on which the inputs of a block's outer layer do not depend: itself, and what comes after."""
+    yield place.outer
+    for block in blocks_of(place.layer) if place.block.kind == "attention" else ():
+        if block.kind == "feed_forward" and not is_emptied(place.layer.get_submodule(block.core)):
+            yield from (place.layer.get_submodule(name) for name in (*block.inner, block.outer))
 
 
 def _magnitudes(place: CutBlock) -> Tensor:

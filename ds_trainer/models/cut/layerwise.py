@@ -7,14 +7,15 @@ layers (embeddings, masks, rotary positions, convolutions between layers) so run
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features
+from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
 
 
@@ -36,7 +37,8 @@ class Calibration:
 class Gram:
     """Sums over tokens of a linear layer's inputs x (in,), and of their products x x^T (in, in), in fp64.
 
-    Each batch's products are computed in the precision of the inputs; the sums over batches and ranks are in fp64.
+    Each batch's products are computed in the precision of the inputs, around the mean of the batch: otherwise rounding
+    would hide the variance of an input that is nearly constant. All sums over batches and ranks are in fp64.
     """
 
     def __init__(self, features: int, device: torch.device) -> None:
@@ -46,9 +48,13 @@ class Gram:
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs (tokens, in)."""
+        sums = inputs.sum(0, dtype=torch.float64)
+        mean = sums / max(1, len(inputs))
+        deviations = inputs - mean.to(inputs.dtype)
         self.tokens += len(inputs)
-        self.sums += inputs.sum(0, dtype=torch.float64)
-        self.products += inputs.T @ inputs
+        self.sums += sums
+        self.products += deviations.T @ deviations
+        self.products += torch.outer(sums, mean)
 
     def over_ranks(self) -> "Gram":
         """Add up the sums of all ranks, in place; collective."""
@@ -92,7 +98,8 @@ class Layerwise:
             layer.to(self.device)
             yield layer
             if index < len(self._layers) - 1:
-                self._outputs = list(self._pass())
+                for batch, output in enumerate(self._pass()):
+                    self._outputs[batch] = output
             layer.cpu()
 
     def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
@@ -143,6 +150,19 @@ class Layerwise:
                 computed.clear()
                 self._base(**inputs, **self._options)
                 yield computed[0]
+
+
+@contextlib.contextmanager
+def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
+    """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
+    with contextlib.ExitStack() as replaced:
+        for linear in linears:
+            replaced.enter_context(_forward_replaced(linear, partial(_zeros, out_features(linear))))
+        yield
+
+
+def _zeros(features: int, inputs: Tensor) -> Tensor:
+    return inputs.new_zeros(*inputs.shape[:-1], features)
 
 
 @contextlib.contextmanager
