@@ -136,5 +136,7 @@ def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
 
 def _bins(costs: NDArray[np.floating[Any]], budget: float) -> NDArray[np.int64]:
     """Return how many bins of the budget each cost takes: too many, _BINS + 1, where it is above the budget."""
-    shares = costs / max(budget, np.finfo(np.float64).tiny)
-    return np.minimum(np.ceil(shares * _BINS - 1e-6), _BINS + 1).astype(np.int64)
+    bins = np.where(costs > 0, _BINS + 1, 0)
+    fits = (costs > 0) & (costs <= budget)
+    bins[fits] = np.ceil(costs[fits] / budget * _BINS - 1e-6)
+    return bins

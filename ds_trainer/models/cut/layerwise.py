@@ -54,7 +54,7 @@ class Gram:
         self.tokens += len(inputs)
         self.sums += sums
         self.products += deviations.T @ deviations
-        self.products += torch.outer(sums, mean)
+        self.products.addr_(sums, mean)
 
     def over_ranks(self) -> "Gram":
         """Add up the sums of all ranks, in place; collective."""
@@ -74,9 +74,10 @@ class Gram:
         """
         moments = self.products / self.tokens
         if centred:
-            moments = moments - torch.outer(self.mean, self.mean)
+            moments.addr_(self.mean, self.mean, alpha=-1)
         level = moments.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-        return moments + damping * level * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+        moments.diagonal().add_(damping * level)
+        return moments
 
 
 class Layerwise:

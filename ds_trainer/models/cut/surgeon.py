@@ -110,7 +110,8 @@ class _Pending:
 
     def applied(self) -> tuple[Tensor, Tensor]:
         """Return the weight and the inverse of the groups that are kept."""
-        columns = self.kept.repeat_interleave(self.width)
-        weight = self.weight[:, columns] - self.columns.T @ self.solved[:, columns]
-        inverse = self.inverse[columns][:, columns] - self.rows[:, columns].T @ self.solved[:, columns]
+        columns = self.kept.repeat_interleave(self.width).nonzero().flatten()
+        rows, solved = self.rows[:, columns], self.solved[:, columns]
+        weight = self.weight[:, columns].addmm_(self.columns.T, solved, alpha=-1)
+        inverse = self.inverse[columns[:, None], columns].addmm_(rows.T, solved, alpha=-1)
         return weight, inverse

@@ -74,7 +74,7 @@ def test_costs_add_up_to_the_error_of_least_squares_over_many_updates():
 @given(seed=st.integers(0, 10_000), width=st.sampled_from([1, 2, 3]))
 @settings(max_examples=25, deadline=None)
 def test_the_first_step_is_the_best_of_all_and_no_subset_beats_it(seed, width):
-    """Of all single groups the first is the best; the best subset of any size is at most what the greedy order gives."""
+    """The first removal is the best of all single ones; further ones cost at least what the best subset does."""
     data, moments, weight = layer(6 * width, seed)
     greedy = removal(weight, moments, width)
     for count in (1, 2, 3):
