@@ -63,12 +63,12 @@ class StartingModels:
         identity = [spec.model_dump(), seed, _source_identity(source), task.key("train")]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
-            distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
             cut = self._cut_folder(task, source, spec)
             self._made(phase.name, lambda: identity, cut.save)
         return str(target)
 
     def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
+        distributed.info(f"cutting {source}, by {spec.calibration_examples} training examples")
         return cut_of(task, source, spec, self.recipe.seed)
 
     def teacher(self, phase: Phase) -> str | None:

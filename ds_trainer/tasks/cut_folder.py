@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.cut.cut import cut_model, outline
@@ -31,8 +33,14 @@ class CutFolder:
 
 
 def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolder:
-    """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples."""
+    """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples.
+
+    UserError where sizes are to be chosen by the answers of a model whose head is not trained.
+    """
     started = time.perf_counter()
+    if spec.cuts_blocks and not spec.uniform:
+        task.check_trained(source)
+    torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     calibration = calibration_of(task, spec.calibration_examples, seed)
     model, records = cut_model(task.build_model(source), calibration, spec, distributed.device())
     report = {
