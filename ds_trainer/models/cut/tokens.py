@@ -3,7 +3,8 @@
 A text whose tokens all stay is tokenised as before. WordPiece takes the longest token at each place, and Unigram the
 tokens with the highest sum of scores: neither chooses differently for lack of a token that it did not choose. BPE does
 not either, as long as each token stays together with all tokens that it is merged from. A text of which a token went
-falls into smaller tokens, since characters stay.
+falls into smaller tokens: the characters of ASCII, of Western Europe and of all tokens that stay do not go. A script
+that no such token is written in becomes unknown, or bytes.
 """
 
 import copy
@@ -58,10 +59,10 @@ class Vocabulary:
             self._merged_from[self._merged(left, right)] |= {left, right}
 
     def select(self, wanted: Iterable[str], always: Iterable[str], most: int | None = None) -> list[str]:
-        """Return the wanted tokens with all that must stay, `always` among it, in the order of their ids.
+        """Return the tokens that stay, in the order of their ids: those that must, those in `always`, the wanted ones.
 
-        If not all of them are among the first `most`, those that come first in `wanted` stay. UserError where all
-        tokens would stay, or where `most` is less than must stay.
+        Of the wanted ones, and the tokens that they need, the first ones stay that fit into `most` tokens. UserError
+        where all tokens would stay, or where more than `most` must.
         """
         kept = set[str]()
         for token in (*self._essential(), *always):
@@ -69,7 +70,7 @@ class Vocabulary:
         if most is not None and most < len(kept):
             raise UserError(
                 f"vocabulary.keep is {most:,}, and {len(kept):,} tokens must stay: the special ones, and those that "
-                f"spell any text. Raise it to more than {len(kept):,}"
+                f"spell any text: raise it"
             )
         limit = len(self.ids) if most is None else most
         for token in wanted:
@@ -91,8 +92,8 @@ class Vocabulary:
             token["id"] = ids[token["content"]]
         for name, numbers, place in _framing(state["post_processor"] or {}):
             numbers[place] = ids[name]
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
+        with tempfile.TemporaryDirectory() as aside:
+            folder = Path(aside)
             self.tokenizer.save_pretrained(folder)
             write_json(folder / "tokenizer.json", state)
             with as_user_error("the tokenizer cannot be loaded with fewer tokens"):
@@ -112,7 +113,7 @@ class Vocabulary:
         tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
         tokens |= {token for token, _, _ in _framing(self._state["post_processor"] or {})}
         tokens |= {token for token in self.ids if _BYTE.fullmatch(token)}
-        # the characters of ASCII and of Western Europe, which are also the names of all bytes in a byte-level BPE
+        # the characters of ASCII and of Western Europe are also the names of the bytes in a byte-level BPE
         tokens = tokens.union(*(self._forms.get(character, ()) for character in pre_tokenizers.ByteLevel.alphabet()))
         if model["type"] == "Unigram":
             # the score of an unknown character is that of the worst token, less a constant

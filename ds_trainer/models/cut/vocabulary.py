@@ -31,42 +31,44 @@ def cut_vocabulary(model: Any, tokenizer: Any, wanted: Iterable[str], most: int 
     """
     check_fits(model, tokenizer, max_seq_length=1)
     vocabulary = Vocabulary(tokenizer)
-    named = set(_named(model.config)) | set(_named(getattr(model, "generation_config", None)))
+    configs = (model.config, getattr(model, "generation_config", None))
+    named = {id for config in configs if config is not None for id in _named(config)}
     kept = vocabulary.select(wanted, [token for token, id in vocabulary.ids.items() if id in named], most)
     return _cut_model(model, [vocabulary.ids[token] for token in kept]), vocabulary.tokenizer_of(kept)
 
 
 def _cut_model(model: Any, ids: Sequence[int]) -> Any:
     """Return the model with the rows of these ids alone, whichever weights the size of the vocabulary decides about."""
-    renumbered = {id: number for number, id in enumerate(ids)}
+    rows = range(model.get_input_embeddings().num_embeddings)
+    renumbered = dict.fromkeys(rows) | {id: number for number, id in enumerate(ids)}
     config = _with_ids(model.config, renumbered)
     config.vocab_size = len(ids)
     smaller = type(model)(config).to(model.dtype)
-    rows, state = torch.tensor(ids), smaller.state_dict()
+    kept, state = torch.tensor(ids), smaller.state_dict()
     smaller.load_state_dict(
-        {name: _rows_alone(weight, state[name].shape, rows) for name, weight in model.state_dict().items()}
+        {name: _kept_alone(weight, state[name].shape, kept) for name, weight in model.state_dict().items()}
     )
     if model.can_generate():
         smaller.generation_config = _with_ids(model.generation_config, renumbered)
-    _check(model.eval(), smaller.eval(), rows)
+    _check(model.eval(), smaller.eval(), kept)
     return smaller
 
 
-def _rows_alone(weight: Tensor, shape: torch.Size, rows: Tensor) -> Tensor:
-    """Return the weight with these rows alone along each dimension that is smaller in `shape`."""
+def _kept_alone(weight: Tensor, shape: torch.Size, kept: Tensor) -> Tensor:
+    """Return the weight with the kept entries alone along each dimension that is smaller in `shape`."""
     for dimension, size in enumerate(shape):
         if weight.shape[dimension] != size:
-            weight = weight.index_select(dimension, rows)
+            weight = weight.index_select(dimension, kept)
     return weight
 
 
 @torch.no_grad()
-def _check(model: Any, smaller: Any, rows: Tensor) -> None:
+def _check(model: Any, smaller: Any, kept: Tensor) -> None:
     """Refuse a model that depends on the ids of tokens otherwise than by the rows of its embeddings."""
-    numbers = torch.arange(len(rows))[:: -(-len(rows) // _PROBE)]
+    numbers = torch.arange(len(kept))[:: -(-len(kept) // _PROBE)]
     before, after = (
         probed(input_ids=ids[None], output_hidden_states=True).hidden_states[-1]
-        for probed, ids in ((model, rows[numbers]), (smaller, numbers))
+        for probed, ids in ((model, kept[numbers]), (smaller, numbers))
     )
     if not torch.allclose(before, after, rtol=1e-4, atol=1e-4):
         raise UserError(
@@ -75,8 +77,8 @@ def _check(model: Any, smaller: Any, rows: Tensor) -> None:
         )
 
 
-def _with_ids(config: Any, renumbered: Mapping[int, int]) -> Any:
-    """Return the config with the new ids; None, or no entry of a list, for an id that no token has."""
+def _with_ids(config: Any, renumbered: Mapping[int, int | None]) -> Any:
+    """Return the config with the new ids. A row that no token had is None, and an id that had no row stays."""
     config = copy.deepcopy(config)
     for name, value in list(vars(config).items()):
         if _FIELDS.fullmatch(name):
@@ -84,15 +86,15 @@ def _with_ids(config: Any, renumbered: Mapping[int, int]) -> Any:
     return config
 
 
-def _renumbered(value: Any, renumbered: Mapping[int, int]) -> Any:
+def _renumbered(value: Any, renumbered: Mapping[int, int | None]) -> Any:
     if isinstance(value, list):
         return [new for entry in value if (new := _renumbered(entry, renumbered)) is not None]
-    return renumbered.get(value)
+    return renumbered.get(value, value)
 
 
 def _named(config: Any) -> Iterator[int]:
     """Yield the ids of tokens that a config names."""
-    pending = [value for name, value in vars(config or object).items() if _FIELDS.fullmatch(name)]
+    pending = [value for name, value in vars(config).items() if _FIELDS.fullmatch(name)]
     while pending:
         value = pending.pop()
         if isinstance(value, list):

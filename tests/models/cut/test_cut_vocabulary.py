@@ -89,16 +89,19 @@ def test_heads_over_the_vocabulary_are_cut(family: str, tied: bool, tokenizer: A
 
 
 def test_configs_name_the_same_tokens_as_before(tokenizer: Any) -> None:
-    """By new numbers, in lists as well; tokens that they name stay, and numbers that no token has go."""
+    """By new numbers, in lists as well; tokens that they name stay. The number of a row without a token goes, and one
+    that no row had stays."""
     named = tokenizer.get_vocab()
-    model = model_of("gpt2", vocab_size=len(tokenizer), pad_token_id=named["[PAD]"])
+    model = model_of("gpt2", vocab_size=len(tokenizer) + 2, pad_token_id=named["[PAD]"])
     model.config.bos_token_id, model.config.eos_token_id = named["happiness"], 5000
+    model.config.sep_token_id = len(tokenizer) + 1
     model.generation_config.eos_token_id = [named["[SEP]"], named["mitten"]]
     model.generation_config.bad_words_ids = [[named["##en"], named["kitten"]], [named["[UNK]"]]]
     smaller, cut = cut_vocabulary(model, tokenizer, [])
     ids = cut.get_vocab()
     assert smaller.config.pad_token_id == ids["[PAD]"]
-    assert (smaller.config.bos_token_id, smaller.config.eos_token_id) == (ids["happiness"], None)
+    assert (smaller.config.bos_token_id, smaller.config.eos_token_id) == (ids["happiness"], 5000)
+    assert smaller.config.sep_token_id is None
     assert smaller.generation_config.eos_token_id == [ids["[SEP]"], ids["mitten"]]
     assert smaller.generation_config.bad_words_ids == [[ids["##en"], ids["kitten"]], [ids["[UNK]"]]]
     assert model.config.bos_token_id == named["happiness"]
