@@ -133,6 +133,8 @@ class Phase(Strict):
     def _consistent(self) -> Phase:
         if self.num_train_epochs is None and self.max_steps is None:
             raise UserError("neither num_train_epochs nor max_steps is set: set one of them")
+        if self.student and self.cut:
+            raise UserError("student and cut are both set: make the student in a phase of its own, and cut its model")
         prune = self.techniques.prune
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             raise UserError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
