@@ -22,7 +22,7 @@ _PROBE = 8
 
 
 def cut_vocabulary(model: Any, tokenizer: Any, wanted: Iterable[str], most: int | None = None) -> tuple[Any, Any]:
-    """Return a model and a tokenizer that have the wanted tokens, and those that must stay.
+    """Return a model, on the CPU as the given one is, and a tokenizer with the wanted tokens and those that must stay.
 
     Special and added tokens must stay, those that the configs name, the characters that spell other words, and the
     tokens that a kept one is merged from. With `most`, so many stay in all: those that must, then the first of
