@@ -126,7 +126,8 @@ class PhasePlan(PhaseModel):
     @property
     def lr_factor(self) -> Callable[[int], float]:
         """The function from the optimizer step to the factor on every group's rate."""
-        return lr_multiplier(self.phase.lr_scheduler_type, self.length.warmup, self.length.total)
+        phase = self.phase
+        return lr_multiplier(phase.lr_scheduler_type, phase.warmup_steps, self.length.total, phase.lr_restarts)
 
     def is_to_log(self, step: int) -> bool:
         return self._due(self.phase.logging_steps, step) or step >= self.length.total

@@ -23,7 +23,7 @@ class VocabularySpec(Strict):
 
 
 class CutSpec(Strict):
-    """A cut from a calibration set, without training: optimal brain surgeon (ZipLM, arXiv 2302.04089) and its rivals."""
+    """A cut from a calibration set, without training: optimal brain surgeon (ZipLM, arXiv 2302.04089) or a rival."""
 
     granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
         "hybrid", description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros'
@@ -56,6 +56,18 @@ class CutSpec(Strict):
     def cuts_blocks(self) -> bool:
         """Whether heads or neurons are cut out of the layers."""
         return self.cuts_layers and self.granularity in STRUCTURED
+
+    @property
+    def steps(self) -> "list[CutSpec]":
+        """Return a cut for each share in `keep`, to be made one after another from the model of the step before.
+
+        Heads and neurons are cut out, so that the share of a later step is one of those that the step before has kept.
+        """
+        shares = self.keep if isinstance(self.keep, list) else [self.keep]
+        before = [1.0, *shares[:-1]] if self.cuts_blocks else [1.0] * len(shares)
+        kept = [share and share / whole for share, whole in zip(shares, before, strict=True)]
+        first, *later = (self.model_copy(update={"keep": share}) for share in kept)
+        return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
 
     @model_validator(mode="before")
     @classmethod
