@@ -58,7 +58,7 @@ class CutSpec(Strict):
         return self.cuts_layers and self.granularity in STRUCTURED
 
     @property
-    def steps(self) -> "list[CutSpec]":
+    def in_steps(self) -> "list[CutSpec]":
         """Return a cut for each share in `keep`, to be made one after another from the model of the step before.
 
         Heads and neurons are cut out, so that the share of a later step is one of those that the step before has kept.

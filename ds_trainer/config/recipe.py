@@ -186,7 +186,7 @@ class Recipe(Strict):
     @classmethod
     def _cut_in_steps(cls, phases: list[Phase]) -> list[Phase]:
         before = ["@model", *(f"@{phase.name}" for phase in phases)]
-        return [step for phase, previous in zip(phases, before, strict=False) for step in _steps_of(phase, previous)]
+        return [step for phase, previous in zip(phases, before, strict=False) for step in _in_steps(phase, previous)]
 
     @model_validator(mode="after")
     def _phases_connect(self) -> Recipe:
@@ -274,14 +274,14 @@ def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
 
 
-def _steps_of(phase: Phase, previous: str) -> list[Phase]:
+def _in_steps(phase: Phase, previous: str) -> list[Phase]:
     """Return a phase for each share that the cut of a phase keeps, NAME_1, NAME_2 and so on, the last one being NAME.
 
     They have equal parts of its training. `previous` is the reference that "@previous" stands for in the phase.
     """
     if phase.cut is None or not isinstance(phase.cut.keep, list):
         return [phase]
-    cuts, techniques, max_steps = phase.cut.steps, phase.techniques, phase.max_steps
+    cuts, techniques, max_steps = phase.cut.in_steps, phase.techniques, phase.max_steps
     if max_steps and max_steps < len(cuts):
         raise UserError(f'max_steps of phase "{phase.name}" is {max_steps}: its cut in {len(cuts)} steps needs as many')
     if techniques.distill and techniques.distill.teacher == "@previous":

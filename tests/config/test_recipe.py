@@ -40,6 +40,12 @@ def mistakes_of(data) -> str:
         ({"phases": []}, ["phases", "at least 1"]),
         ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
         ({"phases": [{"max_steps": 1.5}]}, ["phases.0.max_steps", "1.5"]),
+        ({"phases": [{"max_steps": 0}]}, ["phases.0.max_steps", "greater than 0"]),
+        ({"phases": [{"num_train_epochs": -1}]}, ["phases.0.num_train_epochs", "greater than or equal to 0"]),
+        (
+            {"phases": [{"num_train_epochs": 0, "shrink": True, "techniques": {"prune": {}}}]},
+            ["num_train_epochs is 0, and prune and shrink would need training"],
+        ),
         ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
         ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),

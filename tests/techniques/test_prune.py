@@ -310,6 +310,27 @@ def test_an_end_far_from_the_recipe_is_told(spec, message, told):
     assert not found or re.search(message, found[0])
 
 
+@pytest.mark.parametrize(
+    ("steps", "spec", "warns"),
+    [
+        (2_499, {}, True),
+        (2_500, {}, False),
+        (10, {"pruning_method": "sigmoied_threshold"}, True),
+        (10, {"pruning_method": "magnitude"}, False),
+        (10, {"pruning_method": "l0"}, False),
+        (10, {"train_weights": False}, False),
+        (10, {"granularity": "hybrid"}, False),
+    ],
+)
+def test_too_few_steps_for_the_scores_of_single_weights_are_told(steps, spec, warns, told):
+    """As training starts, once; magnitudes and gates, scores trained alone, and those of larger parts need fewer."""
+    prune = make_prune(total=steps, **spec)
+    prune.attach(make_model("bert"))
+    for _ in range(2):
+        prune.start(torch.device("cpu"))
+    assert told.text.count("better with pruning_method") == warns
+
+
 def test_a_run_that_is_resumed_with_fewer_steps_exports_the_masks_of_its_scores():
     """A choice over all layers, held since step 8, is made anew at step 9 of 7."""
     spec = {"global_topk": True, "global_topk_frequency_compute": 4, "mask_init": "kaiming", "final_threshold": 0.1}
