@@ -32,7 +32,7 @@ from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
-from ds_trainer.starting_models import MADE, StartingModels
+from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
@@ -84,7 +84,7 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
     """
     aside = Path(distributed.on_main(tempfile.mkdtemp))
     try:
-        models = StartingModels(job.recipe, aside)
+        models = RehearsedModels(job.recipe, aside)
         descriptions = [_rehearse_phase(job, phase, models) for phase in job.recipe.phases]
         distributed.barrier()  # all ranks of a host share its folder
         return descriptions

@@ -1,6 +1,6 @@
 """The models that phases start from and learn from: the recipe's, those of earlier phases, and those made for a run.
 
-A run makes a new model where the recipe has a config for one, and a student where a phase asks for one.
+A run makes a new model where the recipe has a config for one, and a student or a cut where a phase wants one.
 """
 
 import json
@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.registry import training_texts
+from ds_trainer.tasks.cut_folder import CutFolder, cut_of, outline_of
+from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.task import Task
 
 MADE = "starting_models"
 """The folder, in that of a run, of the models that the run makes to start from."""
@@ -39,17 +42,34 @@ class StartingModels:
         self._of_phases[phase] = str(model)
 
     def start(self, phase: Phase) -> str:
-        """Return the model that the phase starts from, or the student that is made of it."""
+        """Return the model that the phase starts from, or the student or cut that is made of it."""
         source = self._resolved(phase.start_from)
+        if phase.cut is not None:
+            return self._cut(phase, phase.cut, source)
         spec = phase.student
         if spec is None:
             return source
         seed = self.recipe.seed
 
         def identity() -> list[Any]:
-            return [spec.model_dump(), seed, folder_hash(Path(source)) if Path(source).is_dir() else source]
+            return [spec.model_dump(), seed, _source_identity(source)]
 
         return self._made(phase.name, identity, lambda target: create_student(spec, source, target, seed))
+
+    def _cut(self, phase: Phase, spec: CutSpec, source: str) -> str:
+        """Return the folder of a cut, on which all ranks work together wherever a host lacks it."""
+        target, seed = self.folder / phase.name, self.recipe.seed
+        task = build_task(task_of(phase, self.recipe), source, self.recipe.cache_dir)
+        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train")]
+        lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
+        if any(count for (count,) in lacking):
+            distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
+            cut = self._cut_folder(task, source, spec)
+            self._made(phase.name, lambda: identity, cut.save)
+        return str(target)
+
+    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
+        return cut_of(task, source, spec, self.recipe.seed)
 
     def teacher(self, phase: Phase) -> str | None:
         distill = phase.techniques.distill
@@ -92,8 +112,18 @@ class StartingModels:
         return str(target)
 
 
+class RehearsedModels(StartingModels):
+    """The same for a rehearsal, in which models of earlier phases are untrained: a cut is made in its shape only."""
+
+    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
+        return outline_of(task, source, spec)
+
+
 class MadeModels(StartingModels):
     """The same for a run that is only read: gives the folders of the models that the run made, and makes none."""
+
+    def _cut(self, phase: Phase, spec: CutSpec, source: str) -> str:
+        return str(self.folder / phase.name)
 
     def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
         return str(self.folder / name)
@@ -101,11 +131,20 @@ class MadeModels(StartingModels):
 
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
     """Build a model in a folder, unless a whole one of the same identity is there; its marker is written last."""
-    marker = target / MARKER
-    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == identity:
+    if _is_made(target, identity):
         return
+    marker = target / MARKER
     marker.unlink(missing_ok=True)
     for stale in target.glob("*.safetensors*"):
         stale.unlink()
     build(target)
     write_json(marker, identity)
+
+
+def _is_made(target: Path, identity: Any) -> bool:
+    marker = target / MARKER
+    return marker.is_file() and bool(json.loads(marker.read_text(encoding="utf-8")) == identity)
+
+
+def _source_identity(source: str) -> str:
+    return folder_hash(Path(source)) if Path(source).is_dir() else source

@@ -23,7 +23,7 @@ class VocabularySpec(Strict):
 
 
 class CutSpec(Strict):
-    """A cut from a calibration set, without training: optimal brain surgeon (ZipLM, arXiv 2302.04089) or a rival."""
+    """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
     granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
         "hybrid", description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros'

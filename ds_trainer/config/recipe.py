@@ -144,6 +144,8 @@ class Phase(Strict):
             raise UserError(
                 f"num_train_epochs is 0, and {' and '.join(idle)} would need training: drop one or the other"
             )
+        if self.student and self.cut:
+            raise UserError("student and cut are both set: make the student in a phase of its own, and cut its model")
         prune = self.techniques.prune
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             raise UserError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
@@ -294,7 +296,7 @@ def _in_steps(phase: Phase, previous: str) -> list[Phase]:
         if max_steps:
             update["max_steps"] = max_steps * number // len(cuts) - max_steps * (number - 1) // len(cuts)
         if phases:
-            update |= {"start_from": f"@{phases[-1].name}", "student": None}
+            update["start_from"] = f"@{phases[-1].name}"
         phases.append(phase.model_copy(update=update))
     return phases
 

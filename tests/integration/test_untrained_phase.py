@@ -101,3 +101,23 @@ def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, outpu
     assert SAME_ANSWER in (run / "report.md").read_text()
     done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "run" / "recipe.json"))
     assert done.stderr.count(SAME_ANSWER) == 1
+
+
+def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe, output, tmp_path):
+    """The recipe of the folder has a phase for each share; `--resume` with the recipe as given has nothing to do."""
+    steps = {"granularity": "neuron", "uniform": True, "keep": [0.5, 0.25], "calibration_examples": 64}
+    cut = {"name": "cut", "num_train_epochs": 0, "cut": steps}
+    recipe = tiny_recipe | {"phases": [cut], "model": {"name_or_path": str(output / "dense" / "model")}}
+    results = []
+    for more in ([], ["--resume"]):
+        done = run_deepspeed(2, *command(tmp_path / "run", recipe, *more))
+        assert done.returncode == 0, done.stderr[-4000:]
+        results.append(read(tmp_path / "run" / "out" / "all_results.json"))
+    assert list(results[0]) == ["cut_1", "cut"]
+    assert results[0]["cut"]["eval"] == results[1]["cut"]["eval"]
+    layers = [results[0][name]["weights"]["layers"] for name in ("cut_1", "cut")]
+    ways_in = [[count["total"] for name, count in counts.items() if "intermediate" in name] for counts in layers]
+    assert ways_in == [[32 * 32] * 2, [16 * 32] * 2], "of 64 neurons by 32 inputs"
+    written = read(tmp_path / "run" / "out" / "recipe.json")["phases"]
+    assert [phase["name"] for phase in written] == ["cut_1", "cut"]
+    assert [phase["cut"]["keep"] for phase in written] == [0.5, 0.5]

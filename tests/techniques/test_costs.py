@@ -11,9 +11,10 @@ from support.pruned_models import FAMILIES, kept_of, make_model, pruned, run
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_trainer.models.flops import decision_flops, encoder_flops
+from ds_trainer.models.layer_seconds import LayerSeconds, layer_seconds
 from ds_trainer.models.layers import blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrunk_model import shrunk_class
-from ds_trainer.techniques.prune.costs import Costs, LayerSeconds, layer_seconds, seconds_costs
+from ds_trainer.techniques.prune.costs import Costs, seconds_costs
 from ds_trainer.techniques.prune.selection import AllowedCounts
 
 CPU = torch.device("cpu")

@@ -22,14 +22,15 @@ from ds_trainer.ranks import distributed
 class Calibration:
     """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
 
-    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `divergence`
-    returns how far the outputs of a model (on its device, in evaluation mode) are from those of the dense model, as a
-    mean over the examples of all ranks; it is collective.
+    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
+    model, on whichever device it is, on some of the examples. `divergence` says how far second answers are from first
+    ones, as a mean over the examples of all ranks; it is collective.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
     attended: Sequence[Tensor]
-    divergence: Callable[[nn.Module], float]
+    answers: Callable[[nn.Module], Any]
+    divergence: Callable[[Any, Any], float]
 
 
 class Gram:
@@ -78,18 +79,18 @@ class Layerwise:
     def __init__(self, model: Any, calibration: Calibration, device: torch.device) -> None:
         self.calibration, self.device = calibration, device
         self._base = getattr(model, "base_model", model)
-        self._layers = encoder_layers(model)
+        self._layers = list(encoder_layers(model).values())
         accepted = inspect.signature(self._base.forward).parameters
         self._inputs = [{name: x for name, x in batch.items() if name in accepted} for batch in calibration.inputs]
         self._options = {"use_cache": False} if "use_cache" in accepted else {}
         self._outputs: list[Any] = [None] * len(self._inputs)  # of the layer before, by batch, on the CPU
 
-    def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield each layer on the device, by name. It may be changed until the next one is taken."""
-        for index, (name, layer) in enumerate(self._layers.items()):
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Yield each layer, on the device. It may be changed until the next one is taken."""
+        for index, layer in enumerate(self._layers):
             self._at = index
             layer.to(self.device)
-            yield name, layer
+            yield layer
             if index < len(self._layers) - 1:
                 self._outputs = list(self._pass())
             layer.cpu()
@@ -117,8 +118,7 @@ class Layerwise:
     @torch.no_grad()
     def _pass(self) -> Iterator[Any]:
         """Yield what the present layer gives for each batch, on the CPU."""
-        layers = list(self._layers.values())
-        layer, outputs = layers[self._at], iter(self._outputs)
+        layer, outputs = self._layers[self._at], iter(self._outputs)
         computed: list[Any] = []
 
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class Layerwise:
 
         before: list[Any] = []
         with contextlib.ExitStack() as standing_aside:
-            for index, other in enumerate(layers):
+            for index, other in enumerate(self._layers):
                 forward = compute if index == self._at else skip
                 if index == self._at - 1:
                     forward = lambda *_, **__: before[0]  # noqa: E731
@@ -148,7 +148,7 @@ class Layerwise:
 @contextlib.contextmanager
 def _forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of this module, not of its class: the model's code may read attributes of its layers."""
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
     try:
         yield
     finally:

@@ -34,8 +34,7 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
     errors: list[float] = []
     while len(numbers):
         pending = _Pending(weight, inverse, width)
-        for _ in range(min(max(1, _PENDING // width), len(numbers))):
-            errors.append(pending.remove_cheapest())
+        errors += [pending.remove_cheapest() for _ in range(min(max(1, _PENDING // width), len(numbers)))]
         order += numbers[pending.removed].tolist()
         numbers = numbers[pending.kept]
         weight, inverse = pending.applied()
@@ -43,8 +42,8 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
 
 
 def magnitude_removal(magnitudes: Tensor) -> Removal:
-    """Order the groups by their magnitudes (groups,), the smallest first. Their errors are not known: they are 0."""
-    return Removal(magnitudes.argsort().tolist(), [0.0] * len(magnitudes))
+    """Order the groups by their magnitudes (groups,), the smallest first. Each error, which is not known, is 1."""
+    return Removal(magnitudes.argsort().tolist(), [1.0] * len(magnitudes))
 
 
 def least_squares(weight: Tensor, covariance: Tensor, columns: Tensor) -> Tensor:

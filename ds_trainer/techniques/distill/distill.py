@@ -30,10 +30,10 @@ from ds_trainer.models.pretrained import load_config, load_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
+from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, check_vocabulary, compared_layers
 from ds_trainer.techniques.distill.teacher_cache import cached_teacher
-from ds_trainer.techniques.soft_targets import soft_target_loss
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"

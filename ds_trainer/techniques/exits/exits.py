@@ -22,9 +22,9 @@ from ds_trainer.config.recipe import ExitsSpec, GroupRule
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
-from ds_trainer.techniques.soft_targets import soft_target_loss
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _HEADS = "exit_heads"

@@ -1,7 +1,5 @@
 """What decisions cost: weights, floating-point operations, or seconds measured on this device."""
 
-import copy
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,16 +11,12 @@ from torch import Tensor
 
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.flops import decision_flops, encoder_flops
-from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
-from ds_trainer.models.shrunk_model import shrunk_class, whole_class
+from ds_trainer.models.layer_seconds import LayerSeconds, count_decisions, layer_seconds
+from ds_trainer.models.layers import layers_of
+from ds_trainer.models.shrunk_model import whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.timing import seconds
 from ds_trainer.techniques.prune.sites import Site
-
-_ROUNDS = 15
-_LEAST = 0.01
-"""The share of a layer's time that all decisions of a block are taken to cost at least, since measuring has noise."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +93,6 @@ class Budget:
             self.costs = Costs(_uniform(self.sites, state["each"]), state["fixed"])
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
-    """The seconds of one whole layer, and of one decision of each kind of block."""
-
-    layer: float
-    decision: Mapping[str, float]
-    count: Mapping[str, int]
-    """How many decisions the whole layer had."""
-
-
 def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
     """Cost each decision at the floating-point operations of one example; sites must be of whole blocks."""
     layers, blocks = layers_of(model), {name: site.block for name, site in sites.items() if site.block}
@@ -118,9 +102,8 @@ def flops_costs(model: Any, sites: Mapping[str, Site], tokens: int) -> Costs:
 
 def seconds_costs(measured: LayerSeconds, counted: Counter[str], sites: Mapping[str, Site]) -> Costs:
     """Cost each decision at its seconds, of an encoder as `count_decisions` counts it; all layers take the same."""
-    rest = measured.layer - sum(measured.count[kind] * cost for kind, cost in measured.decision.items())
-    total = counted["layers"] * max(0.0, rest) + sum(counted[kind] * cost for kind, cost in measured.decision.items())
-    return _costs_within(total, sites, {name: measured.decision[site.role] for name, site in sites.items()})
+    of_one = {name: measured.decision[site.role] for name, site in sites.items()}
+    return _costs_within(measured.encoder(counted), sites, of_one)
 
 
 def _costs_within(total: float, sites: Mapping[str, Site], of_one: Mapping[str, float]) -> Costs:
@@ -131,64 +114,3 @@ def _costs_within(total: float, sites: Mapping[str, Site], of_one: Mapping[str, 
 
 def _uniform(sites: Mapping[str, Site], of_one: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: torch.full(site.shape, of_one[name], dtype=torch.float64) for name, site in sites.items()}
-
-
-def count_decisions(model: Any) -> Counter[str]:
-    """Count a model's layers ("layers") and the decisions of each kind of block."""
-    counts = Counter(layers=len(layers_of(model)))
-    for layer in layers_of(model).values():
-        for block in blocks_of(layer):
-            counts[block.kind] += decisions_of(block, layer, model.config)
-    return counts
-
-
-def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.device) -> LayerSeconds:
-    """Measure a layer of random weights, in fp32, for one example: whole, and with half the decisions of each kind.
-
-    Takes medians of wall seconds. `base` is the class of the model without a head.
-    """
-    base = getattr(base, "resizes", base)  # a class that resizes would need sizes of every layer
-    with torch.random.fork_rng(devices=[]):
-        whole = _one_layer(base, config, {})
-        layer = next(iter(layers_of(whole).values()))
-        count = {block.kind: decisions_of(block, layer, whole.config) for block in blocks_of(layer)}
-        halves = {kind: _one_layer(base, config, count | {kind: most // 2}) for kind, most in count.items()}
-    calls = {name: _layer_call(model.to(device).eval(), tokens) for name, model in {"": whole, **halves}.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.inference_mode():
-        for _ in range(_ROUNDS + 1):
-            for name, call in calls.items():  # in turns: a slow moment of the machine then hits all alike
-                times[name].append(seconds(call, device))
-    median = {name: statistics.median(series[1:]) for name, series in times.items()}
-    decision = {
-        kind: max((median[""] - median[kind]) / (most - most // 2), _LEAST * median[""] / most)
-        for kind, most in count.items()
-    }
-    return LayerSeconds(median[""], decision, count)
-
-
-def _one_layer(base: Any, config: Any, count: Mapping[str, int]) -> Any:
-    """Build the model with its first layer only, with `count` decisions of each kind if given, and few embeddings."""
-    small = copy.deepcopy(config)
-    small.num_hidden_layers, small.use_cache = 1, False
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:1]
-    special = [value for name, value in small.to_dict().items() if name.endswith("token_id") and isinstance(value, int)]
-    small.vocab_size = 1 + max([0, *special])
-    setattr(small, FIELD, {name: [count.get(kind, 0)] for kind, name in SIZES_OF.items()} if count else None)
-    return (shrunk_class(base) if count else base)(small)
-
-
-def _layer_call(model: Any, tokens: int) -> Callable[[], object]:
-    """Return a call of the model's only layer, with the arguments that the model gives it for one example."""
-    (layer,) = layers_of(model).values()
-    arguments: list[Any] = []
-    hook = layer.register_forward_pre_hook(lambda _, *given: arguments.append(given), with_kwargs=True)
-    # at most as many tokens as the model has positions for; some families count theirs from 2
-    most = getattr(model.config, "max_position_embeddings", None) or tokens
-    ids = torch.zeros(1, max(1, min(tokens, most - 2)), dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.inference_mode():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    hook.remove()
-    ((positional, named),) = arguments
-    return lambda: layer(*positional, **named)

@@ -1,0 +1,136 @@
+"""How many heads and neurons each layer keeps under a budget for all layers together, by the loss that removing adds.
+
+Optimal brain surgeon gives the error of a block's outputs at every number of decisions. How much such an error changes
+the model's answers differs from block to block, so it is measured: with one block cut at a time, to a few sizes, the
+divergence of the answers from the dense model's. Dynamic programming then chooses the sizes of the smallest sum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.blocks import CutBlock, OuterCut, Replacement, cut_places, with_grams
+from ds_trainer.models.cut.layerwise import Calibration, Gram
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+
+_MEASURED = (0.0, 0.25, 0.5)
+"""The shares of a block's decisions at which the divergence is measured."""
+_SIZES = 32
+"""How many sizes of a block are considered, beside 0."""
+_BINS = 4096
+"""The resolution of the budget in the dynamic programming."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What one decision of each block costs, by the names of `cut_places`, and what all may cost together."""
+
+    each: Mapping[str, float]
+    budget: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The sizes that a block may have, (sizes,) ascending, and the loss that each one adds to the model."""
+
+    sizes: NDArray[np.int64]
+    losses: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A block's errors (count + 1,) by the number of decisions that are removed, and replacements by size."""
+
+    errors: NDArray[np.float64]
+    replacements: Mapping[int, Replacement]
+
+
+def allocate(
+    model: Any, prices: Prices, calibration: Calibration, spec: CutSpec, device: torch.device
+) -> dict[str, int]:
+    """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
+
+    UserError where the decisions that must stay cost more than the budget.
+    """
+    places = cut_places(model, spec)
+    least = sum(place.lowest * prices.each[name] for name, place in places.items())
+    if least > prices.budget:
+        raise UserError(
+            f"cut: the heads that must stay, and all that no cut removes, cost {least - prices.budget:.3g} more than "
+            f"the target allows: raise the target, or lower min_heads (now {spec.min_heads})"
+        )
+    trials = {
+        place.name: distributed.on_main(partial(_trial, place, gram, spec))
+        for place, gram in with_grams(model, places, calibration, device)
+    }
+    losses = _measured_losses(model.to(device), places, trials, calibration)
+    model.cpu()
+    return cheapest_sizes({name: _curve(place, trials[name], losses[name]) for name, place in places.items()}, prices)
+
+
+def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:
+    cut = OuterCut(place, gram, spec)
+    sizes = sorted({max(place.lowest, round(share * place.count)) for share in _MEASURED})
+    return _Trial(np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes})
+
+
+@torch.no_grad()
+def _measured_losses(
+    model: Any, places: Mapping[str, CutBlock], trials: Mapping[str, _Trial], calibration: Calibration
+) -> dict[str, dict[int, float]]:
+    """Return how far the model's answers move with one block replaced, by block and size; collective."""
+    dense = calibration.answers(model)
+    losses: dict[str, dict[int, float]] = {}
+    for name, place in places.items():
+        outer = place.outer
+        before = {key: value.clone() for key, value in outer.state_dict().items()}
+        losses[name] = {}
+        for size, replacement in trials[name].replacements.items():
+            replacement.write(outer)
+            losses[name][size] = calibration.divergence(dense, calibration.answers(model))
+        outer.load_state_dict(before)
+    return losses
+
+
+def _curve(place: CutBlock, trial: _Trial, losses: Mapping[int, float]) -> Curve:
+    """Return the loss at every size, between those measured in proportion to the error of the block's outputs."""
+    shares = np.linspace(place.lowest / place.count, 1, _SIZES + 1)
+    sizes = np.unique(np.append(np.round(shares * place.count).astype(np.int64), place.lowest))
+    measured = sorted(losses, reverse=True)
+    errors = trial.errors[[0, *(place.count - size for size in measured)]]
+    known = np.maximum.accumulate([0.0, *(losses[size] for size in measured)])
+    return Curve(sizes, np.interp(trial.errors[place.count - sizes], errors, known))
+
+
+def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
+    """Return the sizes whose losses have the smallest sum within the budget, by dynamic programming.
+
+    Prices are rounded up to bins of the budget, so that the choice does not exceed it.
+    """
+    used = {name: _bins(curve.sizes * prices.each[name], prices.budget) for name, curve in curves.items()}
+    best = np.zeros(_BINS + 1)  # the least sum of losses of the blocks so far, within each number of bins
+    chosen: dict[str, NDArray[np.int64]] = {}
+    for name, curve in curves.items():
+        sums = np.full((len(curve.sizes), _BINS + 1), np.inf)
+        for row, (bins, loss) in enumerate(zip(used[name], curve.losses, strict=True)):
+            if bins <= _BINS:
+                sums[row, bins:] = best[: _BINS + 1 - bins] + loss
+        chosen[name], best = sums.argmin(0), sums.min(0)
+    sizes: dict[str, int] = {}
+    budget = _BINS
+    for name in reversed(curves):
+        row = chosen[name][budget]
+        sizes[name] = int(curves[name].sizes[row])
+        budget -= int(used[name][row])
+    return sizes
+
+
+def _bins(costs: NDArray[np.floating[Any]], budget: float) -> NDArray[np.int64]:
+    return np.ceil(costs / budget * _BINS - 1e-6).astype(np.int64)

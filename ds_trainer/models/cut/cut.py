@@ -1,0 +1,70 @@
+"""Cut a trained model as a spec says: heads and neurons, or single weights, from a calibration set."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.allocation import Prices, allocate
+from ds_trainer.models.cut.blocks import CutRecord, cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.flops import decision_flops, encoder_flops
+from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
+from ds_trainer.models.layers import in_features, rows_of, whole_class
+from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks import distributed
+
+
+def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> tuple[Any, list[CutRecord]]:
+    """Return the cut model, on the CPU, and what was done where; collective. The given model is changed.
+
+    UserError where the model's family is unknown, or the spec asks for less than must stay.
+    """
+    model.eval().cpu()
+    places = cut_places(model, spec)
+    if spec.uniform:
+        assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
+        counts = uniform_counts(places, spec.keep)
+    else:
+        counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
+    records = cut_blocks(model, counts, calibration, spec, device)
+    return shrink(model), records
+
+
+@torch.no_grad()
+def outline(model: Any, spec: CutSpec) -> Any:
+    """Return a model of the shape that a uniform cut of the spec's share gives, made without calibration examples.
+
+    Where the spec chooses over all layers, the layers of the cut model differ from these in size.
+    """
+    places = cut_places(model, spec)
+    share = spec.keep or spec.target_flops or spec.target_latency
+    assert isinstance(share, float), "the recipe makes one phase of each step"
+    for name, kept in uniform_counts(places, share).items():
+        place, outer = places[name], places[name].outer
+        rows_of(outer.weight, type(outer))[:, in_features(outer) // place.count * kept :] = 0
+    return shrink(model)
+
+
+def _prices(model: Any, spec: CutSpec, device: torch.device) -> Prices:
+    """Return what decisions cost in the spec's unit: weights, operations, or seconds measured on rank 0's device."""
+    places = cut_places(model, spec)
+    if spec.target_latency is not None:
+        base = getattr(model, "base_model", model)
+        measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)
+        measured = distributed.on_main(measure)
+        each = {name: measured.decision[place.block.kind] for name, place in places.items()}
+        total, share = measured.encoder(count_decisions(model)), spec.target_latency
+    elif spec.target_flops is not None:
+        each = {
+            name: decision_flops(place.block, place.layer, model.config, spec.cost_tokens)
+            for name, place in places.items()
+        }
+        total, share = encoder_flops(model, spec.cost_tokens), spec.target_flops
+    else:
+        assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
+        each = {name: place.weights / place.count for name, place in places.items()}
+        total, share = sum(place.weights for place in places.values()), spec.keep
+    removable = sum(each[name] * place.count for name, place in places.items())
+    return Prices(each, share * total - (total - removable))

@@ -1,0 +1,94 @@
+"""What a layer costs in seconds on this device: whole, and for each head and neuron."""
+
+import copy
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
+from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.ranks.timing import seconds
+
+_ROUNDS = 15
+_LEAST = 0.01
+"""The share of a layer's time that all decisions of a block are taken to cost at least, since measuring has noise."""
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """The seconds of one whole layer, and of one decision of each kind of block."""
+
+    layer: float
+    decision: Mapping[str, float]
+    count: Mapping[str, int]
+    """How many decisions the whole layer had."""
+
+    def encoder(self, counted: Counter[str]) -> float:
+        """Return the seconds of an encoder as `count_decisions` counts it, whose layers differ in their decisions."""
+        rest = self.layer - sum(self.count[kind] * cost for kind, cost in self.decision.items())
+        return counted["layers"] * max(0.0, rest) + sum(counted[kind] * cost for kind, cost in self.decision.items())
+
+
+def count_decisions(model: Any) -> Counter[str]:
+    """Count a model's layers ("layers") and the decisions of each kind of block."""
+    counts = Counter(layers=len(layers_of(model)))
+    for layer in layers_of(model).values():
+        for block in blocks_of(layer):
+            counts[block.kind] += decisions_of(block, layer, model.config)
+    return counts
+
+
+def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.device) -> LayerSeconds:
+    """Measure a layer of random weights, in fp32, for one example: whole, and with half the decisions of each kind.
+
+    Takes medians of wall seconds. `base` is the class of the model without a head.
+    """
+    base = getattr(base, "resizes", base)  # a class that resizes would need sizes of every layer
+    with torch.random.fork_rng(devices=[]):
+        whole = _one_layer(base, config, {})
+        layer = next(iter(layers_of(whole).values()))
+        count = {block.kind: decisions_of(block, layer, whole.config) for block in blocks_of(layer)}
+        halves = {kind: _one_layer(base, config, count | {kind: most // 2}) for kind, most in count.items()}
+    calls = {name: _layer_call(model.to(device).eval(), tokens) for name, model in {"": whole, **halves}.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.inference_mode():
+        for _ in range(_ROUNDS + 1):
+            for name, call in calls.items():  # in turns: a slow moment of the machine then hits all alike
+                times[name].append(seconds(call, device))
+    median = {name: statistics.median(series[1:]) for name, series in times.items()}
+    decision = {
+        kind: max((median[""] - median[kind]) / (most - most // 2), _LEAST * median[""] / most)
+        for kind, most in count.items()
+    }
+    return LayerSeconds(median[""], decision, count)
+
+
+def _one_layer(base: Any, config: Any, count: Mapping[str, int]) -> Any:
+    """Build the model with its first layer only, with `count` decisions of each kind if given, and few embeddings."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers, small.use_cache = 1, False
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    special = [value for name, value in small.to_dict().items() if name.endswith("token_id") and isinstance(value, int)]
+    small.vocab_size = 1 + max([0, *special])
+    setattr(small, FIELD, {name: [count.get(kind, 0)] for kind, name in SIZES_OF.items()} if count else None)
+    return (shrunk_class(base) if count else base)(small)
+
+
+def _layer_call(model: Any, tokens: int) -> Callable[[], object]:
+    """Return a call of the model's only layer, with the arguments that the model gives it for one example."""
+    (layer,) = layers_of(model).values()
+    arguments: list[Any] = []
+    hook = layer.register_forward_pre_hook(lambda _, *given: arguments.append(given), with_kwargs=True)
+    # at most as many tokens as the model has positions for; some families count theirs from 2
+    most = getattr(model.config, "max_position_embeddings", None) or tokens
+    ids = torch.zeros(1, max(1, min(tokens, most - 2)), dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.inference_mode():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    hook.remove()
+    ((positional, named),) = arguments
+    return lambda: layer(*positional, **named)
