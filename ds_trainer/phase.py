@@ -129,6 +129,11 @@ class PhasePlan(PhaseModel):
         phase = self.phase
         return lr_multiplier(phase.lr_scheduler_type, phase.warmup_steps, self.length.total, phase.lr_restarts)
 
+    @property
+    def travel(self) -> float:
+        """The sum of the learning rates of all steps: about the farthest that Adam moves a weight."""
+        return self.base.lr * sum(map(self.lr_factor, range(self.length.total)))
+
     def is_to_log(self, step: int) -> bool:
         return self._due(self.phase.logging_steps, step) or step >= self.length.total
 

@@ -36,6 +36,7 @@ from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
+from ds_trainer.techniques.prune import advice
 
 
 def run(job: TrainJob) -> dict[str, Any]:
@@ -103,6 +104,9 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
     if teacher and not models.is_teacher_trained_first(phase):
         plan.task.check_trained(teacher)
     models.add(phase.name, plan.source)
+    prune = phase.techniques.prune
+    if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
+        distributed.warn(f"{phase.name}: {too_short}")
     model, groups, _ = plan.prepare()
     return {
         "phase": phase.name,

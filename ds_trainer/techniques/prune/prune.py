@@ -79,7 +79,6 @@ class Prune(Technique):
 
     def start(self, device: torch.device) -> None:
         self.budget.measure(device)
-        self._warn_once("length", advice.of_length(self.spec, self.last_step))
 
     def on_step(self, step: int) -> None:
         # Read before the masks change. An evaluation may have set this step's masks already: hence `step > self.step`.
