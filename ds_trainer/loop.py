@@ -271,8 +271,8 @@ class Training:
         plan = self.plan
         evaluation.write(plan.task, plan.folder / "eval")
         totals = self.report.totals() | {"steps": step}
-        results = {"train": totals, "eval": evaluation.scores, "trained_on": self.report.trained_on}
-        results["warnings"] = evaluation.warnings
+        results: dict[str, Any] = {"train": totals, "eval": evaluation.scores, "warnings": evaluation.warnings}
+        results["trained_on"] = self.report.trained_on
         rebuild = partial(plan.rebuild, self.technique_states())
         for technique in self.objective.techniques:
             technique.stop()

@@ -185,8 +185,8 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
     evaluation.write(task, plan.folder / "eval")
     state = model.to("cpu", task.config.dtype or torch.float32).state_dict()  # in the precision of its folder
     export = partial(export_state_dict, state, plan.build, task, 0, plan.folder / "model")
-    results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "trained_on": report.trained_on}
-    return results | {"warnings": evaluation.warnings} | distributed.on_main(export)
+    results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
+    return results | {"trained_on": report.trained_on} | distributed.on_main(export)
 
 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:

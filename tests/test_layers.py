@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 1469,
     "report": 1116,
     "deploy": 1086,
-    "": 969,
+    "": 976,
     "cli": 743,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -59,13 +59,13 @@ class CutSpec(Strict):
 
     @property
     def in_steps(self) -> "list[CutSpec]":
-        """Return a cut for each share in `keep`, to be made one after another from the model of the step before.
+        """Return a cut for each share of the list `keep`, to be made one after another, each from the trained last one.
 
         Heads and neurons are cut out, so that the share of a later step is one of those that the step before has kept.
         """
-        shares = self.keep if isinstance(self.keep, list) else [self.keep]
-        before = [1.0, *shares[:-1]] if self.cuts_blocks else [1.0] * len(shares)
-        kept = [share and share / whole for share, whole in zip(shares, before, strict=True)]
+        assert isinstance(self.keep, list), "a cut with one share has no steps"
+        before = [1.0, *self.keep[:-1]] if self.cuts_blocks else [1.0] * len(self.keep)
+        kept = [share / whole for share, whole in zip(self.keep, before, strict=True)]
         first, *later = (self.model_copy(update={"keep": share}) for share in kept)
         return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
 

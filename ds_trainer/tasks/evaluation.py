@@ -59,8 +59,8 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         answers = answers_of(predict, task, split, batch_size, views)
         scores = distributed.on_main(partial(_scores, task, split, answers))
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
-        evaluation.answers[split] = own = answers.get(_MODEL, {})
-        constant = distributed.on_main(partial(task.constant_answer, split, own))
+        evaluation.answers[split] = answers.get(_MODEL, {})
+        constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
         if constant is not None:
             evaluation.warnings.append(
                 f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
