@@ -15,6 +15,7 @@ from ds_trainer.models.layers import AnyLinear, in_features, out_features
 from ds_trainer.ranks import distributed
 
 
+@torch.enable_grad()
 def fisher_diagonals(
     model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, device: torch.device
 ) -> dict[str, Tensor]:
@@ -48,6 +49,7 @@ def _adding_to(squares: Tensor) -> Any:
         inputs = given[0].detach()
         output.register_hook(lambda gradient: add(inputs, gradient))
 
+    @torch.no_grad()
     def add(inputs: Tensor, gradient: Tensor) -> None:
         for x, slope in zip(inputs, gradient, strict=True):
             squares.add_((slope.flatten(0, -2).T @ x.flatten(0, -2)).square())

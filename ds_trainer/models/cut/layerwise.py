@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features
 from ds_trainer.ranks import distributed
 
+_PRECISION = 1e-5
+"""The relative error, with a margin, of products in fp32."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -70,10 +73,13 @@ class Gram:
         A layer with a bias is fitted by the covariance, since its bias can make up for every mean.
         """
         moments = self.products / self.tokens
+        noise = _PRECISION * moments.diagonal()  # the covariance of inputs that never vary is nothing else
         if centred:
             moments = moments - torch.outer(self.mean, self.mean)
-        level = moments.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-        return moments + damping * level * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+        if not damping:
+            return moments
+        level = damping * moments.diagonal().mean() + noise
+        return moments + level.clamp(min=torch.finfo(torch.float32).tiny).diag()
 
 
 class Layerwise:
@@ -98,6 +104,7 @@ class Layerwise:
                 self._outputs = list(self._pass())
             layer.cpu()
 
+    @torch.no_grad()
     def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
         """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
         grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}

@@ -22,6 +22,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 
+@torch.no_grad()
 def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> list[CutRecord]:
     """Write the zeros of a spec in the linear layers of the encoder, in place; collective.
 
