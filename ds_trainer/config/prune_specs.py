@@ -87,8 +87,8 @@ class PruneSpec(Strict):
     )
     mask_scale: float = Field(
         0.0,
-        description="the constant, or half of the range; 1 for threshold, 2.197 for l0, 0.1 for cut: the scores of what "
-        "is kept, and the negative of the others'",
+        description="the constant, or half of the range; 1 for threshold, 2.197 for l0; with cut, 0.1, the scores of "
+        "what is kept, and its negative those of zeros",
     )
     initial_threshold: float | None = Field(
         1.0, description="by default 0 for threshold and sigmoied_threshold; null for cut: the model's density"

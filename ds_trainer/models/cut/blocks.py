@@ -77,7 +77,9 @@ class OuterCut:
         self.count, self.spec = place.count, spec
         self.fitting = Fitting(place.outer, gram, spec.damping)
         if spec.method == "obs":
-            self.removal = removal(self.fitting.weight, self.fitting.damped, self.fitting.weight.shape[1] // place.count)
+            self.removal = removal(
+                self.fitting.weight, self.fitting.damped, self.fitting.weight.shape[1] // place.count
+            )
         else:
             self.removal = magnitude_removal(_magnitudes(place))
 

@@ -3,58 +3,26 @@
 import pytest
 import torch
 import transformers
+from support.launching import run_deepspeed
+from support.weight_cuts import CPU, FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
 
-from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fisher import fisher_diagonals
-from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.weights import cut_weights
 from ds_trainer.models.layers import encoder_linears, rows_of
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
-ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
-FAMILIES = {
-    "bert": SMALL,
-    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": 40},
-    "deberta-v2": SMALL | DEBERTA | {"share_att_key": True},
-    "modernbert": SMALL | ENDS,
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "pad_token_id": 0},
-    "llama": SMALL | {"num_key_value_heads": 1, "pad_token_id": 0},
-    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
-}
-CPU = torch.device("cpu")
 
-
-def model_of(family):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, num_labels=3, **FAMILIES[family])
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The weights that a cut by two ranks writes, by method."""
+    out = tmp_path_factory.mktemp("cut") / "weights.pt"
+    done = run_deepspeed(2, "tests/support/weight_cuts.py", str(out))
+    assert not done.returncode, done.stderr
+    return torch.load(out)
 
 
 @pytest.fixture(scope="module")
 def calibration():
-    """Six batches of four examples, a third of whose positions are padding."""
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randint(3, 40, shape, generator=generator)  # noqa: E731
-    attended = torch.arange(9).expand(4, 9) < torch.tensor([[9], [6], [5], [4]])
-    ids = [torch.where(attended, draw(4, 9), 0) for _ in range(6)]
-    return Calibration(
-        inputs=[{"input_ids": batch, "attention_mask": attended.long()} for batch in ids],
-        attended=[attended] * 6,
-        answers=lambda model: [model(input_ids=batch, attention_mask=attended.long()).logits for batch in ids],
-        divergence=lambda dense, cut: float(sum((a - b).square().mean() for a, b in zip(dense, cut, strict=True))),
-        loss=lambda model, index: torch.nn.functional.cross_entropy(
-            model(input_ids=ids[index], attention_mask=attended.long()).logits, ids[index][:, 0] % 3, reduction="sum"
-        ),
-    )
-
-
-def spec_of(**fields):
-    return CutSpec(**({"granularity": "weight", "keep": 0.3, "uniform": True} | fields))
+    return dealt_calibration()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,3 +113,11 @@ def test_examples_all_alike_leave_a_model_that_runs(calibration):
             parameter.zero_()
     cut_weights(model, calibration, spec_of(), CPU)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["obs", "fisher"])
+def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
+    """A cut whose examples are dealt out to two ranks has the masks of one rank, and its weights to fp32's last bits."""
+    for name, weight in cut_by_ranks(method).items():
+        assert torch.equal(two_ranks[method][name] == 0, weight == 0)
+        torch.testing.assert_close(two_ranks[method][name], weight, rtol=1e-5, atol=1e-6)
