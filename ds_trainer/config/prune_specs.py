@@ -142,7 +142,7 @@ class PruneSpec(Strict):
     def _defaults_by_method(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        defaults = dict(_DEFAULTS.get(str(_spelled(data.get("pruning_method", "topK"))), {}))
+        defaults: dict[str, float | None] = dict(_DEFAULTS.get(str(_spelled(data.get("pruning_method", "topK"))), {}))
         granularity = data.get("granularity")
         if "2:4" in (list(granularity.values()) if isinstance(granularity, dict) else [granularity]):
             defaults["final_threshold"] = 0.5

@@ -51,7 +51,7 @@ def dealt_calibration(rank=0, world=1):
         inputs=[{"input_ids": batch, "attention_mask": attended.long()} for batch in ids],
         attended=[attended] * len(ids),
         answers=lambda model: [logits(model, index) for index in range(len(ids))],
-        divergence=lambda dense, cut: float(sum((a - b).square().mean() for a, b in zip(dense, cut, strict=True))),
+        divergence=lambda dense, cut: float((torch.cat(dense) - torch.cat(cut)).detach().square().mean()),
         loss=lambda model, index: torch.nn.functional.cross_entropy(
             logits(model, index), ids[index][:, 0] % 3, reduction="sum"
         ),

@@ -117,7 +117,7 @@ def test_examples_all_alike_leave_a_model_that_runs(calibration):
 
 @pytest.mark.parametrize("method", ["obs", "fisher"])
 def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
-    """A cut whose examples are dealt out to two ranks has the masks of one rank, and its weights to fp32's last bits."""
+    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits."""
     for name, weight in cut_by_ranks(method).items():
         assert torch.equal(two_ranks[method][name] == 0, weight == 0)
         torch.testing.assert_close(two_ranks[method][name], weight, rtol=1e-5, atol=1e-6)
