@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
+from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint
@@ -30,8 +33,10 @@ from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
+from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
+from ds_trainer.techniques.prune import advice
 
 
 def run(job: TrainJob) -> dict[str, Any]:
@@ -92,12 +97,16 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
 def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict[str, Any]:
     teacher = models.teacher(phase)
     plan = plan_phase(job, phase, models.start(phase), teacher)
-    rehearse(plan.engine_config, plan.base)
+    if phase.trains:
+        rehearse(plan.engine_config, plan.base)
     for split in plan.task.splits:  # a mistake in one would otherwise show after the training
         plan.task.examples(split)
     if teacher and not models.is_teacher_trained_first(phase):
         plan.task.check_trained(teacher)
     models.add(phase.name, plan.source)
+    prune = phase.techniques.prune
+    if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
+        distributed.warn(f"{phase.name}: {too_short}")
     model, groups, _ = plan.prepare()
     return {
         "phase": phase.name,
@@ -149,7 +158,9 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
     phase = plan.phase
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
-        results = train(plan, report, stop)
+        results = train(plan, report, stop) if phase.trains else _keep_as_it_is(plan, report)
+        for warning in results["warnings"]:
+            distributed.warn(f"{phase.name}: {warning}")
         if phase.techniques.exits:
             exits = _measure_exits(plan, phase.techniques.exits)
             scores = exit_evaluation.flat_scores(plan.task, exits)
@@ -157,6 +168,25 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
             results["eval"] |= scores  # of the exported model: they replace those of training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
         return results
+
+
+def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
+    """Score and export the model that a phase without steps starts from; no engine is started.
+
+    The results are those that `train` returns.
+    """
+    task, batch_size = plan.task, plan.phase.per_device_eval_batch_size
+    report.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with out_of_memory_named(f" in the evaluation of phase {plan.phase.name}", cure):
+        model: Any = plan.build()[0].to(distributed.device()).eval()
+        evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
+    report.write_scores(0, evaluation.scores)
+    evaluation.write(task, plan.folder / "eval")
+    state = model.to("cpu", task.config.dtype or torch.float32).state_dict()  # in the precision of its folder
+    export = partial(export_state_dict, state, plan.build, task, 0, plan.folder / "model")
+    results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
+    return results | {"trained_on": report.trained_on} | distributed.on_main(export)
 
 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
