@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features
 from ds_trainer.ranks import distributed
 
-_PRECISION = 1e-5
-"""The relative error, with a margin, of products in fp32."""
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -42,7 +39,8 @@ class Calibration:
 class Gram:
     """Sums over tokens of a linear layer's inputs x (in,), and of their products x x^T (in, in), in fp64.
 
-    Each batch's products are computed in the precision of the inputs; the sums over batches and ranks are in fp64.
+    Each batch's products are computed in the precision of the inputs, around the mean of the batch: otherwise rounding
+    would hide the variance of an input that is nearly constant. All sums over batches and ranks are in fp64.
     """
 
     def __init__(self, features: int, device: torch.device) -> None:
@@ -52,9 +50,13 @@ class Gram:
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs (tokens, in)."""
+        sums = inputs.sum(0, dtype=torch.float64)
+        mean = sums / max(1, len(inputs))
+        deviations = inputs - mean.to(inputs.dtype)
         self.tokens += len(inputs)
-        self.sums += inputs.sum(0, dtype=torch.float64)
-        self.products += inputs.T @ inputs
+        self.sums += sums
+        self.products += deviations.T @ deviations
+        self.products.addr_(sums, mean)
 
     def over_ranks(self) -> "Gram":
         """Add up the sums of all ranks, in place; collective."""
@@ -73,13 +75,13 @@ class Gram:
         A layer with a bias is fitted by the covariance, since its bias can make up for every mean.
         """
         moments = self.products / self.tokens
-        noise = _PRECISION * moments.diagonal()  # the covariance of inputs that never vary is nothing else
+        rounding = 1e-12 * moments.diagonal()  # the covariance of inputs that never vary is nothing else
         if centred:
-            moments = moments - torch.outer(self.mean, self.mean)
-        if not damping:
-            return moments
-        level = damping * moments.diagonal().mean() + noise
-        return moments + level.clamp(min=torch.finfo(torch.float32).tiny).diag()
+            moments.addr_(self.mean, self.mean, alpha=-1)
+        if damping:
+            level = damping * moments.diagonal().mean() + rounding
+            moments.diagonal().add_(level.clamp(min=torch.finfo(torch.float32).tiny))
+        return moments
 
 
 class Layerwise:
