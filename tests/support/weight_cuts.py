@@ -47,11 +47,14 @@ def dealt_calibration(rank=0, world=1):
     def logits(model, index):
         return model(input_ids=ids[index], attention_mask=attended.long()).logits
 
+    def divergence(dense, cut):
+        return float(distributed.mean((torch.cat(dense) - torch.cat(cut)).double().square().mean()))
+
     return Calibration(
         inputs=[{"input_ids": batch, "attention_mask": attended.long()} for batch in ids],
         attended=[attended] * len(ids),
-        answers=lambda model: [logits(model, index) for index in range(len(ids))],
-        divergence=lambda dense, cut: float((torch.cat(dense) - torch.cat(cut)).detach().square().mean()),
+        answers=lambda model: [logits(model, index).detach() for index in range(len(ids))],
+        divergence=divergence,
         loss=lambda model, index: torch.nn.functional.cross_entropy(
             logits(model, index), ids[index][:, 0] % 3, reduction="sum"
         ),

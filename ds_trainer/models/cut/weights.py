@@ -5,7 +5,7 @@ kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` fro
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
+from ds_trainer.models.cut.shares import cheapest_shares, largest_shares, measured_shares
 from ds_trainer.models.cut.sparse import Pattern, masked_least_squares, surgeon_mask
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, rows_of
 from ds_trainer.ranks import distributed
@@ -29,20 +30,13 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
     The model is on the CPU and in evaluation mode. Layers that it never computes stay whole, and have no record.
     UserError where the spec's pattern does not fit a layer.
     """
-    linears = cut_linears(model, spec)
-    fisher = fisher_diagonals(model, linears, calibration, device) if spec.method == "fisher" else {}
-    shares = _shares(linears, fisher, spec)
-    layerwise, records = Layerwise(model, calibration, device), []
-    for layer in layerwise:
-        inside = {*layer.modules()}
-        of_layer = {name: linear for name, linear in linears.items() if linear in inside}
-        for group in layerwise.input_groups(of_layer):
-            gram = layerwise.grams({group[0]: of_layer[group[0]]})[group[0]]
-            for name in group:
-                solve = partial(_solved, of_layer[name], gram, shares[name], spec, fisher.get(name))
-                cut = distributed.on_main(solve)
-                cut.write(of_layer[name])
-                records.append(CutRecord(name, cut.weight.numel(), int(cut.weight.count_nonzero()), cut.error))
+    cut = _WeightCut(model, calibration, spec, device)
+    shares, records = cut.shares(), []
+    for name, gram in cut.with_grams():
+        replacement = cut.solved(name, gram, shares[name])
+        replacement.write(cut.linears[name])
+        kept = int(replacement.weight.count_nonzero())
+        records.append(CutRecord(name, replacement.weight.numel(), kept, replacement.error))
     return records
 
 
@@ -58,6 +52,56 @@ def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
     return linears
 
 
+class _WeightCut:
+    """The linear layers of a model that is cut, and how a spec cuts each of them. All methods are collective."""
+
+    def __init__(self, model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> None:
+        self.model, self.calibration, self.spec, self.device = model, calibration, spec, device
+        self.linears = cut_linears(model, spec)
+        self.fisher: dict[str, Tensor] = {}
+        if spec.method == "fisher":
+            self.fisher = fisher_diagonals(model, self.linears, calibration, device)
+
+    def with_grams(self) -> Iterator[tuple[str, Gram]]:
+        """Yield the linear layers that the model computes, in order and on the device, with the sums of their inputs.
+
+        A layer that is changed before the next one is taken changes the inputs of those that follow.
+        """
+        layerwise = Layerwise(self.model, self.calibration, self.device)
+        for layer in layerwise:
+            inside = {*layer.modules()}
+            linears = {name: linear for name, linear in self.linears.items() if linear in inside}
+            for group in layerwise.input_groups(linears):
+                gram = layerwise.grams({group[0]: linears[group[0]]})[group[0]]
+                for name in group:
+                    yield name, gram
+
+    def shares(self) -> dict[str, float]:
+        """Return the share that each matrix keeps: the same or, over all matrices, by comparable scores or trials."""
+        keep = self.spec.keep
+        assert isinstance(keep, float), "the recipe makes one phase of each step"
+        if self.spec.uniform or self.spec.granularity == "2:4":
+            return dict.fromkeys(self.linears, keep)
+        if self.spec.method in ("magnitude", "fisher"):
+            return largest_shares({name: self._means_of_scores(name) for name in self.linears}, keep)
+        trials = {
+            name: {share: self.solved(name, gram, share) for share in measured_shares(keep)}
+            for name, gram in self.with_grams()
+        }
+        computed = {name: self.linears[name] for name in trials}
+        shares = cheapest_shares(self.model.to(self.device), computed, trials, self.calibration, keep)
+        self.model.cpu()
+        return shares
+
+    def solved(self, name: str, gram: Gram, share: float) -> Replacement:
+        """Return what becomes of a linear layer that keeps a share of its weights."""
+        return distributed.on_main(partial(_solved, self.linears[name], gram, share, self.spec, self.fisher.get(name)))
+
+    def _means_of_scores(self, name: str) -> Tensor:
+        weight = rows_of(self.linears[name].weight, type(self.linears[name]))
+        return _pattern(self.spec, weight.shape[1]).means(_scores(weight, self.fisher.get(name)))
+
+
 def _pattern(spec: CutSpec, features: int) -> Pattern:
     """Return the pattern for a matrix of so many inputs. Wanda compares the weights of one output with each other."""
     if spec.granularity == "block":
@@ -65,22 +109,6 @@ def _pattern(spec: CutSpec, features: int) -> Pattern:
     if spec.granularity == "2:4":
         return Pattern(group=4)
     return Pattern(group=features if spec.method == "wanda" else None)
-
-
-def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec: CutSpec) -> dict[str, float]:
-    """Return the share that each matrix keeps: the same or, by comparable scores, that of the largest over all."""
-    assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
-    if spec.uniform or spec.granularity == "2:4" or spec.method not in ("magnitude", "fisher"):
-        return dict.fromkeys(linears, spec.keep)
-    scores = {}
-    for name, linear in linears.items():
-        pattern = _pattern(spec, in_features(linear))
-        scores[name] = pattern.means(_scores(_rows(linear).double(), fisher.get(name))).flatten().float()
-    joined = torch.cat(list(scores.values()))
-    largest = torch.zeros_like(joined, dtype=torch.bool)
-    largest[joined.topk(round(spec.keep * len(joined)), sorted=False).indices] = True
-    parts = largest.split([len(of_matrix) for of_matrix in scores.values()])
-    return {name: float(part.double().mean()) for name, part in zip(scores, parts, strict=True)}
 
 
 def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None) -> Replacement:
@@ -101,7 +129,3 @@ def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: 
 def _scores(weight: Tensor, importance: Tensor | None) -> Tensor:
     """Return the squares of the weights, times an importance that broadcasts to them."""
     return weight.square() if importance is None else weight.square() * importance.to(weight)
-
-
-def _rows(linear: AnyLinear) -> Tensor:
-    return rows_of(linear.weight.detach(), type(linear))

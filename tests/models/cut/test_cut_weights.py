@@ -80,6 +80,26 @@ def test_comparable_scores_share_one_threshold(method, calibration):
     assert len({round(record.kept / record.count, 2) for record in records}) > 3
 
 
+def test_shares_by_measured_losses_go_where_weights_count(calibration):
+    """A feed-forward block that adds next to nothing loses its weights to others: answers move less, at 30% in all."""
+
+    def moved(uniform):
+        model = model_of("bert")
+        with torch.no_grad():
+            model.bert.encoder.layer[0].output.dense.weight.mul_(1e-3)
+        dense = calibration.answers(model)
+        records = cut_weights(model, calibration, spec_of(uniform=uniform), CPU)
+        shares = {record.name.removeprefix("bert.encoder.layer."): record.kept / record.count for record in records}
+        assert sum(record.kept for record in records) == pytest.approx(
+            0.3 * sum(record.count for record in records), 0.01
+        )
+        return calibration.divergence(dense, calibration.answers(model)), shares
+
+    (equal, _), (chosen, shares) = moved(True), moved(False)
+    assert chosen < equal
+    assert max(shares.pop("0.intermediate.dense"), shares.pop("0.output.dense")) < min(0.1, *shares.values())
+
+
 def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(calibration):
     """Against autograd, one example at a time."""
     model = model_of("bert")
