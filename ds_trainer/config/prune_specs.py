@@ -82,9 +82,17 @@ class PruneSpec(Strict):
     modules: list[str] | None = Field(
         None, min_length=1, description="name patterns of linear layers; of a head's or neuron's block all or none"
     )
-    mask_init: Literal["constant", "uniform", "kaiming"] = "constant"
-    mask_scale: float = Field(0.0, description="the constant, or half of the range; 1 for threshold, 2.197 for l0")
-    initial_threshold: float = Field(1.0, description="by default 0 for threshold and sigmoied_threshold")
+    mask_init: Literal["constant", "uniform", "kaiming", "cut"] = Field(
+        "constant", description='"cut" starts topK from the zeros of the model, which a cut has made'
+    )
+    mask_scale: float = Field(
+        0.0,
+        description="the constant, or half of the range; 1 for threshold, 2.197 for l0; with cut, 0.1, the scores of "
+        "what is kept, and its negative those of zeros",
+    )
+    initial_threshold: float | None = Field(
+        1.0, description="by default 0 for threshold and sigmoied_threshold; null for cut: the model's density"
+    )
     final_threshold: float = Field(
         0.15,
         description="the share to keep; for threshold and sigmoied_threshold what scores must exceed, by default 0.1; "
@@ -134,10 +142,12 @@ class PruneSpec(Strict):
     def _defaults_by_method(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        defaults = dict(_DEFAULTS.get(str(_spelled(data.get("pruning_method", "topK"))), {}))
+        defaults: dict[str, float | None] = dict(_DEFAULTS.get(str(_spelled(data.get("pruning_method", "topK"))), {}))
         granularity = data.get("granularity")
         if "2:4" in (list(granularity.values()) if isinstance(granularity, dict) else [granularity]):
             defaults["final_threshold"] = 0.5
+        if data.get("mask_init") == "cut":
+            defaults |= {"initial_threshold": None, "mask_scale": 0.1}
         targets = [data[name] for name in ("target_flops", "target_latency") if data.get(name) is not None]
         if len(targets) == 1:
             defaults["final_threshold"] = targets[0]
@@ -154,11 +164,17 @@ class PruneSpec(Strict):
     def _method_mistakes(self) -> Iterator[str]:
         if self.pruning_method in BY_SHARE:
             for name in ("initial_threshold", "final_threshold"):
-                if not 0 < getattr(self, name) <= 1:
-                    yield f"{name} is {getattr(self, name)}: {self.pruning_method} takes the share to keep, in (0, 1]"
+                share = getattr(self, name)
+                if share is not None and not 0 < share <= 1:
+                    yield f"{name} is {share}: {self.pruning_method} takes the share to keep, in (0, 1]"
         else:
             for name in (*self._over_all_layers, *(["granularity 2:4"] if "2:4" in self.choices.values() else [])):
                 yield f"{name} goes with topK or magnitude, not with {self.pruning_method}"
+        others = {*self.choices.values()} - {"weight", "block", "2:4"}
+        if self.mask_init == "cut" and (self.pruning_method != "topK" or others):
+            yield "mask_init cut goes with topK, and granularity weight, block or 2:4: change one of them"
+        if self.mask_init == "cut" and self.mask_scale <= 0:
+            yield f"mask_scale is {self.mask_scale}: mask_init cut needs it above 0, to tell kept weights from zeros"
         if self.pruning_method == "magnitude" and (self.regularization or not self.train_weights):
             field = "regularization" if self.regularization else "train_weights false"
             yield f"{field} needs learned scores, and magnitude has none: drop it, or set pruning_method to topK"
@@ -166,7 +182,7 @@ class PruneSpec(Strict):
             yield 'final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"'
         if self.regularization and self.final_threshold == 0:
             yield "final_threshold is 0, and the penalty is scaled by threshold / final_threshold: raise it"
-        if self.regularization and self.initial_threshold * self.final_threshold < 0:
+        if self.regularization and (self.initial_threshold or 0) * self.final_threshold < 0:
             yield (
                 f"initial_threshold is {self.initial_threshold} and final_threshold {self.final_threshold}: the "
                 "penalty, scaled by threshold / final_threshold, would begin as a reward: raise both to 0 or above"

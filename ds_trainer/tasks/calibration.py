@@ -35,6 +35,7 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
         attended=[batch.mask.bool() for batch in batches],
         answers=lambda model: _answers(task, model, probes),
         divergence=lambda dense, cut: _divergence(task, dense, cut),
+        loss=lambda model, index: _loss(task, model, batches[index]),
     )
 
 
@@ -53,6 +54,12 @@ def _answers(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[tup
         logits = task.logits(model(**batch.inputs), batch)
         answers.append(tuple(rows[:: max(1, len(rows) // _PROBED_ROWS)].clone() for rows in logits))
     return answers
+
+
+def _loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the task's loss, as a sum over the examples of a batch, with gradient."""
+    batch = batch.to(next(model.parameters()).device)
+    return task.loss(model(**batch.inputs), batch) * len(batch.ids)
 
 
 def _divergence(task: Task, dense: Any, cut: Any) -> float:

@@ -22,6 +22,7 @@ def calibration(batches: int = 8) -> Calibration:
         attended=[batch["attention_mask"].bool() for batch in inputs],
         answers=lambda model: answers_of(model, inputs),
         divergence=lambda dense, cut: float((dense - cut).square().mean()),
+        loss=lambda model, number: model(**inputs[number])[0].square().sum(),
     )
 
 

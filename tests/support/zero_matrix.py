@@ -27,6 +27,7 @@ from ds_trainer.config.schedules import lr_multiplier
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
@@ -97,6 +98,7 @@ METHODS = {
         "mask_scale": 0.02,
         "uniform": True,
     },
+    "cut": {"mask_init": "cut", "mask_scale": 0.01, "final_threshold": 0.3},
     "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},
 }
 _LAYERS = {"cos": 0.5, "hidden": 0.3, "attention": 2.0}
@@ -236,6 +238,9 @@ def build(method: str):
     torch.manual_seed(0)
     techniques = build_techniques(phase.techniques, PhaseLength(STEPS, 1, seed=5), ToyTask())
     model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
+    if method == "cut":
+        for linear in encoder_linears(model).values():
+            linear.weight.data[:, ::2] = 0
     if method in LEFT:
         model = shrink(empty(model, LEFT[method]))
     for technique in techniques:

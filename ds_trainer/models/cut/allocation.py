@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.blocks import CutBlock, OuterCut, Replacement, cut_places, with_grams
+from ds_trainer.models.cut.blocks import CutBlock, OuterCut, cut_places, with_grams
+from ds_trainer.models.cut.fitting import Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise, without_products
-from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, output_error, removal
+from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, removal
 from ds_trainer.models.layers import Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
@@ -49,17 +50,6 @@ class CutBlock:
         return sum(linear.weight.numel() for linear in linears)
 
 
-@dataclass(frozen=True)
-class CutRecord:
-    """What a cut did to a block, or to a matrix."""
-
-    name: str
-    count: int
-    kept: int
-    error: float
-    """The mean squared error of the outputs on the calibration examples, as a share of their variance."""
-
-
 def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
     """Return the blocks that the spec cuts, in the model's order. UserError where the model has none of them."""
     check_known(model)
@@ -81,51 +71,28 @@ def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int
 
 
 class OuterCut:
-    """The outer linear layer of a block, and what becomes of it if the block keeps fewer heads or neurons.
-
-    A bias makes up for the means of the inputs that are removed, so that the weight is fitted to the covariance of the
-    inputs; without a bias it is fitted to their second moments. All tensors are fp64.
-    """
+    """The outer linear layer of a block, and what becomes of it if the block keeps fewer heads or neurons."""
 
     def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
-        outer = place.outer
-        self.count, self.spec, self.mean = place.count, spec, gram.mean
-        self.weight = rows_of(outer.weight, type(outer)).detach().double()
-        self.bias = None if outer.bias is None else outer.bias.detach().double()
-        centred = self.bias is not None
-        self.moments, self.damped = gram.second_moments(centred, 0.0), gram.second_moments(centred, spec.damping)
+        self.count, self.spec = place.count, spec
+        self.fitting = Fitting(place.outer, gram, spec.damping)
         if spec.method == "obs":
-            self.removal = removal(self.weight, self.damped, self.weight.shape[1] // place.count)
+            self.removal = removal(
+                self.fitting.weight, self.fitting.damped, self.fitting.weight.shape[1] // place.count
+            )
         else:
             self.removal = magnitude_removal(_magnitudes(place))
 
-    def keeping(self, count: int) -> "Replacement":
+    def keeping(self, count: int) -> Replacement:
         """Return the layer's weight and bias for so many decisions, with zeros for those that are removed."""
-        decisions = torch.ones(self.count, dtype=torch.bool, device=self.weight.device)
+        dense = self.fitting.weight
+        decisions = torch.ones(self.count, dtype=torch.bool, device=dense.device)
         decisions[self.removal.order[: self.count - count]] = False
-        columns = decisions.repeat_interleave(self.weight.shape[1] // self.count)
-        weight, nothing = torch.zeros_like(self.weight), torch.zeros_like(self.weight)
-        fitted = least_squares(self.weight, self.damped, columns) if self.spec.update_weights else None
-        weight[:, columns] = self.weight[:, columns] if fitted is None else fitted
-        bias = None if self.bias is None else (self.bias + (self.weight - weight) @ self.mean).float().cpu()
-        largest = max(output_error(self.weight, self.moments, nothing), torch.finfo(torch.float64).tiny)
-        return Replacement(weight.float().cpu(), bias, output_error(self.weight, self.moments, weight) / largest)
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A weight (out, in) and a bias for an outer layer, in fp32 on the CPU, and the error as in `CutRecord`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    error: float
-
-    @torch.no_grad()
-    def write(self, outer: Any) -> None:
-        """Give an outer layer this weight and bias."""
-        rows_of(outer.weight, type(outer)).copy_(self.weight)
-        if self.bias is not None:
-            outer.bias.copy_(self.bias)
+        columns = decisions.repeat_interleave(dense.shape[1] // self.count)
+        weight = torch.zeros_like(dense)
+        fitted = least_squares(dense, self.fitting.damped, columns) if self.spec.update_weights else dense[:, columns]
+        weight[:, columns] = fitted
+        return self.fitting.replacement(weight)
 
 
 def cut_blocks(

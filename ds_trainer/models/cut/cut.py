@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
 from ds_trainer.models.cut.allocation import Prices, allocate
-from ds_trainer.models.cut.blocks import CutBlock, CutRecord, cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.weights import cut_linears, cut_weights
 from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
 from ds_trainer.models.layers import in_features, rows_of, whole_class
@@ -26,6 +28,8 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     """
     _check_finite(model)
     model.eval().cpu()
+    if spec.granularity not in STRUCTURED:
+        return model, cut_weights(model, calibration, spec, device)
     places = cut_places(model, spec)
     if spec.uniform:
         assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
@@ -45,6 +49,10 @@ def outline(model: Any, spec: CutSpec) -> Any:
 
     Where the spec chooses over all layers, the layers of the cut model differ from these in size.
     """
+    if spec.granularity not in STRUCTURED:
+        for linear in cut_linears(model, spec).values():
+            linear.weight[:, ::2] = 0
+        return model
     places = cut_places(model, spec)
     share = spec.keep or spec.target_flops or spec.target_latency
     assert isinstance(share, float), "the recipe makes one phase of each step"

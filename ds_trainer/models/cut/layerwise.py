@@ -7,7 +7,7 @@ layers (embeddings, masks, rotary positions, convolutions between layers) so run
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,13 +25,15 @@ class Calibration:
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
     model, on whichever device it is, on some of the examples. `divergence` says how far second answers are from first
-    ones, as a mean over the examples of all ranks; it is collective.
+    ones, as a mean over the examples of all ranks; it is collective. `loss` returns the sum over the examples of one
+    batch, by its number, of the task's loss, with gradient; the model is on one device, whole.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
     attended: Sequence[Tensor]
     answers: Callable[[nn.Module], Any]
     divergence: Callable[[Any, Any], float]
+    loss: Callable[[nn.Module, int], Tensor]
 
 
 class Gram:
@@ -73,10 +75,12 @@ class Gram:
         A layer with a bias is fitted by the covariance, since its bias can make up for every mean.
         """
         moments = self.products / self.tokens
+        rounding = 1e-12 * moments.diagonal()  # the covariance of inputs that never vary is nothing else
         if centred:
             moments.addr_(self.mean, self.mean, alpha=-1)
-        level = moments.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-        moments.diagonal().add_(damping * level)
+        if damping:
+            level = damping * moments.diagonal().mean() + rounding
+            moments.diagonal().add_(level.clamp(min=torch.finfo(torch.float32).tiny))
         return moments
 
 
@@ -103,28 +107,38 @@ class Layerwise:
                     self._outputs[batch] = output
             layer.cpu()
 
+    @torch.no_grad()
     def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
         """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
         grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}
         attended = iter(self.calibration.attended)
-        inputs: dict[str, Tensor] = {}
-
-        def hook(name: str) -> Any:
-            return lambda _, given: inputs.__setitem__(name, given[0])
-
-        handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
-        try:
+        with _inputs_recorded(linears) as inputs:
             for _ in self._pass():
                 tokens = next(attended).to(self.device)
-                for name, values in inputs.items():
-                    grams[name].add(values.view(*tokens.shape, -1)[tokens])
-        finally:
-            for handle in handles:
-                handle.remove()
+                for name, calls in inputs.items():
+                    for values in calls:
+                        # relative positions, for example, are no tokens: all of them count
+                        grams[name].add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
+                    calls.clear()
         return {name: gram.over_ranks() for name, gram in grams.items()}
 
+    def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
+        """Group those of these linear layers that the present layer computes by their inputs, in order; collective.
+
+        The layers of a group, such as query, key and value, get the very same inputs.
+        """
+        return distributed.on_main(partial(self._input_groups, linears))
+
+    def _input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
+        groups: dict[tuple[int, ...], list[str]] = {}
+        with _inputs_recorded(linears) as inputs, contextlib.closing(self._pass()) as batches:
+            next(batches)
+            for name, calls in inputs.items():
+                groups.setdefault(tuple(map(id, calls)), []).append(name)
+        return list(groups.values())
+
     @torch.no_grad()
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self) -> Generator[Any, None, None]:
         """Yield what the present layer gives for each batch, on the CPU."""
         layer, outputs = self._layers[self._at], iter(self._outputs)
         computed: list[Any] = []
@@ -164,6 +178,22 @@ def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
 
 def _zeros(features: int, inputs: Tensor) -> Tensor:
     return inputs.new_zeros(*inputs.shape[:-1], features)
+
+
+@contextlib.contextmanager
+def _inputs_recorded(linears: Mapping[str, AnyLinear]) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield a dict that gets the inputs of each call of these linear layers, in the order of their first calls."""
+    inputs: dict[str, list[Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        return lambda _, given: inputs.setdefault(name, []).append(given[0])
+
+    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def of_start(spec: PruneSpec, step: int, density: float) -> str | None:
     by_share = spec.pruning_method in BY_SHARE
     if spec.target is not None or (by_share and step > 0):  # the share moves after the first step
         return None
-    expected, measured = spec.initial_threshold if by_share else 1.0, "the density is"
+    expected, measured = (by_share and spec.initial_threshold) or 1.0, "the density is"
     if spec.pruning_method == "l0":  # a density counts half-open gates as open
         constant, measured = spec.mask_init == "constant", "the gates are open by"
         density = float(hard_concrete(torch.tensor(spec.mask_scale), None)) if constant else 0.5

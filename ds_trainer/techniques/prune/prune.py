@@ -13,7 +13,7 @@ mask weights (`masks.py`), a rule which scores are kept (`rules.py`), a `Site` w
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -59,10 +59,14 @@ class Prune(Technique):
         self.at_final: list[StepMask] = []
         """The layers' masks at the final threshold, once a view has made them in this step."""
         self.warned: set[str] = set()
+        self.cut_shares: dict[str, float] = {}
+        """The share of the decisions of each site that a cut has kept, with `mask_init` "cut"."""
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
         self.budget = Budget(model, self.sites, self.spec)
+        if self.spec.mask_init == "cut":
+            self._start_from_zeros()
         for index, (name, site) in enumerate(self.sites.items()):
             scores = self._initial_scores(site, index)
             self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
@@ -78,6 +82,8 @@ class Prune(Technique):
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
     def start(self, device: torch.device) -> None:
+        if self.spec.mask_init == "cut":  # `attach` cannot check it: it also runs on stand-ins for later models
+            check_cut(self.cut_shares, self.together)
         self.budget.measure(device)
 
     def on_step(self, step: int) -> None:
@@ -196,6 +202,16 @@ class Prune(Technique):
             assert costs is not None, "start(), or resume() from a run that has measured, comes first"
             choose_decisions(self.layers, self.sites, costs.each, threshold * costs.total - costs.fixed)
 
+    def _start_from_zeros(self) -> None:
+        """Start the threshold at the share of decisions that are not zero, unless the recipe sets where it starts."""
+        kept = {name: int(site.nonzero().count_nonzero()) for name, site in self.sites.items()}
+        self.cut_shares = {name: count / self.sites[name].count for name, count in kept.items()}
+        if self.spec.initial_threshold is None:
+            density = sum(kept.values()) / sum(site.count for site in self.sites.values())
+            self.spec = self.spec.model_copy(update={"initial_threshold": density})
+            self.schedule = replace(self.schedule, initial=density)
+            self.threshold = self.schedule(0)
+
     def _set_step_masks(self, step_masks: Sequence[StepMask]) -> None:
         for layer, step_mask in zip(self.layers.values(), step_masks, strict=True):
             layer.step_mask = step_mask
@@ -208,6 +224,8 @@ class Prune(Technique):
         generator = torch.Generator(scores.device).manual_seed(self.seed + index)
         if self.spec.mask_init == "uniform":
             scores.uniform_(-self.spec.mask_scale, self.spec.mask_scale, generator=generator)
+        elif self.spec.mask_init == "cut":
+            scores[~site.nonzero()] = -self.spec.mask_scale
         elif self.spec.mask_init == "kaiming" and site.grain is not None:
             bound = in_features(site.linear) ** -0.5  # the range that kaiming gives the matrix's weights
             scores.uniform_(-bound, bound, generator=generator)
@@ -215,6 +233,18 @@ class Prune(Technique):
             out_first = rows_of(scores, type(site.linear))
             nn.init.kaiming_uniform_(out_first, a=math.sqrt(5), generator=generator)
         return scores
+
+
+def check_cut(shares: Mapping[str, float], together: bool) -> None:
+    """Raise UserError where one threshold cannot give back the zeros of a cut, by the share that each site keeps."""
+    least, most = min(shares.values()), max(shares.values())
+    if least == 1:
+        raise UserError("prune: mask_init is cut, and the model has no zeros: start from a cut, or drop mask_init")
+    if not together and most - least > 0.01 * most:
+        raise UserError(
+            f"prune: mask_init is cut, and the model keeps {least:.1%} of one matrix and {most:.1%} of another: set "
+            "global_topk, or uniform in the cut"
+        )
 
 
 def threshold_schedule(spec: PruneSpec, length: PhaseLength) -> Schedule:
@@ -228,4 +258,5 @@ def threshold_schedule(spec: PruneSpec, length: PhaseLength) -> Schedule:
             f"prune: initial_warmup and final_warmup hold the threshold for {start} + {tail} steps, more than the "
             f"phase's {length.total}: write fractions, or lower warmup_steps"
         )
-    return Schedule(spec.initial_threshold, spec.final_threshold, start, length.total - tail, spec.schedule)
+    initial = 1.0 if spec.initial_threshold is None else spec.initial_threshold  # else `attach` reads it from the model
+    return Schedule(initial, spec.final_threshold, start, length.total - tail, spec.schedule)

@@ -69,6 +69,11 @@ class Site:
         assert self.grain is not None
         return self.grain.sizes * self.weights // self.linear.weight.numel()
 
+    def nonzero(self) -> Tensor:
+        """Return which decisions have a weight other than zero: bools of the scores' shape. The weight is whole."""
+        nonzero = self.linear.weight.detach() != 0
+        return nonzero if self.grain is None else self.grain.sums(nonzero.float()) > 0
+
     def magnitudes(self, outer: Tensor) -> Tensor:
         """Return the root mean square of each decision's weights in all its matrices: (decisions,).
 

@@ -1,0 +1,143 @@
+"""Zeros written in whole models: how many, of which pattern, at which error, for every kind of architecture."""
+
+import pytest
+import torch
+import transformers
+from support.launching import run_deepspeed
+from support.weight_cuts import CPU, FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
+
+from ds_trainer.models.cut.fisher import fisher_diagonals
+from ds_trainer.models.cut.weights import cut_weights
+from ds_trainer.models.layers import encoder_linears, rows_of
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The weights that a cut by two ranks writes, by method."""
+    out = tmp_path_factory.mktemp("cut") / "weights.pt"
+    done = run_deepspeed(2, "tests/support/weight_cuts.py", str(out))
+    assert not done.returncode, done.stderr
+    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return dealt_calibration()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_keeps_its_share_of_every_family(family, calibration):
+    """All linear layers of the encoder keep 30% of their weights, and every one of them has a record."""
+    model = model_of(family)
+    records = {record.name: record for record in cut_weights(model, calibration, spec_of(), CPU)}
+    linears = encoder_linears(model)
+    assert records.keys() == linears.keys()
+    for name, linear in linears.items():
+        assert int(linear.weight.count_nonzero()) == round(0.3 * linear.weight.numel()) == records[name].kept
+        assert 0 < records[name].error < 0.9
+
+
+@pytest.mark.parametrize("method", ["obs", "wanda", "magnitude", "fisher"])
+@pytest.mark.parametrize("granularity", ["weight", "block", "2:4"])
+def test_every_method_gives_every_pattern(method, granularity, calibration):
+    """Half of the weights stay; two in every four, or blocks of 8 by 6 that are whole or zero."""
+    model = model_of("gpt2")
+    cut_weights(model, calibration, spec_of(granularity=granularity, keep=0.5, method=method, block_shape=[8, 6]), CPU)
+    for linear in encoder_linears(model).values():
+        kept = rows_of(linear.weight, type(linear)) != 0
+        if granularity == "2:4":
+            assert (kept.reshape(len(kept), -1, 4).sum(2) == 2).all()
+        elif granularity == "block":
+            blocks = [part.unique() for rows in kept.split(8) for part in rows.split(6, 1)]
+            assert {len(values) for values in blocks} == {1}
+            assert sum(map(int, blocks)) == round(0.5 * len(blocks))
+        else:
+            assert int(kept.sum()) == kept.numel() // 2
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_surgeon_keeps_the_answers_better_than_wanda_and_magnitude(family, calibration):
+    """At 30% of the weights the model's answers are nearest with obs; and nearer with new values than with old ones."""
+    dense = calibration.answers(model_of(family))
+
+    def moved(**fields):
+        model = model_of(family)
+        cut_weights(model, calibration, spec_of(**fields), CPU)
+        return calibration.divergence(dense, calibration.answers(model))
+
+    best = moved()
+    assert best < 0.7 * min(moved(method="wanda"), moved(method="magnitude"))
+    assert best < 0.7 * moved(update_weights=False)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "fisher"])
+def test_comparable_scores_share_one_threshold(method, calibration):
+    """Without `uniform` the matrices keep unequal shares, which add up to the share of all weights."""
+    model = model_of("bert")
+    records = cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
+    total = sum(record.count for record in records)
+    assert sum(record.kept for record in records) == pytest.approx(0.3 * total, abs=1)
+    assert len({round(record.kept / record.count, 2) for record in records}) > 3
+
+
+def test_shares_by_measured_losses_go_where_weights_count(calibration):
+    """A feed-forward block that adds next to nothing loses its weights to others: answers move less, at 30% in all."""
+
+    def moved(uniform):
+        model = model_of("bert")
+        with torch.no_grad():
+            model.bert.encoder.layer[0].output.dense.weight.mul_(1e-3)
+        dense = calibration.answers(model)
+        records = cut_weights(model, calibration, spec_of(uniform=uniform), CPU)
+        shares = {record.name.removeprefix("bert.encoder.layer."): record.kept / record.count for record in records}
+        assert sum(record.kept for record in records) == pytest.approx(
+            0.3 * sum(record.count for record in records), 0.01
+        )
+        return calibration.divergence(dense, calibration.answers(model)), shares
+
+    (equal, _), (chosen, shares) = moved(True), moved(False)
+    assert chosen < equal
+    assert max(shares.pop("0.intermediate.dense"), shares.pop("0.output.dense")) < min(0.1, *shares.values())
+
+
+def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(calibration):
+    """Against autograd, one example at a time."""
+    model = model_of("bert")
+    linears = encoder_linears(model)
+    diagonals = fisher_diagonals(model, linears, calibration, CPU)
+    expected = {name: torch.zeros_like(linear.weight) for name, linear in linears.items()}
+    for batch in calibration.inputs:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            loss = torch.nn.functional.cross_entropy(
+                model(input_ids=ids[None], attention_mask=mask[None]).logits, ids[:1] % 3
+            )
+            slopes = torch.autograd.grad(loss, [linear.weight for linear in linears.values()])
+            for name, slope in zip(linears, slopes, strict=True):
+                expected[name] += slope.square()
+    for name in linears:
+        torch.testing.assert_close(diagonals[name], expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_layer_that_2_4_does_not_fit_is_named(calibration):
+    """A layer with 10 inputs cannot keep two of every four."""
+    config = transformers.BertConfig(**SMALL | {"intermediate_size": 10})
+    with pytest.raises(ValueError, match=r"layer\.0\.output\.dense has 10 inputs.*set granularity to weight or block"):
+        cut_weights(transformers.BertModel(config), calibration, spec_of(granularity="2:4", keep=0.5), CPU)
+
+
+def test_examples_all_alike_leave_a_model_that_runs(calibration):
+    """If no input varies, damping decides alone, and all weights are finite."""
+    model = model_of("bert")
+    with torch.no_grad():
+        for parameter in model.bert.embeddings.parameters():
+            parameter.zero_()
+    cut_weights(model, calibration, spec_of(), CPU)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["obs", "fisher"])
+def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
+    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits."""
+    for name, weight in cut_by_ranks(method).items():
+        assert torch.equal(two_ranks[method][name] == 0, weight == 0)
+        torch.testing.assert_close(two_ranks[method][name], weight, rtol=1e-5, atol=1e-6)

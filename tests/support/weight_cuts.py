@@ -1,0 +1,81 @@
+"""Tiny models of each kind and calibration batches, for cuts of single weights.
+
+As a script, `weight_cuts.py OUT` cuts one on all ranks, and rank 0 writes its weights.
+"""
+
+import sys
+
+import torch
+import transformers
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.weights import cut_weights
+from ds_trainer.ranks import distributed
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+FAMILIES = {
+    "bert": SMALL,
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": 40},
+    "deberta-v2": SMALL | DEBERTA | {"share_att_key": True},
+    "modernbert": SMALL | ENDS,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "pad_token_id": 0},
+    "llama": SMALL | {"num_key_value_heads": 1, "pad_token_id": 0},
+    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
+}
+CPU = torch.device("cpu")
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, num_labels=3, **FAMILIES[family])
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def dealt_calibration(rank=0, world=1):
+    """A rank's part of six batches of four examples, a third of whose positions are padding."""
+    generator = torch.Generator().manual_seed(1)
+    attended = torch.arange(9).expand(4, 9) < torch.tensor([[9], [6], [5], [4]])
+    ids = [torch.where(attended, torch.randint(3, 40, (4, 9), generator=generator), 0) for _ in range(6)][rank::world]
+
+    def logits(model, index):
+        return model(input_ids=ids[index], attention_mask=attended.long()).logits
+
+    def divergence(dense, cut):
+        return float(distributed.mean((torch.cat(dense) - torch.cat(cut)).double().square().mean()))
+
+    return Calibration(
+        inputs=[{"input_ids": batch, "attention_mask": attended.long()} for batch in ids],
+        attended=[attended] * len(ids),
+        answers=lambda model: [logits(model, index).detach() for index in range(len(ids))],
+        divergence=divergence,
+        loss=lambda model, index: torch.nn.functional.cross_entropy(
+            logits(model, index), ids[index][:, 0] % 3, reduction="sum"
+        ),
+    )
+
+
+def spec_of(**fields):
+    return CutSpec(**({"granularity": "weight", "keep": 0.3, "uniform": True} | fields))
+
+
+def cut_by_ranks(method):
+    model = model_of("bert")
+    calibration = dealt_calibration(distributed.rank(), distributed.world_size())
+    cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
+    return model.state_dict()
+
+
+if __name__ == "__main__":
+    distributed.start()
+    weights = {method: cut_by_ranks(method) for method in ("obs", "fisher")}
+    if distributed.is_main():
+        torch.save(weights, sys.argv[-1])
+    distributed.stop()
+    distributed.leave(0)
