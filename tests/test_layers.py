@@ -11,17 +11,17 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 642,
+    "ranks": 644,
     "files": 574,
     "hosts": 531,
-    "config": 1044,
-    "models": 1440,
-    "tasks": 2004,
+    "config": 1133,
+    "models": 2260,
+    "tasks": 2101,
     "techniques": 2132,
     "engine": 1469,
     "report": 1116,
     "deploy": 1086,
-    "": 976,
+    "": 1003,
     "cli": 743,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

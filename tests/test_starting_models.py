@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from ds_trainer import starting_models
@@ -12,8 +13,10 @@ from ds_trainer.config.recipe import Recipe, parse_recipe
 from ds_trainer.models.layers import sizes_of
 from ds_trainer.models.pretrained import CLASSIFIER, load_with_head
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.starting_models import MadeModels, RehearsedModels, StartingModels
-from ds_trainer.tasks.cut_folder import CutFolder
+from ds_trainer.tasks.cut_folder import CutFolder, cut_of
+from ds_trainer.tasks.registry import build_task
 
 SMALL = {"name": "small", "start_from": "@model", "max_steps": 1}
 CUT = {"keep": 0.5, "uniform": True, "calibration_examples": 32}
@@ -139,3 +142,19 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or CutFolder(None, None, {}))
     assert {path: path.stat().st_mtime_ns for path in made(recipe, tmp_path).iterdir()} == before
     assert len(calls) == 1
+
+
+def test_a_head_that_is_not_trained_is_the_same_on_every_rank(tiny_recipe, tmp_path):
+    """It comes from the seed, whatever a process drew before; sizes by such a head's answers are refused."""
+    recipe = cut_recipe(tiny_recipe)
+    made(recipe, tmp_path)
+    source = str(tmp_path / "initial_model")
+    task = build_task(recipe.task, source, tmp_path / "cache")
+    spec = recipe.phases[0].cut
+    heads = []
+    for _ in range(2):
+        torch.rand(3)
+        heads.append(cut_of(task, source, spec, seed=1).model.classifier.weight)
+    assert torch.equal(*heads)
+    with pytest.raises(UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set uniform$"):
+        cut_of(task, source, spec.model_copy(update={"uniform": False}), seed=1)

@@ -12,6 +12,7 @@ from ds_trainer.files.writing import write_json
 from ds_trainer.models.cut.cut import cut_model, outline
 from ds_trainer.models.folders import save_folder
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.calibration import calibration_of
 from ds_trainer.tasks.task import Task
 
@@ -39,7 +40,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
     """
     started = time.perf_counter()
     if spec.cuts_blocks and not spec.uniform:
-        task.check_trained(source)
+        _check_trained(task, source)
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     calibration = calibration_of(task, spec.calibration_examples, seed)
     model, records = cut_model(task.build_model(source), calibration, spec, distributed.device())
@@ -50,6 +51,13 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
         "parts": [asdict(record) for record in records],
     }
     return CutFolder(model, task.tokenizer, report)
+
+
+def _check_trained(task: Task, source: str | Path) -> None:
+    try:
+        task.check_trained(source)
+    except UserError as error:
+        raise UserError(f"cut: {error}: its answers cannot choose sizes. Fine-tune it first, or set uniform") from error
 
 
 def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
