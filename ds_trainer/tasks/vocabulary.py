@@ -20,7 +20,7 @@ _CHUNK = 4096
 def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return the model and the tokenizer with the tokens that `spec` keeps; the texts of `task` are read on this rank.
 
-    UserError for a file that names no token of the tokenizer, and for what `cut_vocabulary` refuses.
+    UserError for a file without tokens or with unknown ones, and wherever `cut_vocabulary` raises one.
     """
     if isinstance(spec.keep, str) and spec.keep != "seen":
         return cut_vocabulary(model, tokenizer, _listed_tokens(Path(spec.keep), tokenizer))

@@ -1,4 +1,4 @@
-"""Which tokens of a fast tokenizer can go, and the tokenizer that is left with the others.
+"""Which tokens of a fast tokenizer can go, and the tokenizer without them.
 
 A text whose tokens all stay is tokenised as before. WordPiece takes the longest token at each place, and Unigram the
 tokens with the highest sum of scores: neither chooses differently for lack of a token that it did not choose. BPE does

@@ -1,6 +1,6 @@
 """Cut tokens out of a model and its tokenizer: rows of the embeddings and of the language-model head go with them.
 
-What the model computes for texts of the tokens that stay does not change.
+The model's outputs for texts of the tokens that stay do not change.
 """
 
 import copy

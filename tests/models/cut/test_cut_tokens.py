@@ -1,4 +1,4 @@
-"""Which tokens stay, and what a tokenizer with fewer of them makes of texts."""
+"""Which tokens stay, and how a tokenizer with fewer of them tokenises texts."""
 
 from functools import cache
 from typing import Any
@@ -59,8 +59,8 @@ def test_texts_of_kept_tokens_are_tokenised_as_before(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_text_is_tokenised_and_decoded(kind: str) -> None:
-    """Ids are rows of the smaller vocabulary, and what it cannot spell is what the whole one cannot spell, or a script
-    that went; a tokenizer of bytes gives any text back."""
+    """Ids are rows of the smaller vocabulary; a text in ASCII is unknown only where it was; a tokenizer of bytes gives
+    any text back."""
 
     @FEW
     @given(text=TEXTS)
@@ -89,7 +89,7 @@ def test_ids_are_numbered_in_the_old_order_without_gaps(kind: str) -> None:
 
 
 def test_a_token_of_bpe_stays_with_every_token_that_it_can_be_merged_from() -> None:
-    """Two merges give "abc": by which it is made in a text depends on what stands beside it, so all its parts stay."""
+    """Two merges give "abc", and the characters beside it decide which of them is used: the parts of both stay."""
     vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "d", "bc", "ab", "abc", "bcd", "cd"])}
     merges = [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc"), ("bc", "d"), ("c", "d")]
     raw = Tokenizer(models.BPE(vocabulary, merges))

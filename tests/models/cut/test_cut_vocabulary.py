@@ -1,4 +1,4 @@
-"""Tokens are cut out of models: embeddings, heads, configs and folders agree, and what they compute stays."""
+"""Tokens are cut out of models: embeddings, heads, configs and folders agree, and outputs are those of the whole."""
 
 from pathlib import Path
 from typing import Any
