@@ -27,9 +27,12 @@ from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import write_report
+from ds_trainer.report.run_files import read_object
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
+from ds_trainer.tasks.cut_folder import CUT_FILE
+from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
 
@@ -147,6 +150,7 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
+    cut = {"cut": _measure_cut(plan)} if phase.cut else {}
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, stop)
@@ -156,7 +160,18 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
             report.write_scores(results["train"]["steps"], scores)
             results["eval"] |= scores  # of the exported model: they replace those of training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
-        return results
+        return results | cut
+
+
+def _measure_cut(plan: PhasePlan) -> dict[str, Any]:
+    """Score and print the cut model that a phase starts from; return the report of the cut with the `scores`."""
+    batch_size = plan.phase.per_device_eval_batch_size
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with out_of_memory_named(f" in the evaluation of the cut of phase {plan.phase.name}", cure):
+        scores = score_folder(plan.task, plan.source, batch_size).scores
+    line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    distributed.info(f"{plan.phase.name}: cut  {line} (before any training)")
+    return distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE)) | {"scores": scores}
 
 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:

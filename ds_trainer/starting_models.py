@@ -63,13 +63,15 @@ class StartingModels:
         identity = [spec.model_dump(), seed, _source_identity(source), task.key("train")]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
-            distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
-            cut = self._cut_folder(task, source, spec)
+            cut = self._cut_folder(phase, task, source, spec)
             self._made(phase.name, lambda: identity, cut.save)
         return str(target)
 
-    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
-        return cut_of(task, source, spec, self.recipe.seed)
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
+        distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
+        cut = cut_of(task, source, spec, self.recipe.seed)
+        distributed.info(f"{phase.name}: {cut.summary}")
+        return cut
 
     def teacher(self, phase: Phase) -> str | None:
         distill = phase.techniques.distill
@@ -115,7 +117,7 @@ class StartingModels:
 class RehearsedModels(StartingModels):
     """The same for a rehearsal, in which models of earlier phases are untrained: a cut is made in its shape only."""
 
-    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
         return outline_of(task, source, spec)
 
 

@@ -1,5 +1,6 @@
 """The model that a cut makes of a model folder, fitted to training examples of a task."""
 
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,16 @@ class CutFolder:
     tokenizer: Any
     report: dict[str, Any]
 
+    @property
+    def summary(self) -> str:
+        """What was cut, in a line for the console."""
+        parts, size = self.report["parts"], self.report["parameters"]
+        line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        if not parts:
+            return line
+        mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
+        return f"{line}, error of the outputs {mean:.3f} on average, {worst['error']:.3f} in {worst['name']}"
+
     def save(self, folder: Path) -> None:
         """Write the model folder, with the report beside the model."""
         save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
@@ -34,10 +45,13 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
     """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples."""
     started = time.perf_counter()
     calibration = calibration_of(task, spec.calibration_examples, seed)
-    model, records = cut_model(task.build_model(source), calibration, spec, distributed.device())
+    model = task.build_model(source)
+    before = _size(model)
+    model, records = cut_model(model, calibration, spec, distributed.device())
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
         "examples": min(spec.calibration_examples, len(task.examples("train"))),
+        "parameters": {"before": before, "after": _size(model)},
         "seconds": round(time.perf_counter() - started, 1),
         "parts": [asdict(record) for record in records],
     }
@@ -47,3 +61,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
 def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     return CutFolder(outline(task.build_model(source), spec), task.tokenizer, {})
+
+
+def _size(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
