@@ -1,4 +1,4 @@
-"""Make of a model folder what is deployed: shrink or cut it, write it as ONNX, int8 ONNX or a compact file, each checked.
+"""Make of a model folder what is deployed: shrink or cut it, write it as ONNX, int8 ONNX or compact, each checked.
 
 Folders of other programs are imported by `foreign_folders.py`. Everything is written aside and takes its place once it
 is whole and its numbers agree, so that an error leaves nothing behind. Exit heads are no part of an .onnx file, which
