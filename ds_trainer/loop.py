@@ -21,7 +21,6 @@ from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.writing import write_json
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
@@ -270,14 +269,10 @@ class Training:
     def finish(self, step: int, evaluation: Evaluation) -> dict[str, Any]:
         """Export the model of a step, stop the engine, and return the results of the phase."""
         plan = self.plan
-
-        def write_evaluation() -> None:
-            for name, value in evaluation.files(plan.task).items():
-                write_json(plan.folder / "eval" / name, value)
-
-        distributed.on_main(write_evaluation)
+        evaluation.write(plan.task, plan.folder / "eval")
         totals = self.report.totals() | {"steps": step}
-        results = {"train": totals, "eval": evaluation.scores, "trained_on": self.report.trained_on}
+        results: dict[str, Any] = {"train": totals, "eval": evaluation.scores, "warnings": evaluation.warnings}
+        results["trained_on"] = self.report.trained_on
         rebuild = partial(plan.rebuild, self.technique_states())
         for technique in self.objective.techniques:
             technique.stop()

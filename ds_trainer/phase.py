@@ -126,7 +126,13 @@ class PhasePlan(PhaseModel):
     @property
     def lr_factor(self) -> Callable[[int], float]:
         """The function from the optimizer step to the factor on every group's rate."""
-        return lr_multiplier(self.phase.lr_scheduler_type, self.length.warmup, self.length.total)
+        phase = self.phase
+        return lr_multiplier(phase.lr_scheduler_type, phase.warmup_steps, self.length.total, phase.lr_restarts)
+
+    @property
+    def travel(self) -> float:
+        """The sum of the learning rates of all steps: about the farthest that Adam moves a weight."""
+        return self.base.lr * sum(map(self.lr_factor, range(self.length.total)))
 
     def is_to_log(self, step: int) -> bool:
         return self._due(self.phase.logging_steps, step) or step >= self.length.total

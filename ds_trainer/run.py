@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
+from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint
@@ -31,10 +34,11 @@ from ds_trainer.report.run_files import read_object
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
-from ds_trainer.tasks.cut_folder import CUT_FILE
-from ds_trainer.tasks.evaluation import score_folder
+from ds_trainer.tasks.cut_folder import CUT_FILE, expected_costs
+from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
+from ds_trainer.techniques.prune import advice
 
 
 def run(job: TrainJob) -> dict[str, Any]:
@@ -95,16 +99,23 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
 def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict[str, Any]:
     teacher = models.teacher(phase)
     plan = plan_phase(job, phase, models.start(phase), teacher)
-    rehearse(plan.engine_config, plan.base)
+    if phase.trains:
+        rehearse(plan.engine_config, plan.base)
     for split in plan.task.splits:  # a mistake in one would otherwise show after the training
         plan.task.examples(split)
     if teacher and not models.is_teacher_trained_first(phase):
         plan.task.check_trained(teacher)
+    source = models.resolved(phase.start_from)
     models.add(phase.name, plan.source)
+    prune = phase.techniques.prune
+    if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
+        distributed.warn(f"{phase.name}: {too_short}")
     model, groups, _ = plan.prepare()
+    cut = expected_costs(plan.task, source, phase.cut, job.recipe.seed) if phase.cut and job.dry_run else None
     return {
         "phase": phase.name,
         "starts_from": plan.source,
+        **({"cut": cut} if cut else {}),
         "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
         "engine_file": plan.engine_config,
         "parameter_groups": [
@@ -150,28 +161,52 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
-    cut = {"cut": _measure_cut(plan)} if phase.cut else {}
+    of_cut = _score_cut(plan) if phase.cut and phase.trains else {}
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
-        results = train(plan, report, stop)
+        results = train(plan, report, stop) if phase.trains else _keep_as_it_is(plan, report)
+        for warning in results["warnings"]:
+            distributed.warn(f"{phase.name}: {warning}")
         if phase.techniques.exits:
             exits = _measure_exits(plan, phase.techniques.exits)
             scores = exit_evaluation.flat_scores(plan.task, exits)
             report.write_scores(results["train"]["steps"], scores)
             results["eval"] |= scores  # of the exported model: they replace those of training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
-        return results | cut
+        if phase.cut:
+            report_of_cut = distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE))
+            results["cut"] = report_of_cut | {"scores": of_cut or results["eval"]}
+        return results
 
 
-def _measure_cut(plan: PhasePlan) -> dict[str, Any]:
-    """Score and print the cut model that a phase starts from; return the report of the cut with the `scores`."""
+def _score_cut(plan: PhasePlan) -> dict[str, float]:
+    """Score and print the cut model that a phase starts from."""
     batch_size = plan.phase.per_device_eval_batch_size
     cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
     with out_of_memory_named(f" in the evaluation of the cut of phase {plan.phase.name}", cure):
         scores = score_folder(plan.task, plan.source, batch_size).scores
     line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
     distributed.info(f"{plan.phase.name}: cut  {line} (before any training)")
-    return distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE)) | {"scores": scores}
+    return scores
+
+
+def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
+    """Score and export the model that a phase without steps starts from; no engine is started.
+
+    The results are those that `train` returns.
+    """
+    task, batch_size = plan.task, plan.phase.per_device_eval_batch_size
+    report.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with out_of_memory_named(f" in the evaluation of phase {plan.phase.name}", cure):
+        model: Any = plan.build()[0].to(distributed.device()).eval()
+        evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
+    report.write_scores(0, evaluation.scores)
+    evaluation.write(task, plan.folder / "eval")
+    state = model.to("cpu", task.config.dtype or torch.float32).state_dict()  # in the precision of its folder
+    export = partial(export_state_dict, state, plan.build, task, 0, plan.folder / "model")
+    results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
+    return results | {"trained_on": report.trained_on} | distributed.on_main(export)
 
 
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:

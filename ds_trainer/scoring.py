@@ -75,6 +75,8 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     policy = job.exit_policy(saved)
     with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = score_folder(task, job.model, job.batch_size)
+        for warning in evaluation.warnings:
+            distributed.warn(f"{job.model}: {warning}")
         files = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
         if saved:
             early = load_with_exits(task, Path(job.model), policy)

@@ -43,7 +43,7 @@ class StartingModels:
 
     def start(self, phase: Phase) -> str:
         """Return the model that the phase starts from, or the student or cut that is made of it."""
-        source = self._resolved(phase.start_from)
+        source = self.resolved(phase.start_from)
         if phase.cut is not None:
             return self._cut(phase, phase.cut, source)
         spec = phase.student
@@ -75,7 +75,7 @@ class StartingModels:
 
     def teacher(self, phase: Phase) -> str | None:
         distill = phase.techniques.distill
-        return self._resolved(distill.teacher) if distill else None
+        return self.resolved(distill.teacher) if distill else None
 
     def is_teacher_trained_first(self, phase: Phase) -> bool:
         """Whether an earlier phase of the run trains the teacher of this one."""
@@ -89,7 +89,8 @@ class StartingModels:
         name = reference.removeprefix("@")
         return name if reference.startswith("@") and name in self._of_phases else None
 
-    def _resolved(self, reference: str) -> str:
+    def resolved(self, reference: str) -> str:
+        """Return the folder or hub name that a recipe's reference such as "@previous" stands for; collective."""
         if not reference.startswith("@"):
             return reference
         phase = self._phase_of(reference)

@@ -57,6 +57,18 @@ class CutSpec(Strict):
         """Whether heads or neurons are cut out of the layers."""
         return self.cuts_layers and self.granularity in STRUCTURED
 
+    @property
+    def in_steps(self) -> "list[CutSpec]":
+        """Return a cut for each share of the list `keep`, to be made one after another, each from the trained last one.
+
+        Heads and neurons are cut out, so that the share of a later step is one of those that the step before has kept.
+        """
+        assert isinstance(self.keep, list), "a cut with one share has no steps"
+        before = [1.0, *self.keep[:-1]] if self.cuts_blocks else [1.0] * len(self.keep)
+        kept = [share / whole for share, whole in zip(self.keep, before, strict=True)]
+        first, *later = (self.model_copy(update={"keep": share}) for share in kept)
+        return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
+
     @model_validator(mode="before")
     @classmethod
     def _half_of_four(cls, data: Any) -> Any:

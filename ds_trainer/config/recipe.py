@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
-from ds_trainer.config.fields import Fraction, Positive, Rate, Steps, Strict
+from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
@@ -76,11 +76,12 @@ class Phase(Strict):
     loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")
     groups: list[GroupRule] = Field(default_factory=list)
 
-    num_train_epochs: Annotated[float, Field(gt=0)] | None = None
+    num_train_epochs: Rate | None = Field(None, description="0 leaves the model that the phase starts from as it is")
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
     learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
     lr_scheduler_type: LrSchedule = "linear"
-    warmup_steps: Steps = 0
+    warmup_steps: Steps = Field(0, description="with lr_restarts, of each part of the phase")
+    lr_restarts: Count = Field(0, description="run warm-up and decay so many times again, in equal parts of the phase")
     weight_decay: Rate | None = None
     adam_beta1: Fraction | None = None
     adam_beta2: Fraction | None = None
@@ -103,6 +104,11 @@ class Phase(Strict):
     greater_is_better: bool = Field(True, description="whether more of that metric is better")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
     shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the phase has optimizer steps."""
+        return bool(self.max_steps or self.num_train_epochs)
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +139,11 @@ class Phase(Strict):
     def _consistent(self) -> Phase:
         if self.num_train_epochs is None and self.max_steps is None:
             raise UserError("neither num_train_epochs nor max_steps is set: set one of them")
+        idle = [name for name, spec in [*self.techniques, ("shrink", self.shrink)] if spec]
+        if idle and not self.trains:
+            raise UserError(
+                f"num_train_epochs is 0, and {' and '.join(idle)} would need training: drop one or the other"
+            )
         if self.student and self.cut:
             raise UserError("student and cut are both set: make the student in a phase of its own, and cut its model")
         prune = self.techniques.prune
@@ -172,6 +183,12 @@ class Recipe(Strict):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = 42
     tensorboard: bool = True
     report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
+
+    @field_validator("phases", mode="after")
+    @classmethod
+    def _cut_in_steps(cls, phases: list[Phase]) -> list[Phase]:
+        before = ["@model", *(f"@{phase.name}" for phase in phases)]
+        return [step for phase, previous in zip(phases, before, strict=False) for step in _in_steps(phase, previous)]
 
     @model_validator(mode="after")
     def _phases_connect(self) -> Recipe:
@@ -262,6 +279,31 @@ def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
         return task
     everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
+
+
+def _in_steps(phase: Phase, previous: str) -> list[Phase]:
+    """Return a phase for each share that the cut of a phase keeps, NAME_1, NAME_2 and so on, the last one being NAME.
+
+    They have equal parts of its training. `previous` is the reference that "@previous" stands for in the phase.
+    """
+    if phase.cut is None or not isinstance(phase.cut.keep, list):
+        return [phase]
+    cuts, techniques, max_steps = phase.cut.in_steps, phase.techniques, phase.max_steps
+    if max_steps and max_steps < len(cuts):
+        raise UserError(f'max_steps of phase "{phase.name}" is {max_steps}: its cut in {len(cuts)} steps needs as many')
+    if techniques.distill and techniques.distill.teacher == "@previous":
+        techniques = techniques.taught_by(previous)
+    epochs = phase.num_train_epochs and phase.num_train_epochs / len(cuts)
+    names = [*(f"{phase.name}_{number}" for number in range(1, len(cuts))), phase.name]
+    phases: list[Phase] = []
+    for number, (name, cut) in enumerate(zip(names, cuts, strict=True), start=1):
+        update: dict[str, Any] = {"name": name, "cut": cut, "techniques": techniques, "num_train_epochs": epochs}
+        if max_steps:
+            update["max_steps"] = max_steps * number // len(cuts) - max_steps * (number - 1) // len(cuts)
+        if phases:
+            update["start_from"] = f"@{phases[-1].name}"
+        phases.append(phase.model_copy(update=update))
+    return phases
 
 
 def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:

@@ -54,15 +54,25 @@ class Schedule:
         return self.final + (self.initial - self.final) * _REMAINING[self.shape](progress)
 
 
-def lr_multiplier(kind: LrSchedule, warmup: int, total: int) -> Callable[[int], float]:
-    """Return step -> factor on learning rates: a linear warm-up over `warmup` steps, then the named decay to 0."""
+def lr_multiplier(kind: LrSchedule, warmup: Duration, total: int, restarts: int = 0) -> Callable[[int], float]:
+    """Return step -> factor on learning rates: a linear warm-up over `warmup`, then the named decay to 0.
+
+    With restarts, the `total` steps fall into equal parts, one more than there are restarts, and each part has the
+    warm-up and the decay (as in oBERT, arXiv 2203.07259). A fraction as `warmup` is then one of a part.
+    """
 
     def multiplier(step: int) -> float:
-        if kind != "constant" and step < warmup:
-            return step / warmup
-        if kind in ("constant", "constant_with_warmup"):
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        return _REMAINING[kind](progress)
+        part = min(step * (restarts + 1) // max(1, total), restarts)
+        begin, end = (math.ceil(number * total / (restarts + 1)) for number in (part, part + 1))
+        return _decayed(kind, step - begin, steps_of(warmup, end - begin), end - begin)
 
     return multiplier
+
+
+def _decayed(kind: LrSchedule, step: int, warmup: int, total: int) -> float:
+    if kind != "constant" and step < warmup:
+        return step / warmup
+    if kind in ("constant", "constant_with_warmup"):
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return _REMAINING[kind](progress)

@@ -222,6 +222,8 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
             f'scheduler.type is "{scheduler}", one of torch, which does not take DeepSpeed\'s optimizer for ZeRO, bf16 '
             f"and fp16: use one of {', '.join(keys.key_table()['schedulers'])}, or remove the block"
         )
+    if scheduler and phase and phase.lr_restarts:
+        yield f"lr_restarts of the recipe has no effect beside the scheduler block, {scheduler}: remove one of the two"
     for part, stages in (("optimizer", "1, 2 or 3"), ("param", "3")):
         section = f"zero_optimization.offload_{part}"
         if keys.offloads(config, part) and str(stage) not in stages:

@@ -240,7 +240,7 @@ def _table(run: RunFiles) -> str:
 
 
 def _notes(run: RunFiles) -> list[str]:
-    """Return notes on where phases were trained, where latencies were measured, and which exits changed since."""
+    """Return warnings, and notes on where phases were trained and measured, and which exits changed since."""
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
     for phase, result in run.results.items():
@@ -249,7 +249,8 @@ def _notes(run: RunFiles) -> list[str]:
         if on := result.get("measured_on"):
             line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
             measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
-    notes = [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]
+    notes = [f"{phase}: {line}." for phase, result in run.results.items() for line in result.get("warnings", [])]
+    notes += [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]
     notes += [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
     if again := [phase for phase in run.phases if run.calibrated_again(phase)]:
         notes.append(f"The exits of {', '.join(again)} were calibrated again: the figures show those before.")

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
@@ -23,11 +25,8 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
     """
     examples = task.examples("train")
-    chosen = np.random.default_rng(seed).permutation(len(examples))[:count]
-    chosen = chosen[np.argsort(examples.lengths[chosen], kind="stable")]
     rank, world = distributed.rank(), distributed.world_size()
-    ids = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
-    probed = ids[:: max(1, len(chosen) // _PROBED)]
+    ids, probed = _drawn(task, count, seed)
     batches, probes = ([task.collate(examples, part) for part in parts[rank::world]] for parts in (ids, probed))
     return Calibration(
         inputs=[batch.inputs for batch in batches],
@@ -35,6 +34,27 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
         answers=lambda model: _answers(task, model, probes),
         divergence=lambda dense, cut: _divergence(task, dense, cut),
     )
+
+
+def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[BatchSize], list[BatchSize]]:
+    """Return the sizes of the batches that all ranks together run, and of those that a divergence is measured on."""
+    multiple = task.spec.pad_to_multiple_of
+
+    def size(ids: ExampleIds) -> BatchSize:
+        lengths = task.examples("train").lengths[ids]
+        return BatchSize(len(ids), -(-int(lengths.max()) // multiple) * multiple, int(lengths.sum()))
+
+    batches, probes = _drawn(task, count, seed)
+    return list(map(size, batches)), list(map(size, probes))
+
+
+def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
+    """Draw batches of training examples, sorted by length, and choose those that a divergence is measured on."""
+    lengths = task.examples("train").lengths
+    chosen = np.random.default_rng(seed).permutation(len(lengths))[:count]
+    chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
+    batches = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
+    return batches, batches[:: max(1, len(chosen) // _PROBED)]
 
 
 @torch.no_grad()

@@ -8,10 +8,12 @@ from typing import Any
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.files.writing import write_json
+from ds_trainer.models.cut.costs import cut_costs
 from ds_trainer.models.cut.cut import cut_model, outline
 from ds_trainer.models.folders import save_folder
+from ds_trainer.models.pretrained import meta_model
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.calibration import calibration_of
+from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
 from ds_trainer.tasks.task import Task
 
 CUT_FILE = "cut.json"
@@ -61,6 +63,15 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
 def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     return CutFolder(outline(task.build_model(source), spec), task.tokenizer, {})
+
+
+def expected_costs(task: Task, source: str | Path, spec: CutSpec, seed: int) -> dict[str, Any]:
+    """Return what the cut of a folder or hub name will cost; its weights are not read. Empty where no blocks are cut."""
+    if not spec.cuts_blocks:
+        return {}
+    model = meta_model(source, task.head)
+    batches, probes = calibration_sizes(task, spec.calibration_examples, seed)
+    return cut_costs(model, spec, batches, probes, distributed.device())
 
 
 def _size(model: Any) -> int:

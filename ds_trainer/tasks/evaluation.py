@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
@@ -22,9 +23,10 @@ _MODEL = ""
 
 @dataclass
 class Evaluation:
-    """The scores by name, on every rank, and the answers of the model itself by split, on rank 0."""
+    """The scores by name and the warnings, on every rank, and the answers of the model itself by split, on rank 0."""
 
     scores: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     answers: dict[str, Answers] = field(default_factory=dict)
 
     def files(self, task: Task) -> dict[str, Any]:
@@ -34,6 +36,15 @@ class Evaluation:
             for split, answers in self.answers.items()
             for name, value in task.artifacts(split, answers).items()
         }
+
+    def write(self, task: Task, folder: Path) -> None:
+        """Write these files into a folder, on rank 0; collective."""
+
+        def write_files() -> None:
+            for name, value in self.files(task).items():
+                write_json(folder / name, value)
+
+        distributed.on_main(write_files)
 
 
 def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[Views] = ()) -> Evaluation:
@@ -49,6 +60,12 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         scores = distributed.on_main(partial(_scores, task, split, answers))
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
         evaluation.answers[split] = answers.get(_MODEL, {})
+        constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
+        if constant is not None:
+            evaluation.warnings.append(
+                f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
+                f"them apart. Try another learning_rate, longer training, or to prune or cut less"
+            )
     return evaluation
 
 

@@ -189,6 +189,10 @@ class Task(ABC):
         """Return the share of the split's examples to which two models give the same answer."""
         return sum(answers[id] == others[id] for id in answers) / len(answers)
 
+    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
+        """Return the answer that a model gives to every example of a split although their labels differ, if it does."""
+        return None
+
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return JSON files by name that users of this task expect beside its scores, such as predictions."""
         return {}

@@ -40,6 +40,12 @@ def mistakes_of(data) -> str:
         ({"phases": []}, ["phases", "at least 1"]),
         ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
         ({"phases": [{"max_steps": 1.5}]}, ["phases.0.max_steps", "1.5"]),
+        ({"phases": [{"max_steps": 0}]}, ["phases.0.max_steps", "greater than 0"]),
+        ({"phases": [{"num_train_epochs": -1}]}, ["phases.0.num_train_epochs", "greater than or equal to 0"]),
+        (
+            {"phases": [{"num_train_epochs": 0, "shrink": True, "techniques": {"prune": {}}}]},
+            ["num_train_epochs is 0, and prune and shrink would need training"],
+        ),
         ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
         ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
@@ -61,6 +67,14 @@ def mistakes_of(data) -> str:
         ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
         ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
         ({"phases": [{"max_steps": 1, "learning_rate": float("inf")}]}, ["learning_rate", "finite"]),
+        (
+            {"phases": [{"max_steps": 1, "cut": {"keep": [0.5, 0.2]}}]},
+            ['max_steps of phase "train" is 1', "in 2 steps"],
+        ),
+        (
+            {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
+            ['two phases are named "a_1"'],
+        ),
         (with_distill(), ["no term has a weight", "alpha_distil"]),
         (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
         (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),
@@ -291,3 +305,45 @@ def test_a_technique_that_is_only_switched_on_hides_no_weights_of_others():
     assert parse_recipe({"phases": [phase]}).phases[0].loss["distill.logits"] == 0.5
     with pytest.raises(ValueError, match="write only one of them"):
         parse_recipe({"phases": [phase | {"loss": {"task": 1.0, "distill.logits": 1.0}}]})
+
+
+def in_steps(cut: dict, **more) -> Recipe:
+    """A dense phase, one that cuts in steps and learns from the phase before it, and one that refers to it."""
+    taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
+    phases = [
+        {"name": "dense", "max_steps": 10},
+        {"name": "cut", "num_train_epochs": 3, "cut": cut, "techniques": taught} | more,
+        {"name": "last", "max_steps": 10, "start_from": "@cut"},
+    ]
+    return parse_recipe({"phases": phases})
+
+
+def test_a_cut_in_steps_is_a_phase_for_each():
+    """The phases start from each other, share the training, learn from the phase before all of them; the last has the
+    name."""
+    recipe = in_steps({"keep": [0.8, 0.4, 0.1], "vocabulary": {}})
+    steps = recipe.phases[1:4]
+    assert [phase.name for phase in recipe.phases] == ["dense", "cut_1", "cut_2", "cut", "last"]
+    assert [phase.start_from for phase in steps] == ["@previous", "@cut_1", "@cut_2"]
+    assert {phase.techniques.distill.teacher for phase in steps} == {"@dense"}
+    assert [phase.num_train_epochs for phase in steps] == [1, 1, 1]
+    assert [phase.cut.keep for phase in steps] == pytest.approx([0.8, 0.5, 0.25]), "a share of what is there"
+    assert [phase.cut.vocabulary is None for phase in steps] == [False, True, True]
+    assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
+
+
+def test_a_cut_in_steps_divides_optimizer_steps_and_keeps_a_teacher_by_name():
+    """11 steps are 5 and 6; weights that stay as zeros are kept by shares of all of them."""
+    taught = {"distill": {"teacher": "@model", "alpha_distil": 1}}
+    recipe = in_steps({"keep": [0.8, 0.4], "granularity": "weight"}, max_steps=11, techniques=taught)
+    assert [phase.max_steps for phase in recipe.phases[1:3]] == [5, 6]
+    assert [phase.cut.keep for phase in recipe.phases[1:3]] == [0.8, 0.4]
+    assert {phase.techniques.distill.teacher for phase in recipe.phases[1:3]} == {"@model"}
+
+
+def test_a_first_phase_that_cuts_in_steps_learns_from_the_model():
+    """Without a phase before it, "@previous" is the recipe's model, in each step."""
+    taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
+    recipe = parse_recipe({"phases": [{"max_steps": 4, "cut": {"keep": [0.5, 0.2]}, "techniques": taught}]})
+    assert [phase.techniques.distill.teacher for phase in recipe.phases] == ["@model", "@model"]
+    assert [phase.name for phase in recipe.phases] == ["train_1", "train"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import check_engine_file, scheduler_mistakes
 
 
@@ -77,6 +78,14 @@ def test_schedulers_that_flatten_the_groups_are_refused(kind, params, count):
     if not any(isinstance(value, list) for value in params.values()):
         assert scheduler_mistakes(config, [1e-5, 1e-5]) == []
     assert scheduler_mistakes({}, [1e-5, 1e-2]) == []
+
+
+def test_restarts_of_the_rate_are_refused_beside_a_schedule_that_would_undo_them():
+    """The scheduler block of the engine file wins over the recipe's schedule, so that it would have none."""
+    config = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}}
+    (mistake,) = check_engine_file(config, Phase(max_steps=10, lr_restarts=1), 1)
+    assert mistake.startswith("lr_restarts of the recipe has no effect beside the scheduler block, WarmupCosineLR")
+    assert check_engine_file(config, Phase(max_steps=10), 1) == check_engine_file({}, Phase(max_steps=10), 1) == []
 
 
 def test_what_flattens_and_what_does_not_is_deepspeeds_behaviour():

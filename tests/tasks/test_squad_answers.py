@@ -68,6 +68,22 @@ def test_no_threshold_hides_a_better_one(encoder: Path, tmp_path: Path) -> None:
         assert (found["best_f1"], found["best_f1_thresh"]) == (100, 1.5)
 
 
+def test_one_text_for_every_question_is_a_constant_answer(encoder: Path, tmp_path: Path) -> None:
+    """No text counts as one, too. A perfect model's texts differ; a single question can have but one."""
+    fields = {"version_2_with_negative": True, "max_seq_length": 100}
+    task = squad(tmp_path, v2_questions(9), encoder, **fields)
+
+    def silent(batch: Any) -> SimpleNamespace:
+        out = perfect(batch)
+        out.start_logits[:, 0], out.end_logits[:, 0] = 99.0, 99.0
+        return out
+
+    assert task.constant_answer("validation", answered(task, silent)) == '""'
+    assert task.constant_answer("validation", answered(task, perfect)) is None
+    alone = squad(tmp_path, [YEAR], encoder, **fields)
+    assert alone.constant_answer("validation", answered(alone, perfect)) is None
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_have_no_score(value: float, encoder: Path, tmp_path: Path) -> None:
     """Wherever in the window; what stands at padding is no matter. The number of windows is told."""

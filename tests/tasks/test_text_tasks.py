@@ -324,6 +324,24 @@ def test_logits_that_are_not_finite_have_no_score(
         task.score("validation", task.answers(out, batch))
 
 
+def test_one_class_for_every_example_is_a_constant_answer(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+    """It is given by its name, unless another example gets another one, or there is but one class to tell."""
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    assert task.constant_answer("validation", {0: 1, 1: 1, 2: 1}) == "neutral"
+    assert task.constant_answer("validation", {0: 1, 1: 1, 2: 2}) is None
+    alone = build_task(mnli.model_copy(update={"max_eval_samples": 1}), encoder, tmp_path / "cache")
+    assert alone.constant_answer("validation", {0: 1}) is None
+
+
+def test_scores_that_hardly_differ_are_a_constant_answer(encoder: Path, tmp_path: Path) -> None:
+    """All within a hundredth of the range of the labels, which is 5 here."""
+    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    close = {row: 2 + 0.009 * row for row in range(6)}
+    assert task.constant_answer("validation", close) == "2"
+    assert task.constant_answer("validation", close | {5: 2.06}) is None
+
+
 def test_the_loss_is_computed_in_fp32(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
     """bf16 logits do not round the loss."""
     task = build_task(mnli, encoder, tmp_path / "cache")

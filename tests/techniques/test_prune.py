@@ -11,9 +11,11 @@ from support.prune_phases import FAMILIES, SMALL, make_model, make_prune
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears
 from ds_trainer.tasks.losses import hard_concrete, score_penalty
 from ds_trainer.tasks.task import Forward
+from ds_trainer.techniques.prune import advice
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength
@@ -308,6 +310,23 @@ def test_an_end_far_from_the_recipe_is_told(spec, message, told):
     found = [record.message for record in told.records if "the run ends" in record.message]
     assert len(found) == bool(message)
     assert not found or re.search(message, found[0])
+
+
+@pytest.mark.parametrize(
+    ("travel", "spec", "warns"),
+    [
+        (0.21, {}, True),
+        (0.39, {}, False),
+        (0.1, {"pruning_method": "sigmoied_threshold"}, True),
+        (0.1, {"pruning_method": "magnitude"}, False),
+        (0.1, {"pruning_method": "l0"}, False),
+        (0.1, {"train_weights": False}, False),
+        (0.1, {"granularity": "hybrid"}, False),
+    ],
+)
+def test_too_short_a_way_for_the_scores_of_single_weights_is_told(travel, spec, warns):
+    """Magnitudes and gates, scores trained alone, and those of larger parts need less."""
+    assert (advice.of_length(PruneSpec(**spec), 765, travel) is not None) == warns
 
 
 def test_a_run_that_is_resumed_with_fewer_steps_exports_the_masks_of_its_scores():

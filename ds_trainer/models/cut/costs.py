@@ -1,106 +1,110 @@
-"""What a cut of heads and neurons costs, by arithmetic from the shapes of a model, whose weights are not read.
+"""What a cut of heads and neurons will cost, from the shapes of a model, whose weights are not read.
 
-Operations are counted as `models/flops.py` counts them, for all ranks together: every layer runs over the calibration
+Operations are counted as `models/flops.py` counts them, for all ranks together. Every layer runs over the calibration
 examples once for each of its blocks, and once more for the layer after it. A cut that chooses over all layers does so
 twice, and runs the whole model on a few examples for each size of each block that it tries.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.allocation import MEASURED
-from ds_trainer.models.cut.blocks import cut_places
-from ds_trainer.models.cut.surgeon import removal
+from ds_trainer.models.cut.blocks import CutBlock, cut_places
+from ds_trainer.models.cut.surgeon import removal_seconds
 from ds_trainer.models.flops import encoder_flops, layer_flops
 from ds_trainer.models.layers import in_features, layers_of, out_features
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
+
+_PRODUCT = 1024
+"""The size of the matrices by whose product a device is measured."""
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The examples of a batch, their padded length, and the tokens that are attended."""
+    """The examples of a batch, their padded length, and the number of tokens that are attended."""
 
     rows: int
     length: int
     tokens: int
 
 
-@dataclass(frozen=True)
-class CutOperations:
-    """Floating-point operations of a cut: forward passes and Gram matrices in fp32, the surgeon in fp64."""
+def cut_costs(
+    model: Any, spec: CutSpec, batches: Sequence[BatchSize], probes: Sequence[BatchSize], device: torch.device
+) -> dict[str, Any]:
+    """Return the `operations` and the `bytes` of a cut by arithmetic, and `estimated_seconds`, as JSON values.
 
-    passes: float
-    gram_matrices: float
-    surgeon: float
-
-    def seconds_on(self, device: torch.device) -> float:
-        """Estimate the seconds that one device takes, at its rates for a product of matrices and for a small surgeon.
-
-        An estimate within a factor of two: elementwise operations and reading memory are in neither count.
-        """
-        size, width, out = 1024, 768, 192
-        matrix, weight = torch.rand(size, size, device=device), torch.rand(out, width, device=device)
-        inputs = torch.eye(width, dtype=torch.float64, device=device)
-        product = min(seconds(lambda: matrix @ matrix, device) for _ in range(3)) / (2 * size**3)
-        surgeon = min(seconds(lambda: removal(weight, inputs, 1), device) for _ in range(2))
-        return (self.passes + self.gram_matrices) * product + self.surgeon * surgeon / _removal_operations(width, out)
-
-
-def cut_costs(model: Any, spec: CutSpec, batches: Sequence[BatchSize], probes: Sequence[BatchSize]) -> dict[str, Any]:
-    """Return the `operations` and the `bytes` of a cut by these calibration batches, as JSON values.
-
-    The model may be on the meta device. Bytes are those of fp32 weights, of the largest layer and its matrices in fp64.
+    The model may be on the meta device. The seconds follow from a product of matrices and from a few removals that are
+    measured on the device. They are right within a factor of two, since elementwise operations are not counted.
     """
+    places = list(cut_places(model, spec).values())
     operations = cut_operations(model, spec, batches, probes)
-    return {"operations": asdict(operations), "bytes": _bytes(model, spec, batches)}
+    matrix = torch.rand(_PRODUCT, _PRODUCT, device=device)
+    product = min(seconds(lambda: matrix @ matrix, device) for _ in range(3)) / (2 * _PRODUCT**3)
+    in_fp32 = (operations["passes"] + operations["gram_matrices"]) * product / distributed.world_size()
+    return {
+        "operations": operations,
+        "bytes": _bytes(model, places, spec, batches),
+        "estimated_seconds": round(in_fp32 + _surgeon_seconds(places, spec, device), 1),
+    }
 
 
 def cut_operations(
     model: Any, spec: CutSpec, batches: Sequence[BatchSize], probes: Sequence[BatchSize]
-) -> CutOperations:
-    """Count the operations of a cut, as if every block that can be cut were cut."""
-    places = list(cut_places(model, spec).values())
-    layers = list(layers_of(model).values())
+) -> dict[str, int]:
+    """Count the operations of a cut as if every block were cut.
+
+    Those of `passes` and `gram_matrices` are in fp32, those of the `surgeon` in fp64.
+    """
+    places, layers = list(cut_places(model, spec).values()), list(layers_of(model).values())
     runs = [sum(place.layer is layer for place in places) + (layer is not layers[-1]) for layer in layers]
-    passes = sum(
-        batch.rows * run * layer_flops(layer, batch.length)
-        for batch in batches
-        for layer, run in zip(layers, runs, strict=True)
-    )
+    of_runs = zip(layers, runs, strict=True)
+    passes = sum(batch.rows * run * layer_flops(layer, batch.length) for layer, run in of_runs for batch in batches)
     tokens = sum(batch.tokens for batch in batches)
     gram = sum(2 * tokens * in_features(place.outer) ** 2 for place in places)
-    removals = sum(_removal_operations(in_features(place.outer), out_features(place.outer)) for place in places)
-    if spec.uniform:
-        return CutOperations(passes, gram, removals)
-    tried = 1 + len(MEASURED) * len(places)
-    probed = tried * sum(batch.rows * encoder_flops(model, batch.length) for batch in probes)
-    return CutOperations(2 * passes + probed, 2 * gram, 2 * removals)
+    surgeon = sum(_surgeon_operations(in_features(place.outer), out_features(place.outer)) for place in places)
+    tried = probed = 0
+    if not spec.uniform:
+        tried = 1 + len(MEASURED) * len(places)
+        probed = sum(batch.rows * encoder_flops(model, batch.length) for batch in probes)
+    sweeps = _sweeps(spec)
+    return {"passes": sweeps * passes + tried * probed, "gram_matrices": sweeps * gram, "surgeon": sweeps * surgeon}
 
 
-def _removal_operations(width: int, out: int) -> float:
-    """Count the operations of ordering the inputs of a layer, and of new weights for half of them."""
-    ordering = 8 / 3 * width**3 + 2 * width**2 * out
-    return ordering + width**3 / 12 + 1.5 * width**2 * out
+def _sweeps(spec: CutSpec) -> int:
+    return 1 if spec.uniform else 2
 
 
-def _bytes(model: Any, spec: CutSpec, batches: Sequence[BatchSize]) -> dict[str, int]:
-    """Count what is held at once: the surgeon has a layer's matrix of moments in six forms.
+def _surgeon_operations(width: int, out: int) -> int:
+    """Count the inversion and the removals of all inputs of a layer (out, width), and new weights for half of them."""
+    ordering = 8 * width**3 // 3 + 2 * width**2 * out
+    return ordering + width**3 // 12 + 3 * width**2 * out // 2
 
-    The hidden states of all batches are those that a layer gets, and those that it gives.
+
+def _surgeon_seconds(places: Sequence[CutBlock], spec: CutSpec, device: torch.device) -> float:
+    """Measure a few removals of each shape, on every rank; all blocks are cut on the first one."""
+    shapes = Counter((out_features(p.outer), in_features(p.outer), in_features(p.outer) // p.count) for p in places)
+    return _sweeps(spec) * sum(times * removal_seconds(*shape, device) for shape, times in shapes.items())
+
+
+def _bytes(model: Any, places: Sequence[CutBlock], spec: CutSpec, batches: Sequence[BatchSize]) -> dict[str, int]:
+    """Count what is held at the peak: the moments of a block's inputs are in six matrices of the surgeon.
+
+    The hidden states of all examples are those that a layer gets, and those that it gives.
     """
-    places = list(cut_places(model, spec).values())
     widest = max(in_features(place.outer) for place in places)
     padded = sum(batch.rows * batch.length for batch in batches)
     outer = sum(in_features(place.outer) * out_features(place.outer) for place in places)
     sizes = {
         "model": 4 * sum(parameter.numel() for parameter in model.parameters()),
-        "one_layer": 4 * max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model).values()),
+        "largest_layer": 4 * max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model).values()),
         "gram_matrices": 6 * 8 * widest**2,
-        "hidden_states": 2 * 4 * padded * model.config.hidden_size,
+        "hidden_states": 2 * 4 * padded * model.config.hidden_size // distributed.world_size(),
         "weights_tried": 0 if spec.uniform else 4 * len(MEASURED) * outer,
     }
     return sizes | {"total": sum(sizes.values())}

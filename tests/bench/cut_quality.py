@@ -1,0 +1,155 @@
+"""What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
+
+`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR]`: for each seed the recipe of the task's
+cuts and then, from its dense model, the masked phases of the older recipe, through `launch/train.py`. It prints a table
+of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with the same folder
+goes on where the first one stopped. Bars are points lost against the dense model, or scores.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, is_quick, report
+
+from ds_trainer.files.json_file import read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+RECIPES = ROOT / "ds_configs" / "recipes"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of a phase's score in points: `one_shot` is the cut before any training."""
+
+    phase: str
+    lost: float | None = None
+    """The most points that may be lost against the dense model; or else `score` is the least score."""
+    score: float | None = None
+    one_shot: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A task, the recipe of its cuts, and the masked phases that they are compared with."""
+
+    recipe: str
+    metric: str
+    data: str
+    older: str | None = None
+    older_phases: tuple[str, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    task: dict[str, Any] = field(default_factory=dict)
+
+
+COMPARISONS = {
+    "sst2": Comparison(
+        "sst2_cut",
+        "accuracy",
+        "glue/SST-2",
+        "sst2_structured",
+        ("quarter", "quarter_filled", "sparse"),
+        (
+            Bar("half", lost=1.5, one_shot=True),
+            Bar("quarter", lost=4.0, one_shot=True),
+            Bar("quarter", lost=1.0),
+            Bar("eighth", lost=2.5),
+            Bar("sparse", score=87.0),
+        ),
+    ),
+    "squad": Comparison(
+        "squad_cut",
+        "f1",
+        "squad",
+        "squad_structured",
+        ("quarter", "quarter_filled", "sparse"),
+        (
+            Bar("half", score=54.0, one_shot=True),
+            Bar("half", score=59.0),
+            Bar("quarter", score=57.0),
+            Bar("sparse", score=50.0),
+        ),
+    ),
+    "cola": Comparison("glue_cut", "mcc", "glue/CoLA", bars=(Bar("half", lost=1.5),), task={"name": "cola"}),
+    "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
+}
+"""The bars of CoLA and RTE are one standard error of their validation sets."""
+
+
+def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality") -> None:
+    comparison, folder = COMPARISONS[name], Path(output) / name
+    scores: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for seed in range(1 if is_quick() else int(seeds)):
+        dense = folder / f"seed_{seed}" / "finetune" / "model"
+        results = trained(comparison, comparison.recipe, SHARED / "models" / "minilm-l6", dense.parents[1], seed)
+        if comparison.older:
+            older = trained(comparison, comparison.older, dense, folder / f"masked_{seed}", seed)
+            results |= {f"masked {phase}": of_phase for phase, of_phase in older.items()}
+        for phase, of_phase in results.items():
+            scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
+            seconds.setdefault(phase, []).append(of_phase["train"]["train_seconds"])
+            if "cut" in of_phase:
+                one_shot = of_phase["cut"]["scores"][comparison.metric]
+                scores.setdefault(f"{phase}, one shot", []).append(100 * one_shot)
+    for phase, values in scores.items():
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        taken = f"{statistics.mean(seconds[phase]):6.0f} s" if phase in seconds else ""
+        print(f"{name:6} {phase:24} {statistics.mean(values):6.2f} +- {spread:4.2f}  {taken}")
+    report(*(judged(bar, scores, name) for bar in comparison.bars))
+
+
+def trained(comparison: Comparison, recipe: str, model: Path, output: Path, seed: int) -> dict[str, Any]:
+    """Run a recipe from a model, or go on with that run, and return its results by phase.
+
+    Of the older recipe only the masked phases are run, since its dense model is trained already.
+    """
+    content = read_json(RECIPES / f"{recipe}.json", "the recipe")
+    if recipe == comparison.older:
+        masked = [phase for phase in content["phases"] if phase["name"] in comparison.older_phases]
+        content["phases"] = json.loads(json.dumps(masked).replace("@finetune", "@model"))
+    content |= {"model": {"name_or_path": str(model)}, "seed": seed}
+    content["task"] |= {"data_dir": str(SHARED / "data" / comparison.data), **comparison.task}
+    if is_quick():
+        shorten(content)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output.with_suffix(".recipe.json")
+    path.write_text(json.dumps(content))
+    command = ["launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(path.resolve())]
+    command += ["--output_dir", str(output.resolve()), "--resume"]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+    results: dict[str, Any] = json.loads((output / "all_results.json").read_text())
+    return results
+
+
+def shorten(content: dict[str, Any]) -> None:
+    """Leave one step of each phase, few examples, and no report."""
+    content["task"] |= {"max_train_samples": 64, "max_eval_samples": 16}
+    content["report"] = content["tensorboard"] = False
+    for phase in content["phases"]:
+        phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
+        if "cut" in phase:
+            phase["cut"] |= {"calibration_examples": 16}
+        if "prune" in phase.get("techniques", {}):
+            phase["techniques"]["prune"] |= {"initial_warmup": 0, "final_warmup": 0}
+
+
+def judged(bar: Bar, scores: dict[str, list[float]], name: str) -> Figure:
+    """Compare the mean over seeds with a bar."""
+    score = statistics.mean(scores[f"{bar.phase}, one shot" if bar.one_shot else bar.phase])
+    label = f"cut_quality/{name}/{bar.phase}{'/one_shot' if bar.one_shot else ''}"
+    if bar.score is not None:
+        return Figure(label, score, bar.score, at_least=True)
+    assert bar.lost is not None
+    return Figure(f"{label}/points_lost", statistics.mean(scores["finetune"]) - score, bar.lost)
+
+
+if __name__ == "__main__":
+    main(*(argument for argument in sys.argv[1:] if argument != "--quick"))

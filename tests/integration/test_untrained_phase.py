@@ -1,0 +1,123 @@
+"""Phases without optimizer steps, by the command on 2 ranks, and a warning of models that give one answer to all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.launching import run_deepspeed, run_script
+from support.trained_runs import read
+
+SAME_ANSWER = "gives the same answer, "
+
+
+def command(folder: Path, recipe: dict, *more: str, engine: dict | None = None) -> list[str]:
+    """The words of a training command, with its files in a folder."""
+    folder.mkdir(exist_ok=True)
+    for name, value in (("recipe.json", recipe), ("engine.json", engine or {"zero_optimization": {"stage": 2}})):
+        (folder / name).write_text(json.dumps(value))
+    files = ["--deepspeed_config", str(folder / "engine.json"), "--recipe", str(folder / "recipe.json")]
+    return ["launch/train.py", *files, "--output_dir", str(folder / "out"), *more]
+
+
+@pytest.fixture(scope="module")
+def half_recipe(tiny_recipe) -> dict:
+    """Train two layers, take one of them as it is, and train that."""
+    common = {"train_batch_size": 16, "learning_rate": 4e-3}
+    half = {"name": "half", "num_train_epochs": 0, "student": {"layers": [1]}}
+    return tiny_recipe | {
+        "phases": [{"name": "dense", "max_steps": 40, **common}, half, {"name": "again", "max_steps": 2, **common}]
+    }
+
+
+@pytest.fixture(scope="module")
+def output(half_recipe, tmp_path_factory) -> Path:
+    """The run, killed by nothing and then resumed, which finds nothing more to do."""
+    folder = tmp_path_factory.mktemp("untrained") / "run"
+    for more in ([], ["--resume"]):
+        done = run_deepspeed(2, *command(folder, half_recipe, *more))
+        assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "out"
+
+
+def test_a_phase_of_no_epochs_exports_the_model_that_it_starts_from(output):
+    """The student of one layer, weight by weight; the next phase starts from it."""
+    made, exported = (
+        load_file(folder / "model.safetensors")
+        for folder in (output / "starting_models" / "half", output / "half" / "model")
+    )
+    assert made.keys() == exported.keys()
+    assert all(torch.equal(made[name], exported[name]) for name in made)
+    assert read(output / "model" / "config.json")["num_hidden_layers"] == 1
+
+
+def test_a_phase_of_no_epochs_is_scored_like_any_other(output, tmp_path):
+    """Results, log, report and events have its scores, those that the command to evaluate gives for the folder."""
+    half = read(output / "all_results.json")["half"]
+    assert (half["train"]["steps"], half["train"]["epochs"]) == (0, 0)
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    (record,) = [record for record in records if record["phase"] == "half"]
+    assert (record["step"], record["eval/accuracy"]) == (0, half["eval"]["accuracy"])
+    recipe = str(output.parent / "recipe.json")
+    scores = str(tmp_path / "scores.json")
+    done = run_script("launch/evaluate.py", str(output / "half" / "model"), "--recipe", recipe, "--output_file", scores)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert read(tmp_path / "scores.json")["accuracy"] == pytest.approx(half["eval"]["accuracy"])
+    assert "| dense | half | again |" in (output / "report.md").read_text()
+    assert list((output / "tensorboard" / "half").glob("events*"))
+
+
+def test_a_phase_of_no_epochs_asks_nothing_of_the_engine_file(tiny_recipe, output, tmp_path):
+    """A file that DeepSpeed refuses does for a recipe that trains nothing."""
+    phases = [{"name": "kept", "num_train_epochs": 0, "start_from": str(output / "model")}]
+    recipe = tiny_recipe | {"phases": phases, "model": {"name_or_path": str(output / "model")}}
+    refused = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
+    done = run_deepspeed(1, *command(tmp_path / "run", recipe, engine=refused))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert SAME_ANSWER not in done.stderr
+    assert read(tmp_path / "run" / "out" / "all_results.json")["kept"]["warnings"] == []
+
+
+def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, output, tmp_path):
+    """On the console once, in the results and in the report, and by the command to evaluate."""
+    folder = tmp_path / "blind"
+    folder.mkdir()
+    for path in (output / "model").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: torch.zeros_like(value) for name, value in weights.items() if name.startswith("classifier")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    train = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
+    recipe = tiny_recipe | {"phases": [train], "model": {"name_or_path": str(folder)}}
+    done = run_deepspeed(2, *command(tmp_path / "run", recipe))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count(SAME_ANSWER) == 1
+    run = tmp_path / "run" / "out"
+    (warning,) = read(run / "all_results.json")["train"]["warnings"]
+    assert "every example of validation" in warning
+    assert SAME_ANSWER in (run / "report.md").read_text()
+    done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "run" / "recipe.json"))
+    assert done.stderr.count(SAME_ANSWER) == 1
+
+
+def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe, output, tmp_path):
+    """The recipe of the folder has a phase for each share; `--resume` with the recipe as given has nothing to do."""
+    steps = {"granularity": "neuron", "uniform": True, "keep": [0.5, 0.25], "calibration_examples": 64}
+    cut = {"name": "cut", "num_train_epochs": 0, "cut": steps}
+    recipe = tiny_recipe | {"phases": [cut], "model": {"name_or_path": str(output / "dense" / "model")}}
+    results = []
+    for more in ([], ["--resume"]):
+        done = run_deepspeed(2, *command(tmp_path / "run", recipe, *more))
+        assert done.returncode == 0, done.stderr[-4000:]
+        results.append(read(tmp_path / "run" / "out" / "all_results.json"))
+    assert list(results[0]) == ["cut_1", "cut"]
+    assert results[0]["cut"]["eval"] == results[1]["cut"]["eval"]
+    layers = [results[0][name]["weights"]["layers"] for name in ("cut_1", "cut")]
+    ways_in = [[count["total"] for name, count in counts.items() if "intermediate" in name] for counts in layers]
+    assert ways_in == [[32 * 32] * 2, [16 * 32] * 2], "of 64 neurons by 32 inputs"
+    written = read(tmp_path / "run" / "out" / "recipe.json")["phases"]
+    assert [phase["name"] for phase in written] == ["cut_1", "cut"]
+    assert [phase["cut"]["keep"] for phase in written] == [0.5, 0.5]
