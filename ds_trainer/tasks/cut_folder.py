@@ -66,7 +66,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
 
 
 def expected_costs(task: Task, source: str | Path, spec: CutSpec, seed: int) -> dict[str, Any]:
-    """Return what the cut of a folder or hub name will cost; its weights are not read. Empty where no blocks are cut."""
+    """Return what the cut of a folder or hub name will cost, without its weights; empty where no blocks are cut."""
     if not spec.cuts_blocks:
         return {}
     model = meta_model(source, task.head)
