@@ -48,7 +48,7 @@ KIN: dict[str, dict[str, Any]] = {
 def model_of(family: str, **fields: Any) -> Any:
     """A classifier, or a decoder with its language-model head; weights and biases large enough that each matters."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, vocab_size=VOCABULARY, **FAMILIES[family], **fields)
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | FAMILIES[family] | fields)
     auto = transformers.AutoModelForCausalLM if family in DECODERS else transformers.AutoModelForSequenceClassification
     return randomised(auto.from_config(config))
 

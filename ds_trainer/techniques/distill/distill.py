@@ -1,8 +1,8 @@
 """Knowledge distillation: train a student to answer as a frozen teacher does.
 
-The teacher is any trained model of the same task with the same vocabulary (`teacher.py`). It runs on every batch beside
-the student, or its answers to the training set are computed once and read from disk (`teacher_cache.py`). A recipe
-gives weights to any of these terms. Each is a mean over examples, tokens or pairs of tokens, as its unit says:
+The teacher is any trained model of the same task with the student's tokens (`teacher.py`). It runs on every batch
+beside the student, or its answers to the training set are computed once and read from disk (`teacher_cache.py`). A
+recipe gives weights to any of these terms. Each is a mean over examples, tokens or pairs of tokens, as its unit says:
 
 | term | compares | source |
 |---|---|---|
@@ -32,7 +32,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, check_vocabulary, compared_layers
+from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, compared_layers, teacher_ids
 from ds_trainer.techniques.distill.teacher_cache import cached_teacher
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
@@ -56,6 +56,7 @@ class Distill(Technique):
         self.projection: nn.Linear | None = None
         self._student_layers = self._teacher_layers = ComparedLayers()
         self._undo: Callable[[], None] = lambda: None
+        self._teacher_ids: Tensor | None = None  # of the student's tokens, where its vocabulary was cut
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
         # the rows of logits where both choose the same class, and all rows, since the last readings
@@ -69,15 +70,16 @@ class Distill(Technique):
         Where the two differ in width, a projection of the student's states to the teacher's is added and trained
         (TinyBERT).
         """
-        check_vocabulary(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
+        self._teacher_ids = teacher_ids(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
         student: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
         compares_logits = bool({"logits", "mse"} & set(self.spec.terms))
         # models of one tokenizer may have heads of different sizes: some are padded
-        if self.task.logits_of == "position" and compares_logits and student.vocab_size != teacher.vocab_size:
+        logits = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
+        if self.task.logits_of == "position" and compares_logits and student.vocab_size != logits:
             raise UserError(
-                f"distill: the teacher {self.spec.teacher} gives {teacher.vocab_size} logits and the student "
-                f"{student.vocab_size}: give the student's config the teacher's vocab_size"
+                f"distill: the teacher {self.spec.teacher} gives {logits} logits and the student {student.vocab_size}: "
+                f"give the student's config the vocab_size {logits}"
             )
         self._student_layers = compared_layers(self.spec, student, "student")
         self._teacher_layers = compared_layers(self.spec, teacher, "teacher")
@@ -99,7 +101,7 @@ class Distill(Technique):
 
     def start(self, device: torch.device) -> None:
         self.task.check_trained(self.spec.teacher)
-        self._teacher = Teacher(self.task, self.spec, self._teacher_layers, device)
+        self._teacher = Teacher(self.task, self.spec, self._teacher_layers, device, self._teacher_ids)
         self._targets = cached_teacher(self._teacher) if self.spec.cache_teacher else self._teacher
 
     def stop(self) -> None:

@@ -89,10 +89,16 @@ def compared_layers(spec: DistillSpec, config: Any, who: Literal["student", "tea
 
 
 class Teacher:
-    """The teacher's model, loaded at the first call in the precision of `teacher_dtype`. Every rank must call."""
+    """The teacher's model, loaded at the first call in the precision of `teacher_dtype`. Every rank must call.
 
-    def __init__(self, task: Task, spec: DistillSpec, layers: ComparedLayers, device: torch.device) -> None:
+    Batches have the student's tokens. `ids` are the teacher's for them, None where they are the same.
+    """
+
+    def __init__(
+        self, task: Task, spec: DistillSpec, layers: ComparedLayers, device: torch.device, ids: Tensor | None = None
+    ) -> None:
         self.task, self.spec, self.layers, self.device = task, spec, layers, device
+        self.ids = None if ids is None else ids.to(device)
         self._model: Any = None
         self._engine: Any = None
 
@@ -104,11 +110,20 @@ class Teacher:
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """Return the model's whole output; every rank must call, since the weights may be partitioned."""
+        """Return the model's whole output; every rank must call, since the weights may be partitioned.
+
+        Logits over a vocabulary are those of the student's tokens, in the student's order.
+        """
         if self._model is None:
             self._load()
+        inputs = self.task.inputs_for(self._model, batch)
+        if self.ids is not None:
+            inputs["input_ids"] = self.ids[inputs["input_ids"]]
         with torch.autocast(self.device.type, enabled=False):
-            return (self._engine or self._model)(**self.task.inputs_for(self._model, batch))
+            out = (self._engine or self._model)(**inputs)
+        if self.ids is not None and self.task.logits_of == "position":
+            out.logits = out.logits.index_select(-1, self.ids)
+        return out
 
     def close(self) -> None:
         """Free the model."""
@@ -119,6 +134,8 @@ class Teacher:
     def _load(self) -> None:
         model: Any = self.task.build_model(self.spec.teacher)
         self.layers.request(model)
+        if self.ids is not None:  # a decoder finds the last token of a text by it
+            model.config.pad_token_id = int(self.ids[self.task.pad_token_id])
         self._model = model.to(getattr(torch, DTYPES[self.spec.teacher_dtype])).eval().requires_grad_(False)
         if self.spec.teacher_zero_stage == 0:
             self._model.to(self.device)
@@ -133,12 +150,21 @@ class Teacher:
         self._engine.eval()
 
 
-def check_vocabulary(task: Task, teacher_tokenizer: Any, teacher: str) -> None:
-    """Raise UserError where the teacher's tokens differ from the student's; the message names some of them."""
+def teacher_ids(task: Task, teacher_tokenizer: Any, teacher: str) -> Tensor | None:
+    """Return the teacher's id of each of the student's tokens, (student's vocabulary,) int64; None if they agree.
+
+    A student may have fewer tokens, numbered otherwise, once its vocabulary was cut. UserError names some of those that
+    the teacher lacks.
+    """
     ours, theirs = task.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
-    differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    if differ:
+    if ours == theirs:
+        return None
+    unknown = sorted(ours.keys() - theirs.keys())
+    if unknown:
         raise UserError(
-            f"the teacher {teacher} has other tokens than the student, or numbers them otherwise, such as "
-            f"{listed(differ, 5)}: take a teacher with the student's tokenizer"
+            f"the student has tokens that the teacher {teacher} does not have, such as {listed(unknown, 5)}: take a "
+            f"teacher with the student's tokenizer, or with the one that its vocabulary was cut from"
         )
+    ids = torch.zeros(max(ours.values()) + 1, dtype=torch.int64)
+    ids[list(ours.values())] = torch.tensor([theirs[token] for token in ours])
+    return ids

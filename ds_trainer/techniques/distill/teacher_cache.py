@@ -64,6 +64,7 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
     key = fingerprint(
         *("teacher", task.key("train"), distributed.on_main(lambda: _identity(teacher))),
         *(teacher.layers.hidden, teacher.spec.teacher_dtype, task.label_names),
+        *([] if teacher.ids is None else [teacher.ids.tolist()]),
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
     if not distributed.on_main(lambda: open_arrays(folder) is not None):

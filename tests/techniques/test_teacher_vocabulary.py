@@ -1,0 +1,130 @@
+"""A student whose vocabulary was cut learns from the whole model, which reads its own numbers of the same tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.distill_files import lm_files
+from support.tiny_tokenizers import SENTENCES, byte_pairs, word_pieces
+from support.zeroed import FAMILIES, randomised
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from ds_trainer.config.cut_specs import VocabularySpec
+from ds_trainer.config.recipe import DistillSpec, parse_task
+from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.models.folders import save_folder
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.task import Forward
+from ds_trainer.tasks.vocabulary import cut_vocabulary_for
+from ds_trainer.techniques.distill.distill import Distill
+from ds_trainer.techniques.technique import PhaseLength
+
+LENGTH = PhaseLength(total=4, warmup=0, seed=0)
+ROWS = range(8)
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> TextSpec:
+    """Texts of different lengths in two classes."""
+    rows = ["text,label", *["the rain,yes", "no rains in the hills,no", "on,yes"] * 3]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    files = {"data_dir": str(tmp_path), "train_file": "rows.csv", "validation_file": "rows.csv"}
+    return TextSpec(name="text", text_columns=["text"], label_column="label", max_seq_length=16, **files)
+
+
+def classifier(family: str, tokens: int, padding: int | None) -> Any:
+    labels = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    fields = FAMILIES[family] | labels | {"vocab_size": tokens, "pad_token_id": padding}
+    torch.manual_seed(0)
+    return randomised(AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **fields)))
+
+
+def folders(spec: Any, model: Any, tokenizer: Any, folder: Path) -> tuple[str, str]:
+    """The folders of a student with the tokens that the task has, and of the whole model, its teacher."""
+    cut = cut_vocabulary_for(VocabularySpec(keep="seen"), spec, model, tokenizer)
+    save_folder(*cut, folder / "student")
+    save_folder(model, tokenizer, folder / "teacher")
+    return str(folder / "student"), str(folder / "teacher")
+
+
+def started(spec: Any, student: str, teacher: str, cache: Path, **fields: Any) -> tuple[Any, Any, Any]:
+    """Task, student and technique of a phase."""
+    task = build_task(spec, student, cache)
+    technique = Distill(DistillSpec(teacher=teacher, **fields), LENGTH, task)
+    model = technique.attach(task.build_model(student))
+    technique.start(torch.device("cpu"))
+    return task, model, technique
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2"])
+def test_the_teacher_answers_as_it_does_to_its_own_tokens(
+    family: str, cached: bool, classes: TextSpec, tmp_path: Path
+) -> None:
+    """Logits and states of padded batches, from the model and from the cache. GPT-2 finds the last token of a text by
+    the padding token, which its config does not name here, and which the student numbers otherwise."""
+    tokenizer = word_pieces() if family == "bert" else byte_pairs()
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.pad_token = "zebra" if family == "gpt2" else tokenizer.pad_token
+    model = classifier(family, len(tokenizer), None if family == "gpt2" else tokenizer.pad_token_id)
+    student, teacher = folders(classes, model, tokenizer, tmp_path)
+    fields = {"terms": ["logits", "cos"], "layer_pairs": [[-1, -1]]}
+    task, _, technique = started(classes, student, teacher, tmp_path / "cache", cache_teacher=cached, **fields)
+    batch = task.collate(task.examples("train"), ROWS)
+    answers = technique._targets(batch)
+    whole = build_task(classes, teacher, tmp_path / "cache")
+    theirs = whole.collate(whole.examples("train"), ROWS)
+    assert not torch.equal(batch.inputs["input_ids"], theirs.inputs["input_ids"])
+    with torch.no_grad():
+        expected = whole.build_model(teacher).eval()(**theirs.inputs, output_hidden_states=True)
+    close = {"rtol": 2e-3, "atol": 2e-3} if cached else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(answers.logits[0], expected.logits, **close)
+    mask = theirs.mask.bool()
+    torch.testing.assert_close(answers.hidden[-1][mask], expected.hidden_states[-1][mask], **close)
+
+
+def test_the_student_learns_from_the_whole_teacher(classes: TextSpec, tmp_path: Path) -> None:
+    """It begins with the teacher's answers, and finds back to them after it was disturbed."""
+    tokenizer = word_pieces()
+    student, teacher = folders(classes, classifier("bert", len(tokenizer), 0), tokenizer, tmp_path)
+    task, model, technique = started(classes, student, teacher, tmp_path / "cache")
+    batch = task.collate(task.examples("train"), ROWS)
+
+    def loss() -> torch.Tensor:
+        return technique.terms(Forward(batch, model(**batch.inputs), 0))["distill.logits"]
+
+    model.eval()
+    assert loss() < 1e-6
+    randomised(model.classifier)
+    before = float(loss().detach())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss() < before / 2
+
+
+@pytest.mark.parametrize("kind", ["mlm", "clm"])
+def test_logits_over_a_vocabulary_are_those_of_the_student_s_tokens(kind: str, tmp_path: Path) -> None:
+    """The teacher's columns in the student's order: a student that is the cut teacher has nothing to learn from it."""
+    spec = parse_task(lm_files(kind, tmp_path))
+    tokenizer, family = (word_pieces(), "bert") if kind == "mlm" else (byte_pairs(), "gpt2")
+    auto = AutoModelForMaskedLM if kind == "mlm" else AutoModelForCausalLM
+    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": len(tokenizer)})
+    student, teacher = folders(spec, randomised(auto.from_config(config)), tokenizer, tmp_path)
+    task, model, technique = started(spec, student, teacher, tmp_path / "cache", terms=["mse"])
+    batch = task.collate(task.examples("train"), ROWS)
+    terms = technique.terms(Forward(batch, model.eval()(**batch.inputs), 0))
+    assert terms["distill.mse"] < 1e-6
+    assert technique._targets(batch).logits[0].shape[1] == len(task.tokenizer) < len(tokenizer)
+
+
+def test_a_teacher_that_was_cut_itself_is_refused(classes: TextSpec, tmp_path: Path) -> None:
+    """It has no number for some of the student's tokens; the message names some of them."""
+    tokenizer = word_pieces()
+    cut, whole = folders(classes, classifier("bert", len(tokenizer), 0), tokenizer, tmp_path)
+    assert "unhappy" in tokenizer.tokenize(SENTENCES[4])
+    with pytest.raises(ValueError, match=r"tokens that the teacher .*student does not have, such as '.*' and \d+ more"):
+        started(classes, whole, cut, tmp_path / "cache")
