@@ -68,7 +68,7 @@ class StartingModels:
         return str(target)
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
-        distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
+        distributed.info(f"{phase.name}: cutting {source}")
         cut = cut_of(task, source, spec, self.recipe.seed)
         distributed.info(f"{phase.name}: {cut.summary}")
         return cut

@@ -136,7 +136,8 @@ def _plots(run: RunFiles, phase: str) -> list[_Plot]:
         _plot(phase, "agreement", "agreement with the teacher.", plots.agreement, records, final),
     ]
     if cut := result.get("cut"):
-        caption = "what the cut kept of each block, and the error of its outputs as a share of their variance."
+        kept = "heads of the attention, neurons of the feed-forward, or single weights"
+        caption = f"what the cut kept ({kept}), and the error of the outputs as a share of their variance."
         drawn.append(_plot(phase, "cut", caption, plots.cut_parts, cut["parts"]))
     kept, whole = encoder_weights(result) or (0, 0)
     if kept < whole or (whole > 0 and any("prune/density" in record for record in records)):
@@ -304,7 +305,8 @@ def _cut(result: Mapping[str, Any]) -> Cells:
     if not cut:
         return {}
     scores = {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
-    return {"cut": f"{cut['seconds']:,.1f} s, {cut['examples']:,} examples", **scores}
+    examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
+    return {"cut": f"{cut['seconds']:,.1f} s{examples}", **scores}
 
 
 def _sizes(result: Mapping[str, Any]) -> Cells:

@@ -15,6 +15,7 @@ from ds_trainer.models.pretrained import meta_model
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
 from ds_trainer.tasks.task import Task
+from ds_trainer.tasks.vocabulary import cut_vocabulary_for
 
 CUT_FILE = "cut.json"
 """The report of a cut, beside the model that it made."""
@@ -33,6 +34,9 @@ class CutFolder:
         """What was cut, in a line for the console."""
         parts, size = self.report["parts"], self.report["parameters"]
         line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        tokens = self.report["tokens"]
+        if tokens["after"] < tokens["before"]:
+            line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
         if not parts:
             return line
         mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
@@ -46,23 +50,38 @@ class CutFolder:
 def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolder:
     """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples."""
     started = time.perf_counter()
-    calibration = calibration_of(task, spec.calibration_examples, seed)
     model = task.build_model(source)
-    before = _size(model)
-    model, records = cut_model(model, calibration, spec, distributed.device())
+    before, examples, parts = _size(model), 0, []
+    if spec.cuts_layers:
+        examples = min(spec.calibration_examples, len(task.examples("train")))
+        calibration = calibration_of(task, examples, seed)
+        model, records = cut_model(model, calibration, spec, distributed.device())
+        parts = [asdict(record) for record in records]
+    model, tokenizer = _with_fewer_tokens(model, task, spec)
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
-        "examples": min(spec.calibration_examples, len(task.examples("train"))),
+        "examples": examples,
         "parameters": {"before": before, "after": _size(model)},
+        "tokens": {"before": len(task.tokenizer), "after": len(tokenizer)},
         "seconds": round(time.perf_counter() - started, 1),
-        "parts": [asdict(record) for record in records],
+        "parts": parts,
     }
-    return CutFolder(model, task.tokenizer, report)
+    return CutFolder(model, tokenizer, report)
 
 
 def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
-    return CutFolder(outline(task.build_model(source), spec), task.tokenizer, {})
+    model = task.build_model(source)
+    if spec.cuts_layers:
+        model = outline(model, spec)
+    return CutFolder(*_with_fewer_tokens(model, task, spec), {})
+
+
+def _with_fewer_tokens(model: Any, task: Task, spec: CutSpec) -> tuple[Any, Any]:
+    """Return the model and its tokenizer, with the vocabulary cut if the spec has one."""
+    if spec.vocabulary is None:
+        return model, task.tokenizer
+    return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
 
 
 def expected_costs(task: Task, source: str | Path, spec: CutSpec, seed: int) -> dict[str, Any]:

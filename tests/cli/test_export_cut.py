@@ -15,6 +15,7 @@ from ds_trainer.cli.export import export_command
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.files.reading import read_value
 from ds_trainer.models.model_folder import is_compact
+from ds_trainer.models.pretrained import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,19 @@ def test_a_cut_in_json_is_compact_and_as_precise_as_its_source(model, task, tmp_
     ds_trainer.cut(source, tmp_path / "small", spec, "--compact", "fp16", *task)
     assert is_compact(tmp_path / "small")
     assert read_value(tmp_path / "small" / "export.json")["scores"]["cut"] == report["scores"]["cut"]
+
+
+def test_a_vocabulary_is_cut_with_heads_and_neurons_or_alone(model, task, tmp_path):
+    """The .onnx file, the scores and the sentences that are compared are those of the smaller tokenizer."""
+    whole = len(load_tokenizer(model))
+    for name, spec in (("alone", {}), ("both", {"keep": 0.5, "uniform": True})):
+        spec |= {"vocabulary": {"keep": 40}}
+        report = ds_trainer.cut(model, tmp_path / name, spec, "--onnx", *task)
+        assert report["cut"]["tokens"] == {"before": whole, "after": len(load_tokenizer(tmp_path / name))}
+        assert report["cut"]["tokens"]["after"] < whole
+        assert ds_trainer.load_model(tmp_path / name).config.vocab_size == report["cut"]["tokens"]["after"]
+        assert report["scores"]["onnx"] == report["scores"]["cut"]
+        assert bool(report["cut"]["examples"]) == bool(report["cut"]["parts"]) == (name == "both")
 
 
 def test_bad_cuts_are_refused(model, task, tmp_path, capsys):

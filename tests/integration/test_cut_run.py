@@ -13,13 +13,13 @@ from support.trained_runs import read
 
 @pytest.fixture(scope="module")
 def recipe(tiny_recipe, tmp_path_factory) -> Path:
-    """Train two layers, cut half of them and train that, cut half of this and leave it."""
+    """Train two layers, cut half of them and train that, cut half of this and of the tokens, and leave it."""
     common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 4}
     cut = {"keep": 0.5, "calibration_examples": 32}
     phases = [
         common | {"name": "dense", "max_steps": 12},
         common | {"name": "half", "max_steps": 4, "cut": cut | {"uniform": True}},
-        {"name": "neurons", "num_train_epochs": 0, "cut": cut | {"granularity": "neuron"}},
+        {"name": "neurons", "num_train_epochs": 0, "cut": cut | {"granularity": "neuron", "vocabulary": {"keep": 40}}},
     ]
     file = tmp_path_factory.mktemp("cut") / "recipe.json"
     file.write_text(json.dumps(tiny_recipe | {"phases": phases}))
@@ -58,6 +58,7 @@ def test_the_results_have_the_cut_and_its_scores(done, recipe) -> None:
         assert cut["parameters"]["after"] == results[phase]["weights"]["model"]["total"]
         assert scores.keys() == results[phase]["eval"].keys()
     assert scores == results["neurons"]["eval"]
+    assert read(out / "model" / "config.json")["vocab_size"] == cut["tokens"]["after"] < cut["tokens"]["before"]
     page = (out / "report.md").read_text()
     assert page.count("of the cut, before any training") == 1
     assert {"half.cut.png", "neurons.cut.png"} <= {path.name for path in (out / "plots").iterdir()}
