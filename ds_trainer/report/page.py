@@ -136,8 +136,8 @@ def _plots(run: RunFiles, phase: str) -> list[_Plot]:
         _plot(phase, "agreement", "agreement with the teacher.", plots.agreement, records, final),
     ]
     if cut := result.get("cut"):
-        kept = "heads of the attention, neurons of the feed-forward, or single weights"
-        caption = f"what the cut kept ({kept}), and the error of the outputs as a share of their variance."
+        what = "heads of the attention, neurons of the feed-forward, or single weights"
+        caption = f"what the cut kept ({what}), and the error of the outputs as a share of their variance."
         drawn.append(_plot(phase, "cut", caption, plots.cut_parts, cut["parts"]))
     kept, whole = encoder_weights(result) or (0, 0)
     if kept < whole or (whole > 0 and any("prune/density" in record for record in records)):
