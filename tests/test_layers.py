@@ -19,7 +19,7 @@ BUDGETS = {
     "tasks": 2131,
     "techniques": 2132,
     "engine": 1469,
-    "report": 1151,
+    "report": 1153,
     "deploy": 1107,
     "": 1022,
     "cli": 766,

@@ -109,20 +109,22 @@ def kept_weights(phase: str, counts: KeptCounts, model: Path, before: Mapping[st
 def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Draw by layer what a cut has kept of each block or matrix, above the error of its outputs.
 
-    `parts` are the records of a cut as JSON values, `models.cut.blocks.CutRecord`.
+    `parts` are the records of a cut as JSON values; what has none in a layer was left whole there.
     """
     if not parts:
         return None
     figure = drawing.new_figure(800, 480, f"{phase}: the cut, before any training")
     above, below = drawing.add_panels(figure, 2, 1, sharex=True)
-    roles = list(dict.fromkeys(role_of(part["name"]) for part in parts))
-    for colour, role in zip(colours(roles), roles, strict=True):
-        of_role = [part for part in parts if role_of(part["name"]) == role]
-        layers = [int(layer_of(part["name"]) or 0) + 1 for part in of_role]
-        kept = [100 * part["kept"] / part["count"] for part in of_role]
-        most = f" (of {of_role[0]['count']:,})"
+    roles: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for part in parts:
+        roles.setdefault(role_of(part["name"]), {})[int(layer_of(part["name"]) or 0) + 1] = part
+    layers = range(1, 1 + max(layer for by_layer in roles.values() for layer in by_layer))
+    for colour, (role, by_layer) in zip(colours(roles), roles.items(), strict=True):
+        most = f" (of {next(iter(by_layer.values()))['count']:,})"
+        cut = [by_layer.get(layer, {"kept": 1, "count": 1, "error": 0.0}) for layer in layers]
+        kept = [100 * part["kept"] / part["count"] for part in cut]
         above.plot(layers, kept, "o-", color=colour, label=label(role) + most)
-        below.plot(layers, [100 * part["error"] for part in of_role], "o-", color=colour)
+        below.plot(layers, [100 * part["error"] for part in cut], "o-", color=colour)
     dress(above, "", "kept (%)")
     dress(below, "layer", "error of the outputs (%)")
     for axes in (above, below):

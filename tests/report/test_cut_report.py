@@ -28,13 +28,13 @@ def parts() -> list[dict]:
 
 
 def test_the_figure_has_what_each_layer_kept_and_its_error() -> None:
-    """A line for each kind of block; without parts, as where only tokens are cut, there is no figure."""
-    figure = plots.cut_parts("quarter", parts())
+    """A line for each kind of block, at 100% where one was left whole; no figure where only tokens were cut."""
+    figure = plots.cut_parts("quarter", parts()[:-1])
     assert figure is not None
     above, below = figure.axes
     kept = {str(line.get_label()): list(line.get_ydata()) for line in above.get_lines()}
-    assert kept == {"output (of 12)": [50, 25, 50], "ff out (of 1,536)": [50, 25, 50]}
-    assert [list(line.get_ydata()) for line in below.get_lines()] == [[0, 10, 20]] * 2
+    assert kept == {"output (of 12)": [50, 25, 50], "ff out (of 1,536)": [50, 25, 100]}
+    assert [list(line.get_ydata()) for line in below.get_lines()] == [[0, 10, 20], [0, 10, 0]]
     assert plots.cut_parts("quarter", []) is None
 
 
