@@ -16,13 +16,13 @@ BUDGETS = {
     "hosts": 531,
     "config": 1133,
     "models": 2260,
-    "tasks": 2101,
+    "tasks": 2151,
     "techniques": 2132,
     "engine": 1469,
-    "report": 1116,
-    "deploy": 1086,
-    "": 1003,
-    "cli": 743,
+    "report": 1153,
+    "deploy": 1107,
+    "": 1022,
+    "cli": 766,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.data import ExampleIds, Examples
+from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
@@ -26,10 +27,10 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
     """
     examples = task.examples("train")
-    chosen = np.random.default_rng(seed).permutation(len(examples))[:count]
-    chosen = chosen[np.argsort(examples.lengths[chosen], kind="stable")]
-    batches = _own_batches(task, examples, chosen, _BATCH)
-    probes = _own_batches(task, examples, chosen[:: max(1, len(chosen) // _PROBED)], _PROBE_BATCH)
+    batches, probes = (
+        [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
+        for parts in _drawn(task, count, seed)
+    )
     return Calibration(
         inputs=[batch.inputs for batch in batches],
         attended=[batch.mask.bool() for batch in batches],
@@ -39,10 +40,26 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     )
 
 
-def _own_batches(task: Task, examples: Examples, ids: ExampleIds, size: int) -> list[Batch]:
-    """Return this rank's batches of the examples."""
-    parts = [ids[start : start + size] for start in range(0, len(ids), size)]
-    return [task.collate(examples, part) for part in parts[distributed.rank() :: distributed.world_size()]]
+def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[BatchSize], list[BatchSize]]:
+    """Return the sizes of the batches that all ranks together run, and of those that a divergence is measured on."""
+    multiple = task.spec.pad_to_multiple_of
+
+    def size(ids: ExampleIds) -> BatchSize:
+        lengths = task.examples("train").lengths[ids]
+        return BatchSize(len(ids), -(-int(lengths.max()) // multiple) * multiple, int(lengths.sum()))
+
+    batches, probes = _drawn(task, count, seed)
+    return list(map(size, batches)), list(map(size, probes))
+
+
+def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
+    """Draw batches of training examples, sorted by length, and choose examples that a divergence is measured on."""
+    lengths = task.examples("train").lengths
+    chosen = np.random.default_rng(seed).permutation(len(lengths))[:count]
+    chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
+    probed = chosen[:: max(1, len(chosen) // _PROBED)]
+    batches = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
+    return batches, [probed[start : start + _PROBE_BATCH] for start in range(0, len(probed), _PROBE_BATCH)]
 
 
 @torch.no_grad()

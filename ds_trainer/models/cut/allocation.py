@@ -21,7 +21,7 @@ from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-_MEASURED = (0.0, 0.25, 0.5)
+MEASURED = (0.0, 0.25, 0.5)
 """The shares of a block's decisions at which the divergence is measured."""
 _SIZES = 32
 """How many sizes of a block are considered, beside 0."""
@@ -78,7 +78,7 @@ def allocate(
 
 def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:
     cut = OuterCut(place, gram, spec)
-    sizes = sorted({max(place.lowest, round(share * place.count)) for share in _MEASURED})
+    sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
     return _Trial(np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes})
 
 

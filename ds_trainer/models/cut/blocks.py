@@ -125,12 +125,12 @@ def with_grams(
     layerwise = Layerwise(model, calibration, device)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
-            with without_products(_unused(place)):
+            with without_products(unused_linears(place)):
                 grams = layerwise.grams({place.name: place.outer})
             yield place, grams[place.name]
 
 
-def _unused(place: CutBlock) -> Iterator[Any]:
+def unused_linears(place: CutBlock) -> Iterator[Any]:
     """Yield linear layers on which the inputs of a block's outer layer do not depend: itself, and what comes after."""
     yield place.outer
     for block in blocks_of(place.layer) if place.block.kind == "attention" else ():
