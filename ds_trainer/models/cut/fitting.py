@@ -42,18 +42,27 @@ class Fitting:
     """The weight (out, in) and the bias of a linear layer, and the moments (in, in) of its inputs, all in fp64.
 
     A bias makes up for the means of the inputs that are removed, so that the weight is fitted to the covariance of the
-    inputs; without a bias it is fitted to their second moments. `damped` are the moments with the damping.
+    inputs; without a bias it is fitted to their second moments. The moments are `damped`.
     """
 
     def __init__(self, linear: Any, gram: Gram, damping: float) -> None:
         self.mean = gram.mean
         self.weight = rows_of(linear.weight, type(linear)).detach().double()
         self.bias = None if linear.bias is None else linear.bias.detach().double()
-        centred = self.bias is not None
-        self.moments, self.damped = gram.second_moments(centred, 0.0), gram.second_moments(centred, damping)
+        self.damped, self._damping = gram.second_moments(self.bias is not None, damping)
+
+    @property
+    def variances(self) -> Tensor:
+        """The variance, or second moment, of each input (in,)."""
+        return self.damped.diagonal() - self._damping
 
     def replacement(self, weight: Tensor) -> Replacement:
         """Return the layer with a new weight (out, in), and the bias that goes with it."""
-        largest = max(output_error(self.weight, self.moments, torch.zeros_like(weight)), torch.finfo(weight.dtype).tiny)
+        largest = max(self._error(torch.zeros_like(weight)), torch.finfo(weight.dtype).tiny)
         bias = None if self.bias is None else (self.bias + (self.weight - weight) @ self.mean).float().cpu()
-        return Replacement(weight.float().cpu(), bias, output_error(self.weight, self.moments, weight) / largest)
+        return Replacement(weight.float().cpu(), bias, self._error(weight) / largest)
+
+    def _error(self, weight: Tensor) -> float:
+        """Return the mean squared error of all outputs together, for inputs without the damping."""
+        of_damping = float(((self.weight - weight).square() * self._damping).sum())
+        return max(0.0, output_error(self.weight, self.damped, weight) - of_damping)

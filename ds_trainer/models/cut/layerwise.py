@@ -69,19 +69,20 @@ class Gram:
     def mean(self) -> Tensor:
         return self.sums / self.tokens
 
-    def second_moments(self, centred: bool, damping: float) -> Tensor:
-        """Return E[x x^T], or the covariance where `centred`, with `damping` times its mean diagonal added to that.
+    def second_moments(self, centred: bool, damping: float) -> tuple[Tensor, Tensor]:
+        """Return E[x x^T], or the covariance where `centred`, with a damping on its diagonal, and that damping (in,).
 
-        A layer with a bias is fitted by the covariance, since its bias can make up for every mean.
+        The damping is a share of the mean diagonal. A layer with a bias is fitted by the covariance, since its bias can
+        make up for every mean.
         """
         moments = self.products / self.tokens
         rounding = 1e-12 * moments.diagonal()  # the covariance of inputs that never vary is nothing else
         if centred:
             moments.addr_(self.mean, self.mean, alpha=-1)
-        if damping:
-            level = damping * moments.diagonal().mean() + rounding
-            moments.diagonal().add_(level.clamp(min=torch.finfo(torch.float32).tiny))
-        return moments
+        added = damping * moments.diagonal().mean() + rounding
+        added.clamp_(min=torch.finfo(torch.float32).tiny)
+        moments.diagonal().add_(added)
+        return moments, added
 
 
 class Layerwise:

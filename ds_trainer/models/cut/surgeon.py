@@ -102,7 +102,10 @@ class _Pending:
 
     def remove_cheapest(self) -> float:
         """Remove the group that costs least, and return its cost."""
-        costs = torch.linalg.solve(self.diagonal, self.products).diagonal(dim1=1, dim2=2).sum(1)
+        if self.width == 1:  # the blocks are numbers: their quotients take a tenth of the time
+            costs = (self.products / self.diagonal).flatten()
+        else:
+            costs = torch.linalg.solve(self.diagonal, self.products).diagonal(dim1=1, dim2=2).sum(1)
         costs[~self.kept] = torch.inf
         group = int(costs.argmin())
         places = slice(group * self.width, (group + 1) * self.width)

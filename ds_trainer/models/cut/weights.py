@@ -118,7 +118,7 @@ def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: 
     if spec.method == "obs":
         mask, values = surgeon_mask(dense, fitting.damped, share, pattern)
     elif spec.method == "wanda":
-        mask, values = pattern.mask(_scores(dense, fitting.moments.diagonal()), share), dense
+        mask, values = pattern.mask(_scores(dense, fitting.variances), share), dense
     else:
         mask, values = pattern.mask(_scores(dense, fisher), share), dense
     if not spec.update_weights:
