@@ -12,6 +12,7 @@ from typing import Any
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
+from ds_trainer.files.reading import content_hash
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
@@ -60,7 +61,7 @@ class StartingModels:
         """Return the folder of a cut, on which all ranks work together wherever a host lacks it."""
         target, seed = self.folder / phase.name, self.recipe.seed
         task = build_task(task_of(phase, self.recipe), source, self.recipe.cache_dir)
-        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train")]
+        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train"), _listed_tokens(spec)]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
             cut = self._cut_folder(phase, task, source, spec)
@@ -151,3 +152,9 @@ def _is_made(target: Path, identity: Any) -> bool:
 
 def _source_identity(source: str) -> str:
     return folder_hash(Path(source)) if Path(source).is_dir() else source
+
+
+def _listed_tokens(spec: CutSpec) -> str | None:
+    """Return a hash of the file that lists the tokens to keep; None without one."""
+    file = spec.vocabulary and spec.vocabulary.file
+    return content_hash(file).hex() if file else None

@@ -1,6 +1,7 @@
 """The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -20,6 +21,11 @@ class VocabularySpec(Strict):
     keep: Literal["seen"] | Positive | str = Field(
         "seen", description='"seen" in the training texts, the most frequent N, or a file with a token in each line'
     )
+
+    @property
+    def file(self) -> Path | None:
+        """The file that lists the tokens, if one does."""
+        return Path(self.keep) if isinstance(self.keep, str) and self.keep != "seen" else None
 
 
 class CutSpec(Strict):

@@ -22,8 +22,8 @@ def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokeniz
 
     UserError for a file without tokens or with unknown ones, and wherever `cut_vocabulary` raises one.
     """
-    if isinstance(spec.keep, str) and spec.keep != "seen":
-        return cut_vocabulary(model, tokenizer, _listed_tokens(Path(spec.keep), tokenizer))
+    if spec.file:
+        return cut_vocabulary(model, tokenizer, _listed_tokens(spec.file, tokenizer))
     counts, ids = _counts(training_texts(task), tokenizer), tokenizer.get_vocab()
     if isinstance(spec.keep, str):
         return cut_vocabulary(model, tokenizer, counts)
