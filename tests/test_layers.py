@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 574,
     "hosts": 531,
     "config": 1060,
-    "models": 1723,
+    "models": 1664,
     "tasks": 2008,
     "techniques": 2132,
     "engine": 1469,
