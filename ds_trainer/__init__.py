@@ -4,15 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_trainer.cli.api import evaluate, load_model, shrink, train
+    from ds_trainer.cli.api import cut, evaluate, load_model, shrink, train
     from ds_trainer.config.recipe import Recipe
     from ds_trainer.tasks.task import Task
     from ds_trainer.techniques.technique import Technique
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "Task", "Technique", "evaluate", "load_model", "shrink", "train"]
+__all__ = ["Recipe", "Task", "Technique", "cut", "evaluate", "load_model", "shrink", "train"]
 _MODULES = {
-    **dict.fromkeys(("evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),
+    **dict.fromkeys(("cut", "evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),
     "Recipe": "ds_trainer.config.recipe",
     "Task": "ds_trainer.tasks.task",
     "Technique": "ds_trainer.techniques.technique",

@@ -30,10 +30,12 @@ from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import write_report
+from ds_trainer.report.run_files import read_object
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.cut_folder import CUT_FILE, expected_costs
+from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.prune import advice
@@ -103,14 +105,17 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         plan.task.examples(split)
     if teacher and not models.is_teacher_trained_first(phase):
         plan.task.check_trained(teacher)
+    source = models.resolved(phase.start_from)
     models.add(phase.name, plan.source)
     prune = phase.techniques.prune
     if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
         distributed.warn(f"{phase.name}: {too_short}")
     model, groups, _ = plan.prepare()
+    cut = expected_costs(plan.task, source, phase.cut, job.recipe.seed) if phase.cut and job.dry_run else None
     return {
         "phase": phase.name,
         "starts_from": plan.source,
+        **({"cut": cut} if cut else {}),
         "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
         "engine_file": plan.engine_config,
         "parameter_groups": [
@@ -156,6 +161,7 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
     phase = plan.phase
+    of_cut = _score_cut(plan) if phase.cut and phase.trains else {}
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, stop) if phase.trains else _keep_as_it_is(plan, report)
@@ -167,7 +173,21 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
             report.write_scores(results["train"]["steps"], scores)
             results["eval"] |= scores  # of the exported model: they replace those of training's precision
             results["exits"] = exit_evaluation.without_curves(exits)
+        if phase.cut:
+            report_of_cut = distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE))
+            results["cut"] = report_of_cut | {"scores": of_cut or results["eval"]}
         return results
+
+
+def _score_cut(plan: PhasePlan) -> dict[str, float]:
+    """Score and print the cut model that a phase starts from."""
+    batch_size = plan.phase.per_device_eval_batch_size
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
+    with out_of_memory_named(f" in the evaluation of the cut of phase {plan.phase.name}", cure):
+        scores = score_folder(plan.task, plan.source, batch_size).scores
+    line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    distributed.info(f"{plan.phase.name}: cut  {line} (before any training)")
+    return scores
 
 
 def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:

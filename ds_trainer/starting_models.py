@@ -43,7 +43,7 @@ class StartingModels:
 
     def start(self, phase: Phase) -> str:
         """Return the model that the phase starts from, or the student or cut that is made of it."""
-        source = self._resolved(phase.start_from)
+        source = self.resolved(phase.start_from)
         if phase.cut is not None:
             return self._cut(phase, phase.cut, source)
         spec = phase.student
@@ -63,17 +63,19 @@ class StartingModels:
         identity = [spec.model_dump(), seed, _source_identity(source), task.key("train")]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
-            distributed.info(f"{phase.name}: cutting {source}, by {spec.calibration_examples} training examples")
-            cut = self._cut_folder(task, source, spec)
+            cut = self._cut_folder(phase, task, source, spec)
             self._made(phase.name, lambda: identity, cut.save)
         return str(target)
 
-    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
-        return cut_of(task, source, spec, self.recipe.seed)
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
+        distributed.info(f"{phase.name}: cutting {source}")
+        cut = cut_of(task, source, spec, self.recipe.seed)
+        distributed.info(f"{phase.name}: {cut.summary}")
+        return cut
 
     def teacher(self, phase: Phase) -> str | None:
         distill = phase.techniques.distill
-        return self._resolved(distill.teacher) if distill else None
+        return self.resolved(distill.teacher) if distill else None
 
     def is_teacher_trained_first(self, phase: Phase) -> bool:
         """Whether an earlier phase of the run trains the teacher of this one."""
@@ -87,7 +89,8 @@ class StartingModels:
         name = reference.removeprefix("@")
         return name if reference.startswith("@") and name in self._of_phases else None
 
-    def _resolved(self, reference: str) -> str:
+    def resolved(self, reference: str) -> str:
+        """Return the folder or hub name that a recipe's reference such as "@previous" stands for; collective."""
         if not reference.startswith("@"):
             return reference
         phase = self._phase_of(reference)
@@ -115,7 +118,7 @@ class StartingModels:
 class RehearsedModels(StartingModels):
     """The same for a rehearsal, in which models of earlier phases are untrained: a cut is made in its shape only."""
 
-    def _cut_folder(self, task: Task, source: str, spec: CutSpec) -> CutFolder:
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
         return outline_of(task, source, spec)
 
 

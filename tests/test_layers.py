@@ -11,18 +11,18 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 642,
+    "ranks": 644,
     "files": 574,
     "hosts": 531,
-    "config": 1060,
-    "models": 1664,
-    "tasks": 2008,
+    "config": 1133,
+    "models": 2260,
+    "tasks": 2151,
     "techniques": 2132,
     "engine": 1469,
-    "report": 1116,
-    "deploy": 1086,
-    "": 976,
-    "cli": 743,
+    "report": 1153,
+    "deploy": 1107,
+    "": 1022,
+    "cli": 766,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

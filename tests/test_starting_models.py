@@ -1,18 +1,38 @@
 """What a run makes to start from is made once, whole, and again where it would be another."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from ds_trainer import starting_models
 from ds_trainer.config.recipe import Recipe, parse_recipe
-from ds_trainer.starting_models import MadeModels, StartingModels
+from ds_trainer.models.layers import sizes_of
+from ds_trainer.models.pretrained import CLASSIFIER, load_with_head
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.starting_models import MadeModels, RehearsedModels, StartingModels
+from ds_trainer.tasks.cut_folder import CutFolder, cut_of
+from ds_trainer.tasks.registry import build_task
+
+SMALL = {"name": "small", "start_from": "@model", "max_steps": 1}
+CUT = {"keep": 0.5, "uniform": True, "calibration_examples": 32}
 
 
 def recipe_with(tiny_recipe: dict, layers: list[int]) -> Recipe:
-    phase = {"name": "small", "start_from": "@model", "max_steps": 1, "student": {"layers": layers}}
-    return parse_recipe(tiny_recipe | {"phases": [phase]})
+    return parse_recipe(tiny_recipe | {"phases": [SMALL | {"student": {"layers": layers}}]})
+
+
+def cut_recipe(tiny_recipe: dict, **changes: object) -> Recipe:
+    """A phase that starts from a cut of the new model; `changes` are those of the cut."""
+    return parse_recipe(tiny_recipe | {"phases": [SMALL | {"cut": CUT | changes}]})
+
+
+def made(recipe: Recipe, folder: Path, kind: type[StartingModels] = StartingModels) -> Path:
+    return Path(kind(recipe, folder).start(recipe.phases[0]))
 
 
 @pytest.fixture
@@ -62,3 +82,79 @@ def test_a_student_that_was_not_finished_is_made_anew(student):
     (folder / "config.json").write_text("{}")
     student([0])
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
+    """A second run reads the same files, and runs no calibration; what was cut is in the folder."""
+    recipe = cut_recipe(tiny_recipe)
+    folder = made(recipe, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert made(recipe, tmp_path) == made(recipe, tmp_path, MadeModels) == folder
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert sizes_of(load_with_head(folder, CLASSIFIER)) == {"heads": [1, 1], "neurons": [32, 32]}
+    report = json.loads((folder / "cut.json").read_text())
+    assert report["spec"] == CUT
+    assert report["examples"] == 32
+    assert [(part["count"], part["kept"]) for part in report["parts"]] == [(2, 1), (64, 32)] * 2
+    assert all(0 < part["error"] < 1 for part in report["parts"])
+
+
+@pytest.mark.parametrize("change", ["spec", "seed", "source", "data", "unfinished"])
+def test_a_cut_of_something_else_is_made_anew(change, tiny_recipe, tmp_path, csv_folder):
+    """Another share, seed, model or training file; and what a killed run has not finished."""
+    folder = made(cut_recipe(tiny_recipe), tmp_path)
+    marker, changed = folder / "complete.json", copy.deepcopy(tiny_recipe)
+    before = marker.read_text()
+    if change == "seed":
+        changed["seed"] = 7
+    if change == "source":
+        changed["model"]["config"]["hidden_act"] = "relu"
+    if change == "data":
+        data = tmp_path / "data"
+        data.mkdir()
+        rows = (csv_folder / "train.csv").read_text().splitlines()
+        for name in ("train.csv", "validation.csv"):
+            (data / name).write_text("\n".join(rows[:100]) + "\n")
+        changed["task"]["data_dir"] = str(data)
+    if change == "unfinished":
+        marker.unlink()
+        (folder / "model.safetensors").write_bytes(b"")
+    recipe = cut_recipe(changed, **({"keep": 0.25} if change == "spec" else {}))
+    assert made(recipe, tmp_path) == folder
+    assert (marker.read_text() == before) == (change == "unfinished")
+    neurons = 16 if change == "spec" else 32
+    assert sizes_of(load_with_head(folder, CLASSIFIER))["neurons"] == [neurons] * 2
+
+
+def test_a_rehearsal_makes_the_shape_of_a_cut_without_calibration(tiny_recipe, tmp_path, monkeypatch):
+    """In its folder alone; also where the sizes would be chosen by loss."""
+    monkeypatch.setattr(starting_models, "cut_of", None)
+    for number, cut in enumerate([{}, {"uniform": False, "keep": None, "target_flops": 0.5}]):
+        folder = made(cut_recipe(tiny_recipe, **cut), tmp_path / str(number), RehearsedModels)
+        assert sizes_of(load_with_head(folder, CLASSIFIER)) == {"heads": [1, 1], "neurons": [32, 32]}
+
+
+def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monkeypatch):
+    """This one has its folder already, and keeps it; the calibration is run, since another rank waits in it."""
+    recipe, calls = cut_recipe(tiny_recipe), []
+    before = {path: path.stat().st_mtime_ns for path in made(recipe, tmp_path).iterdir()}
+    monkeypatch.setattr(distributed, "numbers_of_all", lambda values: [list(values), [1]])
+    monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or CutFolder(None, None, {}))
+    assert {path: path.stat().st_mtime_ns for path in made(recipe, tmp_path).iterdir()} == before
+    assert len(calls) == 1
+
+
+def test_a_head_that_is_not_trained_is_the_same_on_every_rank(tiny_recipe, tmp_path):
+    """It comes from the seed, whatever a process drew before; sizes by such a head's answers are refused."""
+    recipe = cut_recipe(tiny_recipe)
+    made(recipe, tmp_path)
+    source = str(tmp_path / "initial_model")
+    task = build_task(recipe.task, source, tmp_path / "cache")
+    spec = recipe.phases[0].cut
+    heads = []
+    for _ in range(2):
+        torch.rand(3)
+        heads.append(cut_of(task, source, spec, seed=1).model.classifier.weight)
+    assert torch.equal(*heads)
+    with pytest.raises(UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set uniform$"):
+        cut_of(task, source, spec.model_copy(update={"uniform": False}), seed=1)

@@ -77,10 +77,16 @@ def shrink(model: str | Path, output_dir: str | Path, *flags: str) -> dict[str, 
 
     `model` is a model folder or a checkpoint. Writes an ordinary, smaller model folder; returns the export's report.
     """
-    report = io.StringIO()
-    words = [str(model), "--shrink", "--output_dir", str(output_dir), *flags]
-    exporting.export(exporting.read_export_job(words), report)
-    return dict(json.loads(report.getvalue()))
+    return _exported(str(model), "--shrink", "--output_dir", str(output_dir), *flags)
+
+
+def cut(model: str | Path, output_dir: str | Path, spec: float | Mapping[str, Any], *flags: str) -> dict[str, Any]:
+    """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, "--recipe", "R")`.
+
+    `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. The flags name the task whose
+    training examples the cut is fitted to. Writes an ordinary model folder; returns the export's report.
+    """
+    return _exported(str(model), "--cut", json.dumps(spec), "--output_dir", str(output_dir), *flags)
 
 
 def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
@@ -98,6 +104,12 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
             folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), cache_place(None, None, [])))
         return load_for_inference(folder)
+
+
+def _exported(*words: str) -> dict[str, Any]:
+    report = io.StringIO()
+    exporting.export(exporting.read_export_job(words), report)
+    return dict(json.loads(report.getvalue()))
 
 
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

@@ -1,8 +1,9 @@
-"""`launch/export.py`: shrink a model folder or a checkpoint, write it as ONNX, or as a compact file."""
+"""`launch/export.py`: shrink or cut a model folder or a checkpoint, write it as ONNX, or as a compact file."""
 
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
-from ds_trainer.cli.flags import add_model_flags, names_task, output_path, read_task, trust_of
+from ds_trainer.cli.flags import NO_TASK, add_model_flags, names_task, output_path, read_task, trust_of
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.config.prune_specs import BY_SHARE
+from ds_trainer.config.recipe import parse_cut
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, read_report
@@ -23,6 +26,7 @@ from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.registry import check_data_files
 
 MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 
@@ -58,11 +62,15 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
     task, cache_dir = None, flags.cache_dir
     if names_task(flags) or checkpoint:
         task, cache_dir = read_task(flags, mistakes, "validation", checkpoint)
+    elif flags.cut:
+        mistakes.append(f"--cut fits the model to training examples, and there is {NO_TASK}")
+    cut = mistakes.of(_read_cut, flags.cut) if flags.cut else None
+    mistakes += check_data_files(task, splits=("train",)) if task and cut else []
     mistakes += _output_mistakes(flags)
     values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir, "trust": trust_of(flags)}
     checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
-    task = task if names_task(flags) else None
-    return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, **values)
+    task = task if names_task(flags) or cut else None
+    return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, cut=cut, **values)
 
 
 def export_parser() -> argparse.ArgumentParser:
@@ -72,6 +80,7 @@ def export_parser() -> argparse.ArgumentParser:
     add("--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder")
     add("--overwrite", action="store_true", help="replace the existing model, or the .onnx files")
     add("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
+    add("--cut", metavar="SHARE", help="keep this share of heads and neurons, or a phase's cut as JSON; needs a task")
     add("--onnx", action="store_true", help=f"write {ONNX_FILE}, never compact, and check it in onnxruntime")
     add("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
     add("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
@@ -89,16 +98,30 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
         yield f"""{flag}: {names} cannot be imported: pip install -e ".[onnx]" from the project's folder"""
 
 
+def _read_cut(text: str) -> CutSpec:
+    """Read the value of --cut; a cut in steps is refused, since it is trained between them."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"--cut {shown(text)}: give the share to keep, such as 0.5, or a phase's cut as JSON") from None
+    spec = parse_cut(value)
+    if isinstance(spec.keep, list):
+        raise UserError(f"--cut: keep is {spec.keep}, a cut in steps with training between: make it in a phase")
+    return spec
+
+
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Report the flags that do not go together."""
-    of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.onnx or flags.compact
+    of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.cut or flags.onnx or flags.compact
     if not (others or flags.unpack or flags.import_from or of_checkpoint):
-        yield "nothing to do: give --shrink, --onnx, --compact, --unpack or --import_from"
+        yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --import_from"
     for flag in ("unpack", "import_from"):
         if getattr(flags, flag) and of_checkpoint:
             yield f"--{flag}: {flags.model} is a checkpoint of this program, whose weights are whole: drop the flag"
         elif getattr(flags, flag) and (others or names_task(flags) or (flags.unpack and flags.import_from)):
             yield f"--{flag} goes with --output_dir alone: export the folder that it writes by a second command"
+    if flags.shrink and flags.cut:
+        yield "--shrink and --cut: a cut also takes out heads and neurons that are zero: drop --shrink"
     if flags.threshold is not None and flags.import_from != "masked_bert":
         yield "--threshold goes with --import_from masked_bert: drop it"
     if flags.quantize and not flags.onnx:
@@ -145,7 +168,7 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Say why the output cannot be written where the flags want it."""
     output, of_checkpoint = flags.output_dir or Path(flags.model), is_checkpoint(flags.model)
     itself = os.path.realpath(output) == os.path.realpath(flags.model)
-    only_onnx = flags.onnx and not (flags.shrink or flags.compact)
+    only_onnx = flags.onnx and not (flags.shrink or flags.cut or flags.compact)
     if itself and (of_checkpoint or not only_onnx):
         yield f"{flags.model} is what is exported, and stays as it is: give --output_dir with another folder"
         return

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
 from ds_trainer.config.recipe import Recipe
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
@@ -106,6 +107,7 @@ class ExportJob(CommandJob):
     output: Path
     """A folder; the model's own folder where only .onnx files are written."""
     shrink: bool
+    cut: CutSpec | None
     onnx: bool
     quantize: str | None
     """ "int8", or None; only with `onnx`."""
@@ -117,7 +119,7 @@ class ExportJob(CommandJob):
     threshold: float | None
     """The threshold at which a masked BERT is folded."""
     task: TaskBase | None
-    """The task to take inputs from, and to score on."""
+    """The task to take inputs from, to score on, and to fit a cut to."""
     batch_size: Count
     cache_dir: str | None
     checkpoint: SavedCheckpoint | None
@@ -125,8 +127,9 @@ class ExportJob(CommandJob):
 
     @property
     def plain(self) -> bool:
-        """Whether the model folder of a checkpoint is the output itself."""
-        return self.checkpoint is not None and not (self.shrink or self.onnx or self.compact)
+        """Whether the model folder of a checkpoint, or of a cut, is the output itself."""
+        only_checkpoint = self.checkpoint is not None and not (self.shrink or self.onnx)
+        return (only_checkpoint or self.cut is not None) and not self.compact
 
     @property
     def writes_folder(self) -> bool:

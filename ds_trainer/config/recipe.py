@@ -258,6 +258,11 @@ def parse_task(data: dict[str, Any]) -> TaskSpec:
     return _parse(TaskParser, {"task": data}, "").task
 
 
+def parse_cut(data: Any) -> CutSpec:
+    """Check a cut by itself: an object with its fields, or a number, the share to keep."""
+    return _parse(CutSpec, data if isinstance(data, dict) else {"keep": data}, "cut")
+
+
 def saved_exits(folder: str | Path) -> SavedExits | None:
     """Read the `exits.json` of a model folder; None where there is none, UserError where it is not valid."""
     path = os.path.join(folder, EXITS_FILE)

@@ -1,4 +1,4 @@
-"""Make of a model folder what is deployed: shrink it, write it as ONNX, int8 ONNX or a compact file, each checked.
+"""Make of a model folder what is deployed: shrink or cut it, write it as ONNX, int8 ONNX or compact, each checked.
 
 Folders of other programs are imported by `foreign_folders.py`. Everything is written aside and takes its place once it
 is whole and its numbers agree, so that an error leaves nothing behind. Exit heads are no part of an .onnx file, which
@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.deploy import onnx_file
@@ -41,6 +42,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
+from ds_trainer.tasks.cut_folder import cut_of
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
@@ -55,6 +57,8 @@ _SENTENCES = (
 """The texts that models are compared on where there is no task to take them from."""
 _MOST_TOKENS = 160
 """The length of the longest of those texts: more than the 128 tokens that some models see around a token."""
+_SEED = 42
+"""Draws the examples of a cut, as the default seed of a recipe does."""
 
 
 def export_folder(job: ExportJob, output: TextIO) -> None:
@@ -142,6 +146,10 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.unpack:
         unpack_compact(job.model, made)
         return {"unpacked": count_weights(pretrained.load_trained(made))["model"]}
+    report: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    if job.cut:
+        job, report["cut"], scores["model"] = _with_cut(job, job.cut, aside / "cut")
     model, tokenizer = pretrained.load_trained(job.model).eval(), pretrained.load_tokenizer(job.model)
     pretrained.check_fits(model, tokenizer, max_seq_length=1)
     folder = job.model
@@ -152,9 +160,9 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         shutil.copytree(job.model, made, dirs_exist_ok=True)
     model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
-    scores = {"model": score_folder(task, job.model, job.batch_size).scores} if task else {}
+    if task:
+        scores["cut" if job.cut else "model"] = score_folder(task, job.model, job.batch_size).scores
     batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
-    report: dict[str, Any] = {}
     if job.checkpoint:
         step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
         report["checkpoint"] = step | {"weights": total_weights(model)}
@@ -175,6 +183,23 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
                 opened = onnx_file.session(made / report[name]["file"], torch.get_num_threads())
                 scores[name] = evaluate(onnx_file.predictor(opened), task, job.batch_size).scores
     return report | ({"scores": scores} if task else {})
+
+
+def _with_cut(job: ExportJob, spec: CutSpec, folder: Path) -> tuple[ExportJob, dict[str, Any], dict[str, float]]:
+    """Cut the job's model into a folder; return the job on that folder, the cut's report, and the scores before."""
+    if has_exits(job.model):
+        raise UserError(
+            f"--cut: {job.model} has exit heads, which were trained on the hidden states of the whole model: cut the "
+            f'model by a phase with "cut" and train new heads in it, or remove {EXITS_FILE} to cut it without them'
+        )
+    assert job.task is not None, "read_export_job saw to it"
+    task = build_task(job.task, job.model, job.cache_dir)
+    before = score_folder(task, job.model, job.batch_size).scores
+    cut = cut_of(task, job.model, spec, _SEED)
+    cut.model.to(_dtype_of(job.model))
+    cut.save(folder)
+    distributed.info(cut.summary)
+    return job.model_copy(update={"model": folder}), cut.report, before
 
 
 def _padding(model: Any, tokenizer: Any) -> Any:

@@ -18,7 +18,7 @@ def encoder_flops(model: Any, tokens: int) -> int:
 
     It is a batch by itself: DeBERTa's projections of positions, which a batch shares, are counted whole.
     """
-    return sum(_layer_flops(layer, tokens) for layer in layers_of(model).values())
+    return sum(layer_flops(layer, tokens) for layer in layers_of(model).values())
 
 
 def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> float:
@@ -28,7 +28,8 @@ def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> 
     return (2 * tokens * weights + _attention_flops(block, layer, tokens)) / decisions_of(block, layer, config)
 
 
-def _layer_flops(layer: nn.Module, tokens: int) -> int:
+def layer_flops(layer: nn.Module, tokens: int) -> int:
+    """Count the operations of one layer for one example of so many tokens."""
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     weights = sum(linear.weight.numel() for name, linear in linears.items() if not _of_positions(name))
     products = sum(_attention_flops(block, layer, tokens) for block in blocks_of(layer))

@@ -181,7 +181,10 @@ def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
         plain_config = _plain_config(config, sizes)
         if plain_config is None:
             return shrunk
-        plain = base(plain_config)
+        try:
+            plain = base(plain_config)
+        except ValueError:  # BERT's heads, for example, must divide the width
+            return shrunk
     # some families read the sizes otherwise: BERT's heads become wider where there are fewer of them
     return plain if _shapes(plain) == _shapes(shrunk) else shrunk
 

@@ -289,14 +289,20 @@ def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """Show the phases side by side: scores except those of single exit heads, encoder weights kept, and speed."""
+    """Show the phases side by side: scores except those of single exit heads, what a model costs, and its training.
+
+    Size and latency are only known of a run with a report.
+    """
     rows: list[dict[str, str]] = []
     for name, result in results.items():
         (kept, whole), train = encoder_weights(result) or (0, 0), result["train"]
         scores = {metric: f"{s:.4f}" for metric, s in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
         weights = f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"
+        costs = {"MiB": f"{result['size']['bytes'] / 2**20:,.1f}"} if "size" in result else {}
+        for batch, latency in result.get("latency", {}).items():
+            costs[f"ms ({batch.replace('_', ' ')})"] = f"{latency['median_ms']:.2f}"
         times = {"seconds": f"{train['train_seconds']:.0f}", "examples/s": f"{train['examples_per_s']:.0f}"}
-        rows.append({"phase": name, **scores, "encoder weights": weights, **times})
+        rows.append({"phase": name, **scores, "encoder weights": weights, **costs, **times})
     return aligned(rows)
 
 

@@ -135,6 +135,10 @@ def _plots(run: RunFiles, phase: str) -> list[_Plot]:
         _plot(phase, "density", "encoder weights kept while training.", plots.densities, records, counts),
         _plot(phase, "agreement", "agreement with the teacher.", plots.agreement, records, final),
     ]
+    if cut := result.get("cut"):
+        what = "heads of the attention, neurons of the feed-forward, or single weights"
+        caption = f"what the cut kept ({what}), and the error of the outputs as a share of their variance."
+        drawn.append(_plot(phase, "cut", caption, plots.cut_parts, cut["parts"]))
     kept, whole = encoder_weights(result) or (0, 0)
     if kept < whole or (whole > 0 and any("prune/density" in record for record in records)):
         caption = "weights kept in the final model; ff is feed-forward, a grey cell is a head that was cut out."
@@ -264,7 +268,7 @@ def _session(session: Mapping[str, Any]) -> str:
 
 
 def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
-    """Return a phase's column of the table, in groups: techniques, scores, sizes, times, training."""
+    """Return a phase's column of the table, in groups: techniques, cut, scores, sizes, times, training."""
     result = run.results[phase]
     timed = "early_exit/speedup" if result.get("exits") else None  # the times have it for each batch size
     scores = {}
@@ -281,17 +285,28 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
             training["epochs"] = f"{trained['epochs']:.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
-    return _techniques(result, run.spec(phase)), scores, _sizes(result), _times(result), training
+    return _techniques(result, run.spec(phase)), _cut(result), scores, _sizes(result), _times(result), training
 
 
 def _techniques(result: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
     if not spec:
         return {}
     used = ["smaller model"] if spec.get("student") else []
+    used += ["cut"] if spec.get("cut") else []
     used += [name for name, value in spec.get("techniques", {}).items() if value is not None]
     used += ["shrink"] if spec.get("shrink") else []
     kept, whole = encoder_weights(result) or (0, 0)
     return {"techniques": ", ".join(used) or ("none (dense)" if 0 < kept == whole else "none")}
+
+
+def _cut(result: Mapping[str, Any]) -> Cells:
+    """Return what the cut took that the phase starts from, and its scores before the first step."""
+    cut = result.get("cut")
+    if not cut:
+        return {}
+    scores = {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
+    examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
+    return {"cut": f"{cut['seconds']:,.1f} s{examples}", **scores}
 
 
 def _sizes(result: Mapping[str, Any]) -> Cells:

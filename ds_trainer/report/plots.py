@@ -7,7 +7,7 @@ themselves. `page` decides which figures a report has, and their names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -103,6 +103,34 @@ def kept_weights(phase: str, counts: KeptCounts, model: Path, before: Mapping[st
     panels[0].set_yticks(range(len(layers)), [str(layer + 1) for layer in layers])
     panels[0].set_ylabel("layer")
     figure.colorbar(image, ax=panels, label="kept (%)", fraction=0.05)
+    return figure
+
+
+def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Draw by layer what a cut has kept of each block or matrix, above the error of its outputs.
+
+    `parts` are the records of a cut as JSON values; what has none in a layer was left whole there.
+    """
+    if not parts:
+        return None
+    figure = drawing.new_figure(800, 480, f"{phase}: the cut, before any training")
+    above, below = drawing.add_panels(figure, 2, 1, sharex=True)
+    roles: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for part in parts:
+        roles.setdefault(role_of(part["name"]), {})[int(layer_of(part["name"]) or 0) + 1] = part
+    layers = range(1, 1 + max(layer for by_layer in roles.values() for layer in by_layer))
+    for colour, (role, by_layer) in zip(colours(roles), roles.items(), strict=True):
+        most = f" (of {next(iter(by_layer.values()))['count']:,})"
+        cut = [by_layer.get(layer, {"kept": 1, "count": 1, "error": 0.0}) for layer in layers]
+        kept = [100 * part["kept"] / part["count"] for part in cut]
+        above.plot(layers, kept, "o-", color=colour, label=label(role) + most)
+        below.plot(layers, [100 * part["error"] for part in cut], "o-", color=colour)
+    dress(above, "", "kept (%)")
+    dress(below, "layer", "error of the outputs (%)")
+    for axes in (above, below):
+        axes.set_ylim(bottom=0)
+    below.locator_params(axis="x", integer=True)
+    above.legend(**LEGEND)
     return figure
 
 

@@ -7,14 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
+from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
 _BATCH = 32
-_PROBED = 64
-"""About how many of the examples are run for each divergence that is measured."""
+_PROBED, _PROBE_BATCH = 64, 8
+"""About how many of the examples are run for each divergence that is measured, and in batches of how many."""
+_PROBED_ROWS = 64
+"""About how many rows of logits of each batch are compared: those of language models are long, and many."""
 
 
 def calibration_of(task: Task, count: int, seed: int) -> Calibration:
@@ -23,12 +27,10 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
     """
     examples = task.examples("train")
-    chosen = np.random.default_rng(seed).permutation(len(examples))[:count]
-    chosen = chosen[np.argsort(examples.lengths[chosen], kind="stable")]
-    rank, world = distributed.rank(), distributed.world_size()
-    ids = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
-    probed = ids[:: max(1, len(chosen) // _PROBED)]
-    batches, probes = ([task.collate(examples, part) for part in parts[rank::world]] for parts in (ids, probed))
+    batches, probes = (
+        [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
+        for parts in _drawn(task, count, seed)
+    )
     return Calibration(
         inputs=[batch.inputs for batch in batches],
         attended=[batch.mask.bool() for batch in batches],
@@ -38,12 +40,37 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     )
 
 
+def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[BatchSize], list[BatchSize]]:
+    """Return the sizes of the batches that all ranks together run, and of those that a divergence is measured on."""
+    multiple = task.spec.pad_to_multiple_of
+
+    def size(ids: ExampleIds) -> BatchSize:
+        lengths = task.examples("train").lengths[ids]
+        return BatchSize(len(ids), -(-int(lengths.max()) // multiple) * multiple, int(lengths.sum()))
+
+    batches, probes = _drawn(task, count, seed)
+    return list(map(size, batches)), list(map(size, probes))
+
+
+def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
+    """Draw batches of training examples, sorted by length, and choose examples that a divergence is measured on."""
+    lengths = task.examples("train").lengths
+    chosen = np.random.default_rng(seed).permutation(len(lengths))[:count]
+    chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
+    probed = chosen[:: max(1, len(chosen) // _PROBED)]
+    batches = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
+    return batches, [probed[start : start + _PROBE_BATCH] for start in range(0, len(probed), _PROBE_BATCH)]
+
+
 @torch.no_grad()
 def _answers(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
-    """Return the logits of each batch, each (rows, classes)."""
+    """Return logits of each batch, each (rows, classes)."""
     device = next(model.parameters()).device
-    on_device = [batch.to(device) for batch in batches]
-    return [task.logits(model(**batch.inputs), batch) for batch in on_device]
+    answers = []
+    for batch in (batch.to(device) for batch in batches):
+        logits = task.logits(model(**batch.inputs), batch)
+        answers.append(tuple(rows[:: max(1, len(rows) // _PROBED_ROWS)].clone() for rows in logits))
+    return answers
 
 
 def _loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:

@@ -1,17 +1,24 @@
 """The model that a cut makes of a model folder, fitted to training examples of a task."""
 
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.files.writing import write_json
+from ds_trainer.models.cut.costs import cut_costs
 from ds_trainer.models.cut.cut import cut_model, outline
 from ds_trainer.models.folders import save_folder
+from ds_trainer.models.pretrained import meta_model
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.calibration import calibration_of
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
 from ds_trainer.tasks.task import Task
+from ds_trainer.tasks.vocabulary import cut_vocabulary_for
 
 CUT_FILE = "cut.json"
 """The report of a cut, beside the model that it made."""
@@ -25,25 +32,82 @@ class CutFolder:
     tokenizer: Any
     report: dict[str, Any]
 
+    @property
+    def summary(self) -> str:
+        """What was cut, in a line for the console."""
+        parts, size = self.report["parts"], self.report["parameters"]
+        line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        tokens = self.report["tokens"]
+        if tokens["after"] < tokens["before"]:
+            line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
+        if not parts:
+            return line
+        mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
+        return f"{line}, error of the outputs {mean:.3f} on average, {worst['error']:.3f} in {worst['name']}"
+
     def save(self, folder: Path) -> None:
         """Write the model folder, with the report beside the model."""
         save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
 
 
 def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolder:
-    """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples."""
+    """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples.
+
+    UserError where sizes are to be chosen by the answers of a model whose head is not trained.
+    """
     started = time.perf_counter()
-    calibration = calibration_of(task, spec.calibration_examples, seed)
-    model, records = cut_model(task.build_model(source), calibration, spec, distributed.device())
+    if spec.cuts_blocks and not spec.uniform:
+        _check_trained(task, source)
+    torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
+    model = task.build_model(source)
+    before, examples, parts = _size(model), 0, []
+    if spec.cuts_layers:
+        examples = min(spec.calibration_examples, len(task.examples("train")))
+        calibration = calibration_of(task, examples, seed)
+        model, records = cut_model(model, calibration, spec, distributed.device())
+        parts = [asdict(record) for record in records]
+    model, tokenizer = _with_fewer_tokens(model, task, spec)
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
-        "examples": min(spec.calibration_examples, len(task.examples("train"))),
+        "examples": examples,
+        "parameters": {"before": before, "after": _size(model)},
+        "tokens": {"before": len(task.tokenizer), "after": len(tokenizer)},
         "seconds": round(time.perf_counter() - started, 1),
-        "parts": [asdict(record) for record in records],
+        "parts": parts,
     }
-    return CutFolder(model, task.tokenizer, report)
+    return CutFolder(model, tokenizer, report)
+
+
+def _check_trained(task: Task, source: str | Path) -> None:
+    try:
+        task.check_trained(source)
+    except UserError as error:
+        raise UserError(f"cut: {error}: its answers cannot choose sizes. Fine-tune it first, or set uniform") from error
 
 
 def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
-    return CutFolder(outline(task.build_model(source), spec), task.tokenizer, {})
+    model = task.build_model(source)
+    if spec.cuts_layers:
+        model = outline(model, spec)
+    return CutFolder(*_with_fewer_tokens(model, task, spec), {})
+
+
+def _with_fewer_tokens(model: Any, task: Task, spec: CutSpec) -> tuple[Any, Any]:
+    """Return the model and its tokenizer, with the vocabulary cut if the spec has one."""
+    if spec.vocabulary is None:
+        return model, task.tokenizer
+    return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
+
+
+def expected_costs(task: Task, source: str | Path, spec: CutSpec, seed: int) -> dict[str, Any]:
+    """Return what the cut of a folder or hub name will cost, without its weights; empty where no blocks are cut."""
+    if not spec.cuts_blocks:
+        return {}
+    model = meta_model(source, task.head)
+    batches, probes = calibration_sizes(task, spec.calibration_examples, seed)
+    return cut_costs(model, spec, batches, probes, distributed.device())
+
+
+def _size(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -146,6 +146,19 @@ def test_a_recipe_of_an_original_says_the_originals_numbers(name: str) -> None:
     assert [recipe["task"], *(phase for phase in phases if phase["name"] != "teacher")] == ORIGINALS[name]
 
 
+@pytest.mark.parametrize("name", ["sst2_cut", "squad_cut", "glue_cut"])
+def test_a_recipe_of_cuts_trains_plain_halves_and_quarters_of_the_dense_model(name: str) -> None:
+    """Each is cut from the fine-tuned model, with it as the teacher, and has a tenth of its steps to warm up."""
+    finetune, *cuts = recipe_of(name).phases
+    assert [(phase.name, phase.cut and phase.cut.keep) for phase in cuts] == [("half", 0.5), ("quarter", 0.25)]
+    for phase in cuts:
+        assert phase.cut is not None
+        assert phase.techniques.distill is not None
+        assert (phase.start_from, phase.techniques.distill.teacher) == (f"@{finetune.name}",) * 2
+        assert phase.cut.uniform
+        assert phase.warmup_steps == 0.1
+
+
 def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
     """It is the original's share of the steps, on SQuAD and on MNLI."""
     for name, steps, warmup in (("squad_fine_prune_distil", 55_330, 5_400), ("glue_fine_prune_distil", 73_632, 12_000)):

@@ -21,7 +21,7 @@ from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-_MEASURED = (0.0, 0.25, 0.5)
+MEASURED = (0.0, 0.25, 0.5)
 """The shares of a block's decisions at which the divergence is measured."""
 _SIZES = 32
 """How many sizes of a block are considered, beside 0."""
@@ -78,7 +78,7 @@ def allocate(
 
 def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:
     cut = OuterCut(place, gram, spec)
-    sizes = sorted({max(place.lowest, round(share * place.count)) for share in _MEASURED})
+    sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
     return _Trial(np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes})
 
 
@@ -113,9 +113,11 @@ def _curve(place: CutBlock, trial: _Trial, losses: Mapping[int, float]) -> Curve
 def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
     """Return the sizes whose losses have the smallest sum within the budget, by dynamic programming.
 
-    Prices are rounded up to bins of the budget, so that the choice does not exceed it.
+    The smallest size of every block must fit the budget. What larger ones cost beyond that is rounded up to bins of the
+    rest of the budget, so that the choice does not exceed it.
     """
-    used = {name: _bins(curve.sizes * prices.each[name], prices.budget) for name, curve in curves.items()}
+    rest = prices.budget - sum(curve.sizes[0] * prices.each[name] for name, curve in curves.items())
+    used = {name: _bins((curve.sizes - curve.sizes[0]) * prices.each[name], rest) for name, curve in curves.items()}
     best = np.zeros(_BINS + 1)  # the least sum of losses of the blocks so far, within each number of bins
     chosen: dict[str, NDArray[np.int64]] = {}
     for name, curve in curves.items():
@@ -134,4 +136,8 @@ def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
 
 
 def _bins(costs: NDArray[np.floating[Any]], budget: float) -> NDArray[np.int64]:
-    return np.ceil(costs / budget * _BINS - 1e-6).astype(np.int64)
+    """Return how many bins of the budget each cost takes: too many, _BINS + 1, where it is above the budget."""
+    bins = np.where(costs > 0, _BINS + 1, 0)
+    fits = (costs > 0) & (costs <= budget)
+    bins[fits] = np.ceil(costs[fits] / budget * _BINS - 1e-6)
+    return bins

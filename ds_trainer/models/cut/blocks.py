@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
-from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
+from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise, without_products
 from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, removal
 from ds_trainer.models.layers import Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
@@ -125,7 +125,17 @@ def with_grams(
     layerwise = Layerwise(model, calibration, device)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
-            yield place, layerwise.grams({place.name: place.outer})[place.name]
+            with without_products(unused_linears(place)):
+                grams = layerwise.grams({place.name: place.outer})
+            yield place, grams[place.name]
+
+
+def unused_linears(place: CutBlock) -> Iterator[Any]:
+    """Yield linear layers on which the inputs of a block's outer layer do not depend: itself, and what comes after."""
+    yield place.outer
+    for block in blocks_of(place.layer) if place.block.kind == "attention" else ():
+        if block.kind == "feed_forward" and not is_emptied(place.layer.get_submodule(block.core)):
+            yield from (place.layer.get_submodule(name) for name in (*block.inner, block.outer))
 
 
 def _magnitudes(place: CutBlock) -> Tensor:

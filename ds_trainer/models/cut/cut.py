@@ -1,5 +1,6 @@
 """Cut a trained model as a spec says: heads and neurons, or single weights, from a calibration set."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
 from ds_trainer.models.cut.allocation import Prices, allocate
-from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.weights import cut_linears, cut_weights
@@ -16,13 +17,16 @@ from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
 from ds_trainer.models.layers import in_features, rows_of, whole_class
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 
 
 def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> tuple[Any, list[CutRecord]]:
     """Return the cut model, on the CPU, and what was done where; collective. The given model is changed.
 
-    UserError where the model's family is unknown, or the spec asks for less than must stay.
+    UserError where the model's family is unknown, its weights are not finite, or the spec keeps less than must stay,
+    or everything.
     """
+    _check_finite(model)
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
         return model, cut_weights(model, calibration, spec, device)
@@ -32,6 +36,9 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
         counts = uniform_counts(places, spec.keep)
     else:
         counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
+    if all(counts[name] == place.count for name, place in places.items()):
+        raise UserError("cut: rounded to whole heads and neurons, the share to keep is all of them: keep less")
+    _check_tokens(places, calibration)
     records = cut_blocks(model, counts, calibration, spec, device)
     return shrink(model), records
 
@@ -53,6 +60,27 @@ def outline(model: Any, spec: CutSpec) -> Any:
         place, outer = places[name], places[name].outer
         rows_of(outer.weight, type(outer))[:, in_features(outer) // place.count * kept :] = 0
     return shrink(model)
+
+
+def _check_finite(model: Any) -> None:
+    broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(
+            f"cut: {broken} holds values that are not finite (NaN or infinity): train the model of start_from again, "
+            "with a lower learning rate, or in bf16 instead of fp16"
+        )
+
+
+def _check_tokens(places: Mapping[str, CutBlock], calibration: Calibration) -> None:
+    """Warn where a block has more inputs than the calibration examples have tokens; collective."""
+    here = sum(int(attended.sum()) for attended in calibration.attended)
+    tokens = sum(count for (count,) in distributed.numbers_of_all([here]))
+    widest = max(in_features(place.outer) for place in places.values())
+    if tokens < widest:
+        distributed.warn(
+            f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, which do not determine it: raise "
+            "calibration_examples, or damping"
+        )
 
 
 def _prices(model: Any, spec: CutSpec, device: torch.device) -> Prices:

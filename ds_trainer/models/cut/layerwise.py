@@ -7,7 +7,7 @@ layers (embeddings, masks, rotary positions, convolutions between layers) so run
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features
+from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
 
 
@@ -103,7 +103,8 @@ class Layerwise:
             layer.to(self.device)
             yield layer
             if index < len(self._layers) - 1:
-                self._outputs = list(self._pass())
+                for batch, output in enumerate(self._pass()):
+                    self._outputs[batch] = output
             layer.cpu()
 
     @torch.no_grad()
@@ -164,6 +165,19 @@ class Layerwise:
                 computed.clear()
                 self._base(**inputs, **self._options)
                 yield computed[0]
+
+
+@contextlib.contextmanager
+def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
+    """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
+    with contextlib.ExitStack() as replaced:
+        for linear in linears:
+            replaced.enter_context(_forward_replaced(linear, partial(_zeros, out_features(linear))))
+        yield
+
+
+def _zeros(features: int, inputs: Tensor) -> Tensor:
+    return inputs.new_zeros(*inputs.shape[:-1], features)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,13 @@ removed and the other weights adapt, the mean squared error of its outputs grows
 are updated as if it had never been part of the layer. These costs add up, so one order gives the error at any number.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ds_trainer.ranks.timing import seconds
 
 _PENDING = 96
 """How many columns are removed before both matrices are updated: one product of matrices is faster than many small."""
@@ -39,6 +42,23 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
         numbers = numbers[pending.kept]
         weight, inverse = pending.applied()
     return Removal(order, errors)
+
+
+def removal_seconds(out: int, inputs: int, width: int, device: torch.device) -> float:
+    """Estimate the seconds of `removal` for a weight (out, inputs), by one block of removals at half of the inputs."""
+    groups = inputs // width
+    block, half = max(1, _PENDING // width), max(1, groups // 2)
+    weight = torch.rand(out, half * width, dtype=torch.float64, device=device)
+    inverse = torch.eye(half * width, dtype=torch.float64, device=device)
+
+    def remove() -> None:
+        pending = _Pending(weight, inverse, width)
+        for _ in range(min(block, half)):
+            pending.remove_cheapest()
+        pending.applied()
+
+    inversion = 8 * seconds(lambda: torch.linalg.inv(inverse), device)
+    return math.ceil(groups / block) * seconds(remove, device) + inversion
 
 
 def magnitude_removal(magnitudes: Tensor) -> Removal:
@@ -110,7 +130,8 @@ class _Pending:
 
     def applied(self) -> tuple[Tensor, Tensor]:
         """Return the weight and the inverse of the groups that are kept."""
-        columns = self.kept.repeat_interleave(self.width)
-        weight = self.weight[:, columns] - self.columns.T @ self.solved[:, columns]
-        inverse = self.inverse[columns][:, columns] - self.rows[:, columns].T @ self.solved[:, columns]
+        columns = self.kept.repeat_interleave(self.width).nonzero().flatten()
+        rows, solved = self.rows[:, columns], self.solved[:, columns]
+        weight = self.weight[:, columns].addmm_(self.columns.T, solved, alpha=-1)
+        inverse = self.inverse[columns[:, None], columns].addmm_(rows.T, solved, alpha=-1)
         return weight, inverse

@@ -1,0 +1,118 @@
+"""What a cut of heads and neurons will cost, from the shapes of a model, whose weights are not read.
+
+Operations are counted as `models/flops.py` counts them, for all ranks together. Every layer runs over the calibration
+examples once for each of its blocks, up to the inputs of the block's outer layer, and once more, whole, for the layer
+after it. A cut that chooses over all layers does so twice, and runs the whole model on a few examples for each size of
+each block that it tries.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.allocation import MEASURED
+from ds_trainer.models.cut.blocks import CutBlock, cut_places, unused_linears
+from ds_trainer.models.cut.surgeon import removal_seconds
+from ds_trainer.models.flops import encoder_flops, layer_flops
+from ds_trainer.models.layers import in_features, layers_of, out_features
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.timing import seconds
+
+_PRODUCT = 1024
+"""The size of the matrices by whose product a device is measured."""
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The examples of a batch, their padded length, and the number of tokens that are attended."""
+
+    rows: int
+    length: int
+    tokens: int
+
+
+def cut_costs(
+    model: Any, spec: CutSpec, batches: Sequence[BatchSize], probes: Sequence[BatchSize], device: torch.device
+) -> dict[str, Any]:
+    """Return the `operations` and the `bytes` of a cut by arithmetic, and `estimated_seconds`, as JSON values.
+
+    The model may be on the meta device. The seconds follow from a product of matrices and from a few removals that are
+    measured on the device. They are right within a factor of two, since elementwise operations are not counted.
+    """
+    places = list(cut_places(model, spec).values())
+    operations = cut_operations(model, spec, batches, probes)
+    matrix = torch.rand(_PRODUCT, _PRODUCT, device=device)
+    product = min(seconds(lambda: matrix @ matrix, device) for _ in range(3)) / (2 * _PRODUCT**3)
+    in_fp32 = (operations["passes"] + operations["gram_matrices"]) * product / distributed.world_size()
+    return {
+        "operations": operations,
+        "bytes": _bytes(model, places, spec, batches),
+        "estimated_seconds": round(in_fp32 + _surgeon_seconds(places, spec, device), 1),
+    }
+
+
+def cut_operations(
+    model: Any, spec: CutSpec, batches: Sequence[BatchSize], probes: Sequence[BatchSize]
+) -> dict[str, int]:
+    """Count the operations of a cut as if every block were cut.
+
+    Those of `passes` and `gram_matrices` are in fp32, those of the `surgeon` in fp64.
+    """
+    places, layers = list(cut_places(model, spec).values()), list(layers_of(model).values())
+    passes = 0
+    for batch in batches:
+        partial_runs = sum(_flops_up_to(place, batch.length) for place in places)
+        passes += batch.rows * (partial_runs + sum(layer_flops(layer, batch.length) for layer in layers[:-1]))
+    tokens = sum(batch.tokens for batch in batches)
+    gram = sum(2 * tokens * in_features(place.outer) ** 2 for place in places)
+    surgeon = sum(_surgeon_operations(in_features(place.outer), out_features(place.outer)) for place in places)
+    tried = probed = 0
+    if not spec.uniform:
+        tried = 1 + len(MEASURED) * len(places)
+        probed = sum(batch.rows * encoder_flops(model, batch.length) for batch in probes)
+    sweeps = _sweeps(spec)
+    return {"passes": sweeps * passes + tried * probed, "gram_matrices": sweeps * gram, "surgeon": sweeps * surgeon}
+
+
+def _flops_up_to(place: CutBlock, tokens: int) -> int:
+    """Count the operations of one example that lead to the inputs of a block's outer layer."""
+    unused = sum(linear.weight.numel() for linear in unused_linears(place))
+    return layer_flops(place.layer, tokens) - 2 * tokens * unused
+
+
+def _sweeps(spec: CutSpec) -> int:
+    return 1 if spec.uniform else 2
+
+
+def _surgeon_operations(width: int, out: int) -> int:
+    """Count the inversion and the removals of all inputs of a layer (out, width), and new weights for half of them."""
+    ordering = 8 * width**3 // 3 + 2 * width**2 * out
+    return ordering + width**3 // 12 + 3 * width**2 * out // 2
+
+
+def _surgeon_seconds(places: Sequence[CutBlock], spec: CutSpec, device: torch.device) -> float:
+    """Measure a few removals of each shape, on every rank; all blocks are cut on the first one."""
+    shapes = Counter((out_features(p.outer), in_features(p.outer), in_features(p.outer) // p.count) for p in places)
+    return _sweeps(spec) * sum(times * removal_seconds(*shape, device) for shape, times in shapes.items())
+
+
+def _bytes(model: Any, places: Sequence[CutBlock], spec: CutSpec, batches: Sequence[BatchSize]) -> dict[str, int]:
+    """Count what is held at the peak: the moments of a block's inputs are in six matrices of the surgeon.
+
+    The hidden states of all examples are those that a layer gets, and those that it gives.
+    """
+    widest = max(in_features(place.outer) for place in places)
+    padded = sum(batch.rows * batch.length for batch in batches)
+    outer = sum(in_features(place.outer) * out_features(place.outer) for place in places)
+    sizes = {
+        "model": 4 * sum(parameter.numel() for parameter in model.parameters()),
+        "largest_layer": 4 * max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model).values()),
+        "gram_matrices": 6 * 8 * widest**2,
+        "hidden_states": 2 * 4 * padded * model.config.hidden_size // distributed.world_size(),
+        "weights_tried": 0 if spec.uniform else 4 * len(MEASURED) * outer,
+    }
+    return sizes | {"total": sum(sizes.values())}

@@ -1,0 +1,121 @@
+"""A model cut by what its layers give to training examples, then trained with a teacher, on two ranks under ZeRO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.interrupting import records_of
+from support.killing import alike
+from support.launching import run_python
+from support.trained_runs import becomes_model, read
+
+import ds_trainer
+from ds_trainer.engine.checkpoint import Checkpoints
+
+ALONE = """
+import sys
+sys.modules["ds_trainer"] = None
+import torch, transformers
+model = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(input_ids=torch.arange(5, 25).view(2, 10)).logits, sys.argv[2])
+"""
+RUNS = {"zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "alone": 1}
+"""The number of ranks of each run."""
+COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 1}
+DENSE = COMMON | {"name": "dense", "max_steps": 30}
+FILLED = COMMON | {
+    "name": "filled",
+    "cut": {"keep": 0.5, "calibration_examples": 128},
+    "techniques": {"distill": {"teacher": "@model", "alpha_ce": 0.1, "alpha_distil": 0.9}},
+    "max_steps": 12,
+    "save_steps": 4,
+}
+
+
+def write(folder: Path, recipe: dict) -> list[str]:
+    (folder / "recipe.json").write_text(json.dumps(recipe | {"report": False, "tensorboard": False}))
+    return ["--recipe", str(folder / "recipe.json")]
+
+
+@pytest.fixture(scope="module")
+def words(server, tiny_recipe, tmp_path_factory) -> list[str]:
+    """The flags of a run that cuts a trained model by loss, and fills it with that as its teacher."""
+    dense, filled = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("filled")
+    run = server.run(1, dense / "out", *write(dense, tiny_recipe | {"phases": [DENSE]}))
+    assert run.codes() == [0], run.text[-4000:]
+    model = {"name_or_path": str(dense / "out" / "model")}
+    return write(filled, tiny_recipe | {"model": model, "phases": [FILLED]})
+
+
+@pytest.fixture(scope="module")
+def runs(server, words, tmp_path_factory) -> Path:
+    """Every run, one after the other."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, ranks in RUNS.items():
+        engine = "ds_configs/zero2.json" if name == "alone" else f"ds_configs/{name}.json"
+        run = server.run(ranks, folder / name, *words, engine=engine)
+        assert set(run.codes()) == {0}, run.text[-4000:]
+    return folder
+
+
+def cut_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "starting_models" / "filled" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "zero0"])
+def test_the_cut_does_not_depend_on_ranks_or_stages(runs, name):
+    """The same sizes; weights bit by bit for the same ranks, and for one rank to the last digit of fp32."""
+    first, other = (cut_of(runs / run) for run in ("zero0", name))
+    assert first.keys() == other.keys()
+    tolerance = {"rtol": 2e-6, "atol": 1e-7} if name == "alone" else {"rtol": 0, "atol": 0}
+    for key, weight in first.items():
+        torch.testing.assert_close(other[key], weight, **tolerance)
+    reports = [read(runs / run / "starting_models" / "filled" / "cut.json")["parts"] for run in ("zero0", name)]
+    sizes = [[(part["name"], part["kept"]) for part in parts] for parts in reports]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_cut_model_is_trained_under_every_stage(runs, stage):
+    """Its sizes stay, its weights move, and its losses are those of ZeRO 0."""
+    run = runs / f"zero{stage}"
+    before, after = cut_of(run), load_file(run / "model" / "model.safetensors")
+    assert {name: weight.shape for name, weight in before.items()} == {name: w.shape for name, w in after.items()}
+    assert all(not torch.equal(after[name], before[name]) for name in before if name.endswith("query.weight"))
+    losses = [
+        [record["train/loss"] for record in records_of(runs / name / "log.jsonl") if "train/loss" in record]
+        for name in (run.name, "zero0")
+    ]
+    assert len(losses[0]) == 12
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
+    """Killed after a checkpoint, it goes on with the cut that it has, and ends as the run that nothing stops."""
+    run = server.run(2, tmp_path / "run", *words, engine="ds_configs/zero3.json")
+    assert run.wait_until(lambda: Checkpoints(run.output).all())
+    run.kill()
+    run.codes()
+    made = {path: path.stat().st_mtime_ns for path in (run.output / "starting_models").rglob("*")}
+    resumed = server.run(2, run.output, *words, "--resume", engine="ds_configs/zero3.json")
+    assert resumed.codes() == [0, 0], resumed.text[-4000:]
+    assert "filled: resumed from " in resumed.text
+    assert "cutting" not in resumed.text
+    assert made == {path: path.stat().st_mtime_ns for path in (run.output / "starting_models").rglob("*")}
+    assert alike(run.output, runs / "zero3")
+    assert becomes_model(run.output / "checkpoint-12", run.output / "model", tmp_path / "exported")
+
+
+def test_the_folder_is_loaded_without_this_library(runs, tmp_path):
+    """The same logits in a process that cannot import it."""
+    folder = runs / "zero3" / "model"
+    done = run_python("-c", ALONE, str(folder), str(tmp_path / "logits.pt"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    with torch.no_grad():
+        logits = ds_trainer.load_model(folder).eval()(input_ids=torch.arange(5, 25).view(2, 10)).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits)

@@ -1,0 +1,244 @@
+"""Heads and neurons that are cut, the weights that make up for them, and the smaller model that remains."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.calibrated import CPU, answers_of, calibration, inputs_seen
+from support.exhaustive import chosen
+from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.cut import cut_model, outline
+from ds_trainer.models.layers import blocks_of, layers_of, rows_of, sizes_of
+from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks.failures import UserError
+
+HALF = CutSpec(keep=0.5, uniform=True)
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+GIVEN = calibration()
+
+
+def counts_of(model: Any) -> dict[str, int]:
+    """Sizes that differ: nothing of the first block, one of the second, then halves; all of the last."""
+    places = cut_places(model, HALF)
+    counts = {name: place.count // 2 for name, place in places.items()}
+    first, second, *_, last = places
+    return counts | {first: 0, second: 1, last: places[last].count}
+
+
+def sizes_by_counts(model: Any, counts: dict[str, int]) -> dict[str, list[int]]:
+    """The sizes of a model whose blocks keep so many."""
+    sizes = sizes_of(model)
+    for index, (name, layer) in enumerate(layers_of(model).items()):
+        for block in blocks_of(layer):
+            kind = {"attention": "heads", "feed_forward": "neurons"}[block.kind]
+            sizes[kind][index] = counts.get(f"{name}.{block.outer}", sizes[kind][index])
+    return sizes
+
+
+def check_cut(model: Any) -> None:
+    """Cut to uneven counts, then shrink: sizes as wanted, outputs as with zeros, other weights as they were."""
+    before, counts = copy.deepcopy(model), counts_of(model)
+    records = cut_blocks(model, counts, GIVEN, HALF, CPU)
+    *cut, _ = cut_places(before, HALF).values()
+    assert [(record.name, record.count, record.kept) for record in records] == [
+        (place.name, place.count, counts[place.name]) for place in cut
+    ]
+    assert all(0 <= record.error <= 1 + 1e-6 for record in records)
+    small = shrink(model)
+    assert sizes_of(small) == sizes_by_counts(before, counts)
+    torch.testing.assert_close(answers_of(small, GIVEN.inputs), answers_of(model, GIVEN.inputs), **TOLERANCE)
+    changed = {f"{record.name}.{kind}" for record in records for kind in ("weight", "bias")}
+    weights = dict(model.named_parameters())
+    assert all(name in changed or torch.equal(weights[name], weight) for name, weight in before.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_cut(family: str) -> None:
+    """Grouped heads, gated feed-forwards, Conv1D, with and without biases: only outer layers are changed."""
+    check_cut(model_of(family))
+
+
+OTHERS = ("gemma", "cohere", "gpt_bigcode", "seed_oss")
+
+
+@pytest.mark.parametrize("family", chosen([kin for kin in KIN if kin not in FAMILIES], OTHERS.__contains__))
+def test_every_listed_kind_of_layer_is_cut(family: str) -> None:
+    """Models without a head."""
+    check_cut(bare_of(family))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "qwen2"])
+def test_what_is_kept_is_fitted_to_the_data(family: str) -> None:
+    """By least squares over the inputs that the cut model gives, with a column of ones for the bias; hardly damped."""
+    model = model_of(family)
+    counts, given = counts_of(model), calibration(16)
+    dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
+    records = cut_blocks(model, counts, given, HALF.model_copy(update={"damping": 1e-6}), CPU)
+    for record in records[1:]:
+        inputs, outer = inputs_seen(model, [record.name], given)[record.name], model.get_submodule(record.name)
+        whole, cut = (rows_of(each.weight, type(each)).double() for each in (dense[record.name], outer))
+        columns = (cut != 0).any(0)
+        assert int(columns.sum()) * record.count == record.kept * len(columns)
+        wanted, fitted = inputs @ whole.T, inputs @ cut.T
+        regressors = inputs[:, columns]
+        if outer.bias is not None:
+            wanted, fitted = wanted + dense[record.name].bias, fitted + outer.bias
+            regressors = torch.cat((regressors, inputs.new_ones(len(inputs), 1)), 1)
+        best = regressors @ torch.linalg.lstsq(regressors, wanted).solution
+        error, smallest = (float((each - wanted).square().sum()) for each in (fitted, best))
+        assert smallest <= error <= smallest * 1.01 + 1e-6 * float(wanted.square().sum())
+        spread = wanted - wanted.mean(0) if outer.bias is not None else wanted
+        assert record.error == pytest.approx(error / float(spread.square().sum()), rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_surgeon_stays_nearer_to_the_dense_model_than_magnitude(family: str) -> None:
+    """Its states are nearer than without updates, and its layers' errors smaller than magnitude's with updates."""
+    dense = answers_of(bare_of(family), GIVEN.inputs)
+    errors, distances = [], []
+    for fields in ({}, {"method": "magnitude"}, {"method": "magnitude", "update_weights": False}):
+        small, records = cut_model(bare_of(family), GIVEN, HALF.model_copy(update=fields), CPU)
+        errors.append(sum(record.error for record in records))
+        distances.append(float((answers_of(small, GIVEN.inputs) - dense).square().mean()))
+    assert errors[0] < errors[1] < errors[2]
+    assert distances[0] < distances[2]
+
+
+@pytest.mark.parametrize("method", ["obs", "magnitude"])
+def test_weights_that_may_not_be_updated_stay(method: str) -> None:
+    """Kept columns are bit for bit those of before; the bias takes in the means of the others."""
+    model = model_of("bert")
+    dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
+    spec = HALF.model_copy(update={"method": method, "update_weights": False})
+    for record in cut_blocks(model, uniform_counts(cut_places(model, spec), 0.5), GIVEN, spec, CPU):
+        outer, before = model.get_submodule(record.name), dense[record.name]
+        gone = (outer.weight == 0).all(0)
+        assert int(gone.sum()) * 2 == len(gone)
+        assert torch.equal(outer.weight[:, ~gone], before.weight[:, ~gone])
+        mean = inputs_seen(model, [record.name], GIVEN)[record.name].mean(0).float()
+        torch.testing.assert_close(outer.bias, before.bias + before.weight[:, gone] @ mean[gone], **TOLERANCE)
+
+
+def test_a_layer_that_keeps_everything_stays_as_it_is() -> None:
+    """Bit by bit, and has no record."""
+    model = model_of("bert")
+    before, (name, *_) = copy.deepcopy(model.state_dict()), cut_places(model, HALF)
+    counts = {name: place.count for name, place in cut_places(model, HALF).items()} | {name: 2}
+    assert [record.name for record in cut_blocks(model, counts, GIVEN, HALF, CPU)] == [name]
+    same = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
+    assert before.keys() - same == {f"{name}.weight", f"{name}.bias"}
+
+
+@pytest.mark.parametrize("granularity", ["head", "neuron"])
+def test_only_heads_or_only_neurons_are_cut(granularity: str) -> None:
+    """Each block of the kind is of half the size, the others are whole; an outline has the same sizes."""
+    spec = CutSpec(keep=0.5, uniform=True, granularity=granularity)
+    small, records = cut_model(model_of("bert"), GIVEN, spec, CPU)
+    assert len(records) == 3
+    assert sizes_of(small) == {
+        "heads": [2] * 3 if granularity == "head" else [4] * 3,
+        "neurons": [12] * 3 if granularity == "neuron" else [24] * 3,
+    }
+    assert sizes_of(outline(model_of("bert"), spec)) == sizes_of(small)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tied_embeddings_stay_tied(family: str) -> None:
+    """The head of a decoder is its embeddings, after the cut too."""
+    small, _ = cut_model(model_of(family, tie_word_embeddings=True), GIVEN, HALF, CPU)
+    assert small.get_output_embeddings().weight is small.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("first", ["uniform", "uneven"])
+def test_a_model_that_is_cut_already_is_cut_again(family: str, first: str) -> None:
+    """Of what each layer has now; emptied blocks stay empty, and at least one head and neuron of the others remain."""
+    model = model_of(family)
+    model = cut_model(model, GIVEN, HALF, CPU)[0] if first == "uniform" else shrink(empty(model, uneven(model)))
+    halved = {name: [max(bool(size), round(size / 2)) for size in sizes] for name, sizes in sizes_of(model).items()}
+    small, _ = cut_model(model, GIVEN, HALF, CPU)
+    assert sizes_of(small) == halved
+    assert sizes_of(outline(small, CutSpec(keep=0.01, uniform=True)))["neurons"] == [
+        min(1, size) for size in halved["neurons"]
+    ]
+
+
+@pytest.mark.parametrize(("min_heads", "heads"), [(0, 1), (3, 3), (99, 4)])
+def test_heads_that_must_stay_stay(min_heads: int, heads: int) -> None:
+    """A share too small for one head leaves one; a minimum above the number of heads leaves all."""
+    spec = CutSpec(keep=0.05, uniform=True, min_heads=min_heads)
+    assert sizes_of(cut_model(model_of("bert"), GIVEN, spec, CPU)[0]) == {"heads": [heads] * 3, "neurons": [1] * 3}
+
+
+@torch.no_grad()
+def test_neurons_that_do_nothing_go_first() -> None:
+    """Dead ones and constant ones: the model without them computes the same."""
+    model = model_of("bert")
+    for layer in layers_of(model).values():
+        inner = layer.intermediate.dense
+        inner.weight[::2] = 0
+        inner.bias[::4] = -100  # after GELU: 0
+    dense = answers_of(model, GIVEN.inputs)
+    spec = CutSpec(keep=0.5, uniform=True, granularity="neuron", damping=1e-7)
+    small, records = cut_model(model, GIVEN, spec, CPU)
+    assert max(record.error for record in records) < 1e-6
+    torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_layer_whose_inputs_never_change_is_cut(family: str) -> None:
+    """All neurons of the first layer give zero, those of the second are constant: a cut model comes out, not NaN."""
+    model = model_of(family)
+    first, second, _ = layers_of(model).values()
+    for layer, value in ((first, 0.0), (second, 0.5)):
+        for name in blocks_of(layer)[-1].inner:
+            linear = layer.get_submodule(name)
+            linear.weight.zero_()
+            if linear.bias is not None:
+                linear.bias.fill_(value)
+    dense = answers_of(model, GIVEN.inputs)
+    small, _ = cut_model(model, GIVEN, CutSpec(keep=0.5, uniform=True, granularity="neuron"), CPU)
+    assert answers_of(small, GIVEN.inputs).isfinite().all()
+    assert small.num_parameters() < model.num_parameters()
+    assert dense.isfinite().all()
+
+
+def test_fewer_tokens_than_inputs_are_enough_and_said_once(caplog) -> None:
+    """15 tokens for 32 inputs, all rows alike: the cut is the damped one, and the console says how thin that is."""
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        small, _ = cut_model(model_of("bert"), calibration(1), CutSpec(keep=0.6), CPU)
+    assert answers_of(small, GIVEN.inputs).isfinite().all()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("cut: the cut of 32 inputs is fitted to 15 tokens")
+
+
+@pytest.mark.parametrize("place", ["bert.encoder.layer.2.output.dense.bias", "bert.embeddings.LayerNorm.weight"])
+def test_weights_that_are_not_finite_are_named(place: str) -> None:
+    """A model that training has broken."""
+    model = model_of("bert")
+    model.get_parameter(place).data[0] = torch.nan
+    with pytest.raises(UserError, match=f"cut: {place} holds values that are not finite"):
+        cut_model(model, GIVEN, HALF, CPU)
+
+
+def test_a_share_that_rounds_to_everything_is_refused() -> None:
+    """Three of four heads would be less; 99% is not."""
+    with pytest.raises(UserError, match="keep is all of them: keep less"):
+        cut_model(model_of("bert"), GIVEN, CutSpec(keep=0.99, uniform=True, granularity="head"), CPU)
+
+
+def test_families_that_cannot_be_cut_are_named() -> None:
+    """Attention of DeBERTa has heads that share their positions; OpenAI's first GPT is not known at all."""
+    with pytest.raises(UserError, match="has nothing of the granularity head to cut"):
+        cut_model(model_of("deberta-v2"), GIVEN, CutSpec(keep=0.5, granularity="head"), CPU)
+    unknown = transformers.OpenAIGPTModel(transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
+    with pytest.raises(ValueError, match="cannot be cut"):
+        cut_model(unknown, GIVEN, HALF, CPU)

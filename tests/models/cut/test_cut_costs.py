@@ -1,0 +1,70 @@
+"""What a cut will cost, by arithmetic, is what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut import costs
+from ds_trainer.models.cut.blocks import cut_places, with_grams
+from ds_trainer.models.cut.costs import BatchSize, cut_costs, cut_operations
+from ds_trainer.models.cut.cut import cut_model
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.flops import encoder_flops
+
+CPU = torch.device("cpu")
+BATCHES = [BatchSize(4, 6, 20), BatchSize(3, 9, 27)]
+UNIFORM, CHOSEN = CutSpec(keep=0.5, uniform=True), CutSpec(keep=0.5)
+
+
+def model() -> DistilBertForSequenceClassification:
+    config = DistilBertConfig(vocab_size=50, dim=32, n_layers=3, n_heads=4, hidden_dim=64, attn_implementation="eager")
+    return DistilBertForSequenceClassification(config).eval()
+
+
+def calibration(answers: Any) -> Calibration:
+    """Batches of the sizes above, whose first rows are padded."""
+    attended = []
+    for batch in BATCHES:
+        mask = torch.ones(batch.rows, batch.length, dtype=torch.bool)
+        mask[0, batch.length - (mask.numel() - batch.tokens) :] = False
+        attended.append(mask)
+    inputs = [{"input_ids": torch.randint(50, mask.shape), "attention_mask": mask.long()} for mask in attended]
+    return Calibration(inputs, attended, answers, lambda first, second: 1.0, lambda *_: torch.zeros(()))
+
+
+def test_the_operations_are_those_that_torch_counts() -> None:
+    """Of every pass over the layers and of every Gram matrix of a uniform cut."""
+    places = cut_places(dense := model(), UNIFORM)
+    with FlopCounterMode(display=False) as counter:
+        for _ in with_grams(dense, places, calibration(None), CPU):
+            pass
+    counted = cut_operations(dense, UNIFORM, BATCHES, BATCHES[:1])
+    assert counted["passes"] + counted["gram_matrices"] == counter.get_total_flops()
+
+
+def test_a_cut_that_chooses_runs_the_whole_model_as_often_as_counted() -> None:
+    """Once dense, and once for each size of each block that is tried; all else is done twice."""
+    runs: list[int] = []
+    cut_model(model(), calibration(lambda _: runs.append(1)), CHOSEN, CPU)
+    uniform, chosen = (cut_operations(model(), spec, BATCHES, BATCHES[:1]) for spec in (UNIFORM, CHOSEN))
+    probed = BATCHES[0].rows * encoder_flops(model(), BATCHES[0].length)
+    assert chosen["passes"] == 2 * uniform["passes"] + len(runs) * probed
+    assert all(chosen[name] == 2 * uniform[name] for name in ("gram_matrices", "surgeon"))
+
+
+def test_the_costs_of_7b_need_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes on the meta device are enough; the bytes are dominated by the weights in fp32."""
+    monkeypatch.setattr(costs, "removal_seconds", lambda *_: 0.0)
+    with torch.device("meta"):
+        decoder = LlamaForCausalLM(LlamaConfig())
+    expected = cut_costs(decoder, CHOSEN, [BatchSize(32, 512, 32 * 512)] * 16, [BatchSize(32, 512, 32 * 512)] * 2, CPU)
+    assert expected["bytes"]["model"] == 4 * sum(parameter.numel() for parameter in decoder.parameters()) > 26e9
+    assert expected["bytes"]["total"] == sum(expected["bytes"].values()) - expected["bytes"]["total"]
+    assert expected["operations"]["passes"] > 2 * 3 * 6.4e9 * 2 * 16 * 32 * 512
+    assert expected["estimated_seconds"] > 0

@@ -1,0 +1,116 @@
+"""The inputs of linear layers, gathered with one layer at a time, are those of the whole model."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.calibrated import CPU, calibration, inputs_seen
+from support.exhaustive import chosen
+from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
+from torch import Tensor
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.blocks import cut_places, with_grams
+from ds_trainer.models.cut.layerwise import Gram, Layerwise
+from ds_trainer.models.layers import layers_of
+from ds_trainer.models.shrink import shrink
+
+SPEC = CutSpec(keep=0.5)
+OTHERS = ("gemma3_text", "cohere", "gpt_bigcode", "roformer", "luke")
+"""Kin whose layers differ most from the families: sliding windows, parallel blocks, one key for all, rotations."""
+
+
+def check(model: Any, given: Any) -> None:
+    """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
+    places = cut_places(model, SPEC)
+    for place, gram in with_grams(model, places, given, CPU):
+        inputs = inputs_seen(model, [place.name], given)[place.name]
+        assert gram.tokens == len(inputs) == 15 * len(given.inputs)
+        torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gram.products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            place.outer.weight.mul_(0.5)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sums_are_those_of_the_whole_model(family: str) -> None:
+    """At attended positions, after every change of an earlier block too; and no module's forward stays replaced."""
+    check(model_of(family), calibration(3))
+
+
+@pytest.mark.parametrize("family", chosen([kin for kin in KIN if kin not in FAMILIES], OTHERS.__contains__))
+def test_sums_are_those_of_every_listed_kind_of_layer(family: str) -> None:
+    """Of models without a head."""
+    check(bare_of(family), calibration(3))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("deberta-v2", {"conv_kernel_size": 3, "conv_act": "gelu", "position_buckets": 4}),
+        ("modernbert", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+        ("gemma2", {"sliding_window": 3}),
+        ("gemma3_text", {"sliding_window": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+        ("distilbert", {"attn_implementation": "eager"}),
+        ("gpt2", {"attn_implementation": "eager"}),
+    ],
+)
+def test_what_the_model_does_between_its_layers_is_done(family: str, fields: dict[str, Any]) -> None:
+    """A convolution after the first layer, masks that differ from layer to layer, and without fused attention."""
+    check(bare_of(family, **fields), calibration(3))
+
+
+def test_the_layers_of_a_model_with_emptied_blocks_are_seen() -> None:
+    """A model that was cut unevenly before: no sums of the blocks that it has no more."""
+    for family in ("bert", "llama", "gpt2"):
+        whole = model_of(family)
+        cut = shrink(empty(whole, uneven(whole)))
+        assert len(cut_places(cut, SPEC)) == 4
+        check(cut, calibration(3))
+
+
+def test_several_layers_are_seen_at_once() -> None:
+    """The query's and the feed-forward's inputs in one pass."""
+    model, given = model_of("bert"), calibration(2)
+    names = ["attention.self.query", "intermediate.dense"]
+    layerwise = Layerwise(model, given, CPU)
+    for prefix, layer in zip(layers_of(model), layerwise, strict=True):
+        grams = layerwise.grams({f"{prefix}.{name}": layer.get_submodule(name) for name in names})
+        for name, inputs in inputs_seen(model, grams, given).items():
+            torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+
+
+def gram_of(*batches: Tensor) -> Gram:
+    gram = Gram(batches[0].shape[1], CPU)
+    for batch in batches:
+        gram.add(batch)
+    return gram.over_ranks()
+
+
+def test_moments_are_those_of_all_tokens() -> None:
+    """Second moments and covariance, over batches of different sizes and one without tokens; damping on top."""
+    batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
+    gram, inputs = gram_of(*batches), torch.cat(batches).double()
+    moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
+    torch.testing.assert_close(gram.second_moments(False, 0.0), moments, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gram.second_moments(True, 0.0), covariance, rtol=1e-5, atol=1e-5)
+    damping = 0.1 * covariance.diagonal().mean() * torch.eye(6)
+    torch.testing.assert_close(gram.second_moments(True, 0.1), covariance + damping, rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_variance_beside_a_large_mean_is_not_rounded_away() -> None:
+    """Inputs of 1,000 +- 0.01, whose squares differ by less than fp32 can tell, and constants: the latter vary by 0."""
+    inputs = 1000 + 0.01 * torch.randn(4000, 3)
+    inputs[:, 2] = 1000.1
+    covariance = gram_of(*inputs.split(500)).second_moments(True, 0.0)
+    expected = inputs.double().T.cov(correction=0)
+    torch.testing.assert_close(covariance, expected, rtol=1e-3, atol=1e-7)
+    assert torch.linalg.eigvalsh(covariance).min() > -1e-8
+
+
+def test_moments_of_nothing_but_constants_can_be_inverted() -> None:
+    """Layers whose inputs are all zero, or all the same for every token."""
+    for value in (0.0, 3.5):
+        damped = gram_of(torch.full((9, 4), value)).second_moments(True, 0.01)
+        assert torch.linalg.inv(damped).isfinite().all()

@@ -1,0 +1,131 @@
+"""The order in which optimal brain surgeon removes inputs, what that costs, and what the kept weights become."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_trainer.models.cut import surgeon
+from ds_trainer.models.cut.surgeon import Removal, least_squares, magnitude_removal, output_error, removal
+
+OUTPUTS = 5
+
+
+def layer(features: int, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Tensor, Tensor, Tensor]:
+    """Data (rows, features) whose features depend on each other, their second moments, and a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(features, features, generator=generator, dtype=torch.float64)
+    data = torch.randn(4 * features, features, generator=generator, dtype=torch.float64) @ mixed
+    weight = torch.randn(outputs, features, generator=generator, dtype=torch.float64)
+    return data, data.T @ data / len(data), weight
+
+
+def columns_of(groups: list[int], width: int, features: int) -> Tensor:
+    """Which inputs remain if these groups are removed."""
+    remain = torch.ones(features // width, dtype=torch.bool)
+    remain[groups] = False
+    return remain.repeat_interleave(width)
+
+
+def smallest_error(data: Tensor, weight: Tensor, groups: list[int], width: int) -> float:
+    """The mean squared error without these groups, the other weights fitted to the data by numpy."""
+    remain = columns_of(groups, width, data.shape[1])
+    wanted, inputs = (data @ weight.T).numpy(), data[:, remain].numpy()
+    solution = np.linalg.lstsq(inputs, wanted, rcond=None)[0]
+    return float(np.square(wanted - inputs @ solution).sum() / len(data))
+
+
+def every_step(data: Tensor, weight: Tensor, width: int) -> Removal:
+    """The greedy removal, with the error of every remaining group fitted anew at every step."""
+    remaining, order, errors = list(range(data.shape[1] // width)), [], [0.0]
+    while remaining:
+        trials = {group: smallest_error(data, weight, [*order, group], width) for group in remaining}
+        order.append(min(trials, key=trials.__getitem__))
+        remaining.remove(order[-1])
+        errors.append(trials[order[-1]])
+    return Removal(order, np.diff(errors).tolist())
+
+
+@pytest.mark.parametrize("pending", [1, 6, 96])
+@pytest.mark.parametrize(("features", "width"), [(12, 1), (12, 2), (12, 4), (15, 5), (6, 6), (1, 1)])
+def test_the_order_and_the_costs_are_those_of_trying_every_group(features, width, pending, monkeypatch):
+    """However many removals wait for the update of the matrices, and to the last group."""
+    monkeypatch.setattr(surgeon, "_PENDING", pending)
+    data, moments, weight = layer(features)
+    greedy, brute = removal(weight, moments, width), every_step(data, weight, width)
+    assert greedy.order == brute.order
+    assert greedy.errors == pytest.approx(brute.errors, rel=1e-8, abs=1e-10)
+
+
+def test_costs_add_up_to_the_error_of_least_squares_over_many_updates():
+    """With more groups than wait at a time: 250 inputs in one matrix, at numbers all along the order."""
+    data, moments, weight = layer(250)
+    whole = removal(weight, moments, 1)
+    assert sorted(whole.order) == list(range(250))
+    for count in (1, 95, 96, 97, 150, 200, 249, 250):
+        error = smallest_error(data, weight, whole.order[:count], 1)
+        assert sum(whole.errors[:count]) == pytest.approx(error, rel=1e-6)
+
+
+@given(seed=st.integers(0, 10_000), width=st.sampled_from([1, 2, 3]))
+@settings(max_examples=25, deadline=None)
+def test_the_first_step_is_the_best_of_all_and_no_subset_beats_it(seed, width):
+    """The first removal is the best of all single ones; further ones cost at least what the best subset does."""
+    data, moments, weight = layer(6 * width, seed)
+    greedy = removal(weight, moments, width)
+    for count in (1, 2, 3):
+        best = min(smallest_error(data, weight, list(gone), width) for gone in combinations(range(6), count))
+        error = sum(greedy.errors[:count])
+        assert error >= best * (1 - 1e-9)
+        assert count > 1 or error == pytest.approx(best)
+
+
+@given(seed=st.integers(0, 10_000), width=st.sampled_from([1, 4]))
+@settings(max_examples=25, deadline=None)
+def test_the_surgeon_is_never_worse_than_magnitude(seed, width):
+    """At every count, against the smallest weights removed, and the others as they are."""
+    _, moments, weight = layer(8 * width, seed)
+    squares = weight.square().sum(0).view(8, width).sum(1)
+    orders = removal(weight, moments, width), magnitude_removal(squares)
+    for count in range(1, 9):
+        kept, large = (columns_of(each.order[:count], width, 8 * width) for each in orders)
+        fitted = torch.zeros_like(weight)
+        fitted[:, kept] = least_squares(weight, moments, kept)
+        assert output_error(weight, moments, fitted) <= output_error(weight, moments, weight * large) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_least_squares_is_that_of_the_data(biased):
+    """As torch.linalg.lstsq fits the outputs: by moments or, where a bias is fitted with it, by the covariance."""
+    data, moments, weight = layer(12)
+    kept = columns_of([1, 4, 7], 1, 12)
+    inputs = data + torch.arange(12) * 0.3 if biased else data
+    wanted = inputs @ weight.T
+    if biased:
+        centred = inputs - inputs.mean(0)
+        moments = centred.T @ centred / len(data)
+        ones = inputs.new_ones(len(inputs), 1)
+        solution = torch.linalg.lstsq(torch.cat((inputs[:, kept], ones), 1), wanted).solution[:-1]
+    else:
+        solution = torch.linalg.lstsq(inputs[:, kept], wanted).solution
+    torch.testing.assert_close(least_squares(weight, moments, kept), solution.T)
+
+
+def test_an_input_that_says_nothing_goes_first():
+    """One that is always zero, then one that is a sum of others; both at no cost."""
+    data, _, weight = layer(8)
+    data[:, 3], data[:, 6] = 0, data[:, 0] + data[:, 1]
+    damped = data.T @ data / len(data) + 1e-9 * torch.eye(8)
+    order = removal(weight, damped, 1)
+    assert order.order[0] == 3
+    assert order.order[1] in (0, 1, 6)
+    assert sum(order.errors[:2]) < 1e-6 < order.errors[2]
+
+
+def test_magnitudes_are_removed_from_the_smallest():
+    """Each counts as one, since their errors are unknown."""
+    assert magnitude_removal(torch.tensor([3.0, 1.0, 2.0])) == Removal([1, 2, 0], [1.0] * 3)
