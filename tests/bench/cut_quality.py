@@ -84,6 +84,9 @@ COMPARISONS = {
 
 
 def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality") -> None:
+    if not SHARED.is_dir():
+        print(f"{SHARED} is missing, and its data with it: nothing to measure")
+        return
     comparison, folder = COMPARISONS[name], Path(output) / name
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
@@ -134,7 +137,8 @@ def shorten(content: dict[str, Any]) -> None:
     content["task"] |= {"max_train_samples": 64, "max_eval_samples": 16}
     content["report"] = content["tensorboard"] = False
     for phase in content["phases"]:
-        phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
+        if phase["num_train_epochs"] > 0:
+            phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
         if "cut" in phase:
             phase["cut"] |= {"calibration_examples": 16}
         if "prune" in phase.get("techniques", {}):

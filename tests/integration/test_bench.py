@@ -10,6 +10,9 @@ from support.launching import ROOT, SHARED, Done, run_script
 
 FIGURES = {
     "against_hf_trainer": 1,
+    "cut_quality": 5 if SHARED.is_dir() else 0,
+    "cut_speed": 4,
+    "deployed_speed": 4,
     "exit_speed": 14,
     "faults": 0,
     "length_grouping": 4 if SHARED.is_dir() else 0,
@@ -31,7 +34,11 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     rows = [f"the {word} is old\t{label}" for label, word in enumerate(("plum", "saw"))] * 8
     for name in ("train.tsv", "dev.tsv"):
         (folder / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
-    arguments = {"exit_speed": [model, str(folder)], "student_speed": [model, model, str(folder)]}
+    exported = run_script("launch/export.py", model, "--onnx", "--quantize", "int8")
+    assert exported.returncode == 0, exported.stderr[-3000:]
+    two = [model, model, str(folder)]
+    arguments = {"exit_speed": [model, str(folder)], "student_speed": two, "deployed_speed": two}
+    arguments["cut_quality"] = ["sst2", "1", str(folder / "cut_quality")]
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }

@@ -146,16 +146,23 @@ def test_a_recipe_of_an_original_says_the_originals_numbers(name: str) -> None:
     assert [recipe["task"], *(phase for phase in phases if phase["name"] != "teacher")] == ORIGINALS[name]
 
 
-@pytest.mark.parametrize("name", ["sst2_cut", "squad_cut", "glue_cut"])
-def test_a_recipe_of_cuts_trains_plain_halves_and_quarters_of_the_dense_model(name: str) -> None:
-    """Each is cut from the fine-tuned model, with it as the teacher, and has a tenth of its steps to warm up."""
-    finetune, *cuts = recipe_of(name).phases
-    assert [(phase.name, phase.cut and phase.cut.keep) for phase in cuts] == [("half", 0.5), ("quarter", 0.25)]
+CUTS = {
+    "sst2_cut": {"half": 0.5, "quarter": 0.25, "eighth": 0.125, "sparse": 0.15},
+    "squad_cut": {"half": 0.5, "quarter": 0.25, "sparse": 0.15},
+    "glue_cut": {"half": 0.5, "quarter": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_the_phases_of_a_recipe_of_cuts_cut_the_dense_model_and_learn_from_it(name: str) -> None:
+    """Heads and neurons are cut to plain shapes, and what was pruned weight by weight keeps its zeros."""
+    finetune, *cuts = [phase for phase in recipe_of(name).phases if phase.trains]
+    assert {phase.name: phase.cut and phase.cut.keep for phase in cuts} == CUTS[name]
     for phase in cuts:
         assert phase.cut is not None
         assert phase.techniques.distill is not None
         assert (phase.start_from, phase.techniques.distill.teacher) == (f"@{finetune.name}",) * 2
-        assert phase.cut.uniform
+        assert phase.cut.uniform if phase.cut.cuts_blocks else phase.techniques.keep_zeros
         assert phase.warmup_steps == 0.1
 
 
