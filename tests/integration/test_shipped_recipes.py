@@ -130,7 +130,7 @@ def test_every_recipe_holds_on_small_and_large_tasks(path: Path) -> None:
         for examples in (SMALL, LARGE):
             batch = settled_numbers({}, phase, 1).train_batch_size
             total = phase.max_steps or steps_for(phase.num_train_epochs or 0, examples, batch)
-            assert total > 0
+            assert total > 0 or not phase.trains
             if phase.techniques.prune:
                 threshold_schedule(
                     phase.techniques.prune, PhaseLength(total, steps_of(phase.warmup_steps, total), seed=0)
