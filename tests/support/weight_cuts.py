@@ -19,10 +19,13 @@ DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position
 FAMILIES = {
     "bert": SMALL,
     "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": 40},
+    "deberta": SMALL | DEBERTA,
     "deberta-v2": SMALL | DEBERTA | {"share_att_key": True},
+    "deberta-v2, keys apart": SMALL | DEBERTA,
     "modernbert": SMALL | ENDS,
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "pad_token_id": 0},
     "llama": SMALL | {"num_key_value_heads": 1, "pad_token_id": 0},
+    "opt": SMALL | {"ffn_dim": 24, "word_embed_proj_dim": 16, "pad_token_id": 0},
     "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
 }
 CPU = torch.device("cpu")
@@ -30,7 +33,7 @@ CPU = torch.device("cpu")
 
 def model_of(family):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, num_labels=3, **FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family.partition(",")[0], num_labels=3, **FAMILIES[family])
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

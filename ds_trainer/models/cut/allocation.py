@@ -28,13 +28,23 @@ _SIZES = 32
 _BINS = 4096
 """The resolution of the budget in the dynamic programming."""
 
+_UNITS = {
+    "keep": "the weights in heads and neurons",
+    "target_flops": "the encoder's FLOPs",
+    "target_latency": "the encoder's seconds",
+}
+
 
 @dataclass(frozen=True)
 class Prices:
-    """What one decision of each block costs, by the names of `cut_places`, and what all may cost together."""
+    """What one decision of each block costs, by the names of `cut_places`, and what all may cost together.
+
+    The spec's target is a share of `total`, in which what no cut removes is counted as well.
+    """
 
     each: Mapping[str, float]
     budget: float
+    total: float
 
 
 @dataclass(frozen=True)
@@ -62,10 +72,12 @@ def allocate(
     """
     places = cut_places(model, spec)
     least = sum(place.lowest * prices.each[name] for name, place in places.items())
+    target, share = next((name, value) for name in _UNITS if (value := getattr(spec, name)) is not None)
     if least > prices.budget:
+        needed = share + (least - prices.budget) / prices.total
         raise UserError(
-            f"cut: the heads that must stay, and all that no cut removes, cost {least - prices.budget:.3g} more than "
-            f"the target allows: raise the target, or lower min_heads (now {spec.min_heads})"
+            f"cut: the heads that must stay, and all that no cut removes, cost {needed:.1%} of {_UNITS[target]}, and "
+            f"{target} is {share:.3g}: raise it, or lower min_heads (now {spec.min_heads})"
         )
     trials = {
         place.name: distributed.on_main(partial(_trial, place, gram, spec))
@@ -73,7 +85,12 @@ def allocate(
     }
     losses = _measured_losses(model.to(device), places, trials, calibration)
     model.cpu()
-    return cheapest_sizes({name: _curve(place, trials[name], losses[name]) for name, place in places.items()}, prices)
+    counts = cheapest_sizes({name: _curve(place, trials[name], losses[name]) for name, place in places.items()}, prices)
+    for kind, noun, remedy in (("attention", "head", "set min_heads, or raise"), ("feed_forward", "neuron", "raise")):
+        kept = [counts[name] for name, place in places.items() if place.block.kind == kind]
+        if kept and not any(kept):
+            distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
+    return counts
 
 
 def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:

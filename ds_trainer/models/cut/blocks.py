@@ -8,7 +8,6 @@ the model computes them, each on the inputs that it gets from the blocks that ar
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,14 +104,10 @@ def cut_blocks(
     records = []
     places = {name: place for name, place in cut_places(model, spec).items() if counts[name] < place.count}
     for place, gram in with_grams(model, places, calibration, device):
-        cut = distributed.on_main(partial(_cut, place, gram, spec, counts[place.name]))
+        cut = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
         cut.write(place.outer)
         records.append(CutRecord(place.name, place.count, counts[place.name], cut.error))
     return records
-
-
-def _cut(place: CutBlock, gram: Gram, spec: CutSpec, kept: int) -> Replacement:
-    return OuterCut(place, gram, spec).keeping(kept)
 
 
 def with_grams(

@@ -1,6 +1,6 @@
 """Cut a trained model as a spec says: heads and neurons, or single weights, from a calibration set."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -8,13 +8,13 @@ import torch
 
 from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
 from ds_trainer.models.cut.allocation import Prices, allocate
-from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.weights import cut_linears, cut_weights
 from ds_trainer.models.flops import decision_flops, encoder_flops
 from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
-from ds_trainer.models.layers import in_features, rows_of, whole_class
+from ds_trainer.models.layers import AnyLinear, in_features, rows_of, whole_class
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -29,6 +29,7 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     _check_finite(model)
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
+        _check_tokens(cut_linears(model, spec).values(), calibration, spec)
         return model, cut_weights(model, calibration, spec, device)
     places = cut_places(model, spec)
     if spec.uniform:
@@ -37,8 +38,8 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     else:
         counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
     if all(counts[name] == place.count for name, place in places.items()):
-        raise UserError("cut: rounded to whole heads and neurons, the share to keep is all of them: keep less")
-    _check_tokens(places, calibration)
+        raise UserError(f"cut: keep {spec.keep} rounds to all heads and neurons: lower it")
+    _check_tokens([place.outer for place in places.values()], calibration, spec)
     records = cut_blocks(model, counts, calibration, spec, device)
     return shrink(model), records
 
@@ -71,15 +72,15 @@ def _check_finite(model: Any) -> None:
         )
 
 
-def _check_tokens(places: Mapping[str, CutBlock], calibration: Calibration) -> None:
-    """Warn where a block has more inputs than the calibration examples have tokens; collective."""
+def _check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: CutSpec) -> None:
+    """Warn where a layer that is fitted has more inputs than the calibration examples have tokens; collective."""
     here = sum(int(attended.sum()) for attended in calibration.attended)
     tokens = sum(count for (count,) in distributed.numbers_of_all([here]))
-    widest = max(in_features(place.outer) for place in places.values())
-    if tokens < widest:
+    widest = max(map(in_features, linears))
+    if tokens < widest and (spec.method == "obs" or spec.update_weights):
         distributed.warn(
-            f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, which do not determine it: raise "
-            "calibration_examples, or damping"
+            f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, too few to fit it: damping decides "
+            "the rest; raise calibration_examples"
         )
 
 
@@ -103,4 +104,4 @@ def _prices(model: Any, spec: CutSpec, device: torch.device) -> Prices:
         each = {name: place.weights / place.count for name, place in places.items()}
         total, share = sum(place.weights for place in places.values()), spec.keep
     removable = sum(each[name] * place.count for name, place in places.items())
-    return Prices(each, share * total - (total - removable))
+    return Prices(each, share * total - (total - removable), total)

@@ -52,9 +52,10 @@ class Fitting:
         self.damped, self._damping = gram.second_moments(self.bias is not None, damping)
 
     @property
-    def variances(self) -> Tensor:
-        """The variance, or second moment, of each input (in,)."""
-        return self.damped.diagonal() - self._damping
+    def squares(self) -> Tensor:
+        """The mean square of each input (in,)."""
+        moments = self.damped.diagonal() - self._damping
+        return moments if self.bias is None else moments + self.mean.square()
 
     def replacement(self, weight: Tensor) -> Replacement:
         """Return the layer with a new weight (out, in), and the bias that goes with it."""

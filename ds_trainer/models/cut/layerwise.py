@@ -117,7 +117,7 @@ class Layerwise:
             for _ in self._pass():
                 tokens = next(attended).to(self.device)
                 for name, calls in inputs.items():
-                    for values in calls:
+                    for values in (by_example(call, tokens.shape) for call in calls):
                         # relative positions, for example, are no tokens: all of them count
                         grams[name].add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
                     calls.clear()
@@ -166,6 +166,16 @@ class Layerwise:
                 computed.clear()
                 self._base(**inputs, **self._options)
                 yield computed[0]
+
+
+def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
+    """Return the inputs or outputs of a linear layer as (rows, length, width), if its model has flattened the tokens.
+
+    `tokens` is (rows, length). OPT flattens them, for example. Vectors of something else become one row.
+    """
+    if values.dim() > 2:
+        return values
+    return values.unflatten(0, tokens) if len(values) == tokens.numel() else values[None]
 
 
 @contextlib.contextmanager

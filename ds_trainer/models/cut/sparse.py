@@ -1,7 +1,7 @@
 """Zeros in the weight of one linear layer: which weights to remove, and new values for those that are kept.
 
 The layer gets inputs of the covariance C. A mask M and values V on it are wanted that minimise the mean squared error
-of the outputs, tr((W - V) C (W - V)^T). `surgeon_mask` splits the problem into one without a mask and a projection on
+of the outputs, tr((W - V) C (W - V)^T). `admm_mask` splits the problem into one without a mask and a projection on
 masks (ADMM; ALPS, arXiv 2406.07831). On MiniLM at 15% of the weights it comes to half the error of a column sweep
 (SparseGPT, arXiv 2301.00774), and to less than removal one by one (Optimal Brain Compression, arXiv 2208.11203), in a
 hundredth of its time. `masked_least_squares` solves for V, given M, by conjugate gradients.
@@ -37,10 +37,13 @@ class Pattern:
         return scores if self.block == (1, 1) else F.avg_pool2d(scores[None], self.block, ceil_mode=True)[0]
 
     def mask(self, scores: Tensor, share: float) -> Tensor:
-        """Keep this share of the blocks, of the largest scores: bools of the shape of `scores`, which is (out, in)."""
+        """Keep this share of the blocks, of the largest scores: bools of the shape of `scores`, which is (out, in).
+
+        At least one block stays in every group.
+        """
         means = self.means(scores)
         groups = means.reshape(-1, self.group or means.numel())
-        largest = groups.topk(round(share * groups.shape[1]), dim=1, sorted=False).indices
+        largest = groups.topk(max(1, round(share * groups.shape[1])), dim=1, sorted=False).indices
         kept = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, largest, True).view(means.shape)
         if self.block == (1, 1):
             return kept
@@ -48,9 +51,10 @@ class Pattern:
         return kept.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: scores.shape[0], : scores.shape[1]]
 
 
-def surgeon_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Return the mask that keeps a share of a weight at little error, and values on it that `least_squares` refines.
+def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """Return the mask that keeps a share of a weight at little error, and values for `masked_least_squares` to refine.
 
+    This is the method "obs" for single weights: ADMM, as only heads and neurons are removed one by one (`surgeon.py`).
     Weight (out, in), covariance (in, in) positive definite, fp64. O(in^3 + 60 in^2 out) operations.
     """
     scale = covariance.diagonal().sqrt()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_trainer.ranks.timing import seconds
 
 _PENDING = 96
-"""How many columns are removed before both matrices are updated: one product of matrices is faster than many small."""
+"""Removals between two updates of the whole matrices; one large product is faster than many small ones."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Which tokens of a fast tokenizer can go, and the tokenizer without them.
 
 A text whose tokens all stay is tokenised as before. WordPiece takes the longest token at each place, and Unigram the
-tokens with the highest sum of scores: neither chooses differently for lack of a token that it did not choose. BPE does
-not either, as long as each token stays together with all tokens that it is merged from. A text of which a token went
-falls into smaller tokens: the characters of ASCII, of Western Europe and of all tokens that stay do not go. A script
-that no such token is written in becomes unknown, or bytes.
+tokens with the highest sum of scores. Removing a token that was not chosen changes neither's choice. BPE's does not
+change either, as long as each token stays together with all tokens that it is merged from. A text of which a token went
+falls into smaller tokens. Kept: every character of ASCII, of Western Europe and of each kept token. A script that no
+such token is written in becomes unknown, or bytes.
 """
 
 import copy

@@ -78,7 +78,7 @@ def _check(model: Any, smaller: Any, kept: Tensor) -> None:
 
 
 def _with_ids(config: Any, renumbered: Mapping[int, int | None]) -> Any:
-    """Return the config with the new ids. A row that no token had is None, and an id that had no row stays."""
+    """Return the config with the new ids. Ids of padding rows become None; ids beyond the embeddings stay."""
     config = copy.deepcopy(config)
     for name, value in list(vars(config).items()):
         if _FIELDS.fullmatch(name):

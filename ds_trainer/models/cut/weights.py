@@ -16,7 +16,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
-from ds_trainer.models.cut.sparse import Pattern, masked_least_squares, surgeon_mask
+from ds_trainer.models.cut.sparse import Pattern, admm_mask, masked_least_squares
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, rows_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -77,7 +77,10 @@ class _WeightCut:
                     yield name, gram
 
     def shares(self) -> dict[str, float]:
-        """Return the share that each matrix keeps: the same or, over all matrices, that of the largest scores.
+        """Return the share that each matrix keeps.
+
+        The same share for all or, if not uniform, the share of its weights that are among the largest scores of the
+        model.
 
         Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: the errors of two
         matrices are not comparable, and neither are Wanda's scores.
@@ -116,9 +119,9 @@ def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: 
     fitting = Fitting(linear, gram, spec.damping)
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
-        mask, values = surgeon_mask(dense, fitting.damped, share, pattern)
+        mask, values = admm_mask(dense, fitting.damped, share, pattern)
     elif spec.method == "wanda":
-        mask, values = pattern.mask(_scores(dense, fitting.variances), share), dense
+        mask, values = pattern.mask(_scores(dense, fitting.squares), share), dense
     else:
         mask, values = pattern.mask(_scores(dense, fisher), share), dense
     if not spec.update_weights:

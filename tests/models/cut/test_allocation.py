@@ -36,7 +36,7 @@ def problems(draw):
         losses = sorted(draw(st.lists(st.floats(0, 9), min_size=len(sizes), max_size=len(sizes))), reverse=True)
         curves[name], each[name] = Curve(np.array(sizes), np.array(losses)), draw(st.floats(1e-3, 1e3))
     least, most = (sum(curves[name].sizes[end] * each[name] for name in curves) for end in (0, -1))
-    return curves, Prices(each, least + draw(st.floats(0, 1.2)) * (most - least))
+    return curves, Prices(each, least + draw(st.floats(0, 1.2)) * (most - least), most)
 
 
 @given(problem=problems())
@@ -128,7 +128,7 @@ def test_the_model_is_as_before_after_its_sizes_were_chosen(method):
     model = model_of("llama")
     before, spec = copy.deepcopy(model.state_dict()), CutSpec(keep=0.5, method=method)
     places = cut_places(model, spec)
-    prices = Prices({name: place.weights / place.count for name, place in places.items()}, 2000.0)
+    prices = Prices({name: place.weights / place.count for name, place in places.items()}, 2000.0, 4000.0)
     counts = allocate(model, prices, GIVEN, spec, CPU)
     assert sum(prices.each[name] * count for name, count in counts.items()) <= 2000
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

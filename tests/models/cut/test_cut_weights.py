@@ -102,9 +102,18 @@ def test_shares_go_where_weights_count(calibration):
     assert max(shares.pop("0.intermediate.dense"), shares.pop("0.output.dense")) < min(0.1, *shares.values())
 
 
-def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(calibration):
-    """Against autograd, one example at a time."""
-    model = model_of("bert")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_has_a_fisher_diagonal(family, calibration):
+    """Also projections of relative positions, which do not depend on the embeddings of tokens."""
+    model = model_of(family)
+    diagonals = fisher_diagonals(model, encoder_linears(model), calibration, CPU)
+    assert all(diagonal.any() for diagonal in diagonals.values())
+
+
+@pytest.mark.parametrize("family", ["bert", "opt"])
+def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(family, calibration):
+    """Against autograd, one example at a time; OPT hands all tokens of a batch to a layer in one row."""
+    model = model_of(family)
     linears = encoder_linears(model)
     diagonals = fisher_diagonals(model, linears, calibration, CPU)
     expected = {name: torch.zeros_like(linear.weight) for name, linear in linears.items()}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.calibrated import CPU, calibration, inputs_seen
 from support.exhaustive import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
@@ -77,6 +78,22 @@ def test_several_layers_are_seen_at_once() -> None:
     layerwise = Layerwise(model, given, CPU)
     for prefix, layer in zip(layers_of(model), layerwise, strict=True):
         grams = layerwise.grams({f"{prefix}.{name}": layer.get_submodule(name) for name in names})
+        for name, inputs in inputs_seen(model, grams, given).items():
+            torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
+    """OPT's feed-forward gets (rows * length, width): 15 tokens of each batch, as its attention."""
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": 64}
+    model, given = (
+        transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
+        calibration(3),
+    )
+    layerwise = Layerwise(model, given, CPU)
+    for prefix, layer in zip(layers_of(model), layerwise, strict=True):
+        linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
+        grams = layerwise.grams(linears)
+        assert {gram.tokens for gram in grams.values()} == {45}
         for name, inputs in inputs_seen(model, grams, given).items():
             torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
 
