@@ -1,12 +1,19 @@
 """Zeros written in whole models: how many, of which pattern, at which error, for every kind of architecture."""
 
+import logging
+
 import pytest
 import torch
 import transformers
+from support.calibrated import calibration as fifteen_tokens
+from support.calibrated import inputs_seen
 from support.launching import run_deepspeed
 from support.weight_cuts import CPU, FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
+from support.zeroed import bare_of
 
+from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.fisher import fisher_diagonals
+from ds_trainer.models.cut.sparse import Pattern
 from ds_trainer.models.cut.weights import cut_weights
 from ds_trainer.models.layers import encoder_linears, rows_of
 
@@ -53,6 +60,32 @@ def test_every_method_gives_every_pattern(method, granularity, calibration):
             assert sum(map(int, blocks)) == round(0.5 * len(blocks))
         else:
             assert int(kept.sum()) == kept.numel() // 2
+
+
+def test_wanda_scores_by_the_norm_of_the_inputs(calibration):
+    """Not by their variance: a large mean counts, also where a bias could make up for it (arXiv 2306.11695)."""
+    model = model_of("bert")
+    name = "bert.encoder.layer.0.attention.self.query"
+    with torch.no_grad():
+        model.bert.embeddings.LayerNorm.bias[::2] += 5.0
+    inputs, weight = inputs_seen(model, [name], calibration)[name], model.get_submodule(name).weight.clone()
+    cut_weights(model, calibration, spec_of(method="wanda", update_weights=False), CPU)
+    expected = Pattern(group=16).mask(weight.abs() * inputs.norm(dim=0), 0.3)
+    assert torch.equal(model.get_submodule(name).weight != 0, expected)
+
+
+def test_fewer_tokens_than_inputs_are_told(caplog):
+    """15 tokens for matrices of up to 32 inputs; magnitude without new values needs no token at all."""
+
+    def warnings(**fields):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ds_trainer"):
+            cut_model(bare_of("bert"), fifteen_tokens(1), spec_of(**fields), CPU)
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = warnings()
+    assert message.startswith("cut: the cut of 32 inputs is fitted to 15 tokens, too few to fit it")
+    assert not warnings(method="magnitude", update_weights=False)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

@@ -82,6 +82,17 @@ def test_several_layers_are_seen_at_once() -> None:
             torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
 
 
+def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer goes there before the next one does and comes back first; no other parameter of the model moves."""
+    model, moves = model_of("bert"), []
+    there = torch.device("cpu", 0)
+    names = {layer: name for name, layer in layers_of(model).items()}
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *to: moves.append((names.get(module), *to)) or module)
+    monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: moves.append((names.get(module), "back")) or module)
+    list(with_grams(model, cut_places(model, SPEC), calibration(2), there))
+    assert moves == [(name, where) for name in layers_of(model) for where in (there, "back")]
+
+
 def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
     """OPT's feed-forward gets (rows * length, width): 15 tokens of each batch, as its attention."""
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": 64}

@@ -41,6 +41,12 @@ def test_exactly_the_share_is_kept(layer, share):
     assert values[~mask].abs().max() == 0 if share < 1 else torch.allclose(values, layer[0])
 
 
+def test_a_share_that_rounds_to_nothing_keeps_one(layer):
+    """Of the matrix or, where outputs compare their own weights, of each output."""
+    assert int(solved(*layer, 0.001, WEIGHTS).count_nonzero()) == 1
+    assert (Pattern(group=24).mask(layer[0].square(), 0.001).sum(1) == 1).all()
+
+
 def test_two_of_every_four_inputs_are_kept(layer):
     """With 2:4 every four neighbouring inputs of each output keep exactly two weights."""
     weight = solved(*layer, 0.5, FOUR)
