@@ -5,7 +5,7 @@ kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` fro
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,11 +90,7 @@ class _WeightCut:
         if self.is_uniform:
             return dict.fromkeys(self.linears, keep)
         scores = {name: self._means_of_scores(name) for name in self.linears}
-        joined = torch.cat([of_matrix.flatten() for of_matrix in scores.values()])
-        kept = torch.zeros_like(joined, dtype=torch.bool)
-        kept[joined.topk(round(keep * len(joined)), sorted=False).indices] = True
-        parts = kept.split([of_matrix.numel() for of_matrix in scores.values()])
-        return {name: float(part.double().mean()) for name, part in zip(scores, parts, strict=True)}
+        return dict(zip(scores, shares_of_largest([*scores.values()], keep), strict=True))
 
     def solved(self, name: str, gram: Gram, share: float) -> Replacement:
         """Return what becomes of a linear layer that keeps a share of its weights."""
@@ -102,7 +98,34 @@ class _WeightCut:
 
     def _means_of_scores(self, name: str) -> Tensor:
         weight = rows_of(self.linears[name].weight, type(self.linears[name]))
-        return _pattern(self.spec, weight.shape[1]).means(_scores(weight, self.fisher.get(name)))
+        return _pattern(self.spec, weight.shape[1]).means(_scores(weight.float(), self.fisher.get(name)))
+
+
+def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:
+    """Return the share of each tensor's scores that are among the largest `keep` of all; scores are fp32, none below 0.
+
+    The smallest score to keep is bisected by its bits, which are in the order of such numbers, so that no score is
+    copied. Scores equal to it are kept by the same share in every tensor.
+    """
+    wanted, low, high = (
+        round(keep * sum(score.numel() for score in scores)),
+        0,
+        0x7F800000,
+    )  # the bits of 0 and infinity
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(int((score >= _of_bits(middle)).count_nonzero()) for score in scores) >= wanted:
+            low = middle
+        else:
+            high = middle
+    above = [int((score > _of_bits(low)).count_nonzero()) for score in scores]
+    equal = [int((score == _of_bits(low)).count_nonzero()) for score in scores]
+    rest = (wanted - sum(above)) / max(1, sum(equal))
+    return [(a + rest * e) / score.numel() for a, e, score in zip(above, equal, scores, strict=True)]
+
+
+def _of_bits(bits: int) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
 
 def _pattern(spec: CutSpec, features: int) -> Pattern:

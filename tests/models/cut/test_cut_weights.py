@@ -14,7 +14,7 @@ from support.zeroed import bare_of
 from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.sparse import Pattern
-from ds_trainer.models.cut.weights import cut_weights
+from ds_trainer.models.cut.weights import cut_weights, shares_of_largest
 from ds_trainer.models.layers import encoder_linears, rows_of
 
 
@@ -113,6 +113,19 @@ def test_comparable_scores_share_one_threshold(method, calibration):
         0.3 * total, abs=len(records) * (20 if method == "wanda" else 1)
     )
     assert len({round(record.kept / record.count, 2) for record in records}) > 3
+
+
+@pytest.mark.parametrize("keep", [0.001, 0.3, 0.7, 0.999])
+def test_shares_are_those_of_a_sort(keep):
+    """Over matrices of unlike scores, half of them zeros: of equal scores every matrix keeps the same part."""
+    scores = [scale * torch.randn(30, size).relu().square() for scale, size in ((1e-9, 40), (1, 7), (50, 90))]
+    joined = torch.cat([score.flatten() for score in scores])
+    wanted = round(keep * len(joined))
+    least = joined.sort(descending=True).values[wanted - 1]
+    ties = (wanted - (joined > least).sum()) / (joined == least).sum()
+    expected = [float(((score > least) + ties * (score == least)).mean()) for score in scores]
+    assert shares_of_largest(scores, keep) == pytest.approx(expected)
+    assert sum(share * score.numel() for share, score in zip(expected, scores, strict=True)) == pytest.approx(wanted)
 
 
 def test_shares_go_where_weights_count(calibration):
