@@ -38,7 +38,8 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     else:
         counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
     if all(counts[name] == place.count for name, place in places.items()):
-        raise UserError(f"cut: keep {spec.keep} rounds to all heads and neurons: lower it")
+        share = spec.keep or spec.target_flops or spec.target_latency
+        raise UserError(f"cut: a share of {share} rounds to all heads and neurons: lower it")
     _check_tokens([place.outer for place in places.values()], calibration, spec)
     records = cut_blocks(model, counts, calibration, spec, device)
     return shrink(model), records

@@ -80,9 +80,7 @@ class _WeightCut:
         """Return the share that each matrix keeps.
 
         The same share for all or, if not uniform, the share of its weights that are among the largest scores of the
-        model.
-
-        Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: the errors of two
+        model. Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: the errors of two
         matrices are not comparable, and neither are Wanda's scores.
         """
         keep = self.spec.keep
@@ -107,11 +105,8 @@ def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:
     The smallest score to keep is bisected by its bits, which are in the order of such numbers, so that no score is
     copied. Scores equal to it are kept by the same share in every tensor.
     """
-    wanted, low, high = (
-        round(keep * sum(score.numel() for score in scores)),
-        0,
-        0x7F800000,
-    )  # the bits of 0 and infinity
+    wanted = round(keep * sum(score.numel() for score in scores))
+    low, high = 0, 0x7F800000  # the bits of 0 and infinity
     while high - low > 1:
         middle = (low + high) // 2
         if sum(int((score >= _of_bits(middle)).count_nonzero()) for score in scores) >= wanted:

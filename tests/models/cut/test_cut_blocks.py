@@ -233,7 +233,7 @@ def test_weights_that_are_not_finite_are_named(place: str) -> None:
 
 def test_a_share_that_rounds_to_everything_is_refused() -> None:
     """Three of four heads would be less; 99% is not."""
-    with pytest.raises(UserError, match=r"cut: keep 0\.99 rounds to all heads and neurons: lower it"):
+    with pytest.raises(UserError, match=r"cut: a share of 0\.99 rounds to all heads and neurons: lower it"):
         cut_model(model_of("bert"), GIVEN, CutSpec(keep=0.99, uniform=True, granularity="head"), CPU)
 
 
