@@ -105,6 +105,7 @@ class PhasePlan(PhaseModel):
         The values are JSON values, and their keys are the words by which an error message names a difference.
         """
         return {
+            **starting_identity(self.phase),
             "the precision": precision_of(self.engine_config),
             "the seed": self.length.seed,
             "the training data": self.task.key("train"),
@@ -182,6 +183,12 @@ def plan_phase(
                 f"phase ends at step {total}, and its schedules follow"
             )
     return plan
+
+
+def starting_identity(phase: Phase) -> dict[str, Any]:
+    """Return the part of `PhasePlan.identity` that says how the model is made that the phase starts from."""
+    specs = {"the student": phase.student, "the cut": phase.cut}
+    return {name: spec and spec.model_dump() for name, spec in specs.items()}
 
 
 def folder_of(phase: Phase, job: TrainJob) -> Path:

@@ -18,13 +18,13 @@ from ds_trainer.config.saved_checkpoint import RECIPE
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import WholeCheckpoint
+from ds_trainer.engine.checkpoint import WholeCheckpoint, check_fits
 from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
-from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase
+from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase, starting_identity
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
@@ -139,6 +139,8 @@ def _plan_and_claim(
     if named and named.path.parent != checkpoints.folder:
         named = None
     resumed = named or (checkpoints.newest() if job.resume else None)
+    if resumed:  # otherwise the model that the checkpoint goes on from would be replaced before a mistake shows
+        check_fits(*resumed, starting_identity(phase))
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
     if named:
         distributed.on_main(partial(go_back, folder, job, named.path))

@@ -17,7 +17,7 @@ from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.cut_folder import CutFolder, cut_of, outline_of
+from ds_trainer.tasks.cut_folder import CutResult, check_trained, cut_of, outline_of
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.task import Task
 
@@ -68,7 +68,7 @@ class StartingModels:
             self._made(phase.name, lambda: identity, cut.save)
         return str(target)
 
-    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
         distributed.info(f"{phase.name}: cutting {source}")
         cut = cut_of(task, source, spec, self.recipe.seed)
         distributed.info(f"{phase.name}: {cut.summary}")
@@ -119,7 +119,9 @@ class StartingModels:
 class RehearsedModels(StartingModels):
     """The same for a rehearsal, in which models of earlier phases are untrained: a cut is made in its shape only."""
 
-    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutFolder:
+    def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
+        if self._phase_of(phase.start_from) is None:  # otherwise an earlier phase will have trained it
+            check_trained(task, source, spec)
         return outline_of(task, source, spec)
 
 

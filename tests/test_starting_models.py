@@ -15,7 +15,7 @@ from ds_trainer.models.pretrained import CLASSIFIER, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.starting_models import MadeModels, RehearsedModels, StartingModels
-from ds_trainer.tasks.cut_folder import CutFolder, cut_of
+from ds_trainer.tasks.cut_folder import CutResult, cut_of
 from ds_trainer.tasks.registry import build_task
 
 SMALL = {"name": "small", "start_from": "@model", "max_steps": 1}
@@ -127,19 +127,23 @@ def test_a_cut_of_something_else_is_made_anew(change, tiny_recipe, tmp_path, csv
 
 
 def test_a_rehearsal_makes_the_shape_of_a_cut_without_calibration(tiny_recipe, tmp_path, monkeypatch):
-    """In its folder alone; also where the sizes would be chosen by loss."""
+    """In its folder alone. Sizes by the answers of an untrained model are refused before anything is trained."""
     monkeypatch.setattr(starting_models, "cut_of", None)
-    for number, cut in enumerate([{}, {"uniform": False, "keep": None, "target_flops": 0.5}]):
-        folder = made(cut_recipe(tiny_recipe, **cut), tmp_path / str(number), RehearsedModels)
-        assert sizes_of(load_with_head(folder, CLASSIFIER)) == {"heads": [1, 1], "neurons": [32, 32]}
+    folder = made(cut_recipe(tiny_recipe), tmp_path / "uniform", RehearsedModels)
+    assert sizes_of(load_with_head(folder, CLASSIFIER)) == {"heads": [1, 1], "neurons": [32, 32]}
+    by_loss = cut_recipe(tiny_recipe, uniform=False, keep=None, target_flops=0.5)
+    with pytest.raises(UserError, match="say nothing about what to keep"):
+        made(by_loss, tmp_path / "by_loss", RehearsedModels)
 
 
 def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monkeypatch):
     """This one has its folder already, and keeps it; the calibration is run, since another rank waits in it."""
     recipe, calls = cut_recipe(tiny_recipe), []
+    sizes = {"before": 2, "after": 1}
+    result = CutResult(None, None, {"parts": [], "parameters": sizes, "tokens": sizes, "seconds": 0})
     before = {path: path.stat().st_mtime_ns for path in made(recipe, tmp_path).iterdir()}
     monkeypatch.setattr(distributed, "numbers_of_all", lambda values: [list(values), [1]])
-    monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or CutFolder(None, None, {}))
+    monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or result)
     assert {path: path.stat().st_mtime_ns for path in made(recipe, tmp_path).iterdir()} == before
     assert len(calls) == 1
 
@@ -156,5 +160,5 @@ def test_a_head_that_is_not_trained_is_the_same_on_every_rank(tiny_recipe, tmp_p
         torch.rand(3)
         heads.append(cut_of(task, source, spec, seed=1).model.classifier.weight)
     assert torch.equal(*heads)
-    with pytest.raises(UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set uniform$"):
+    with pytest.raises(UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set uniform"):
         cut_of(task, source, spec.model_copy(update={"uniform": False}), seed=1)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ds_trainer.config.fields import Count, Positive, Strict
 from ds_trainer.ranks.failures import UserError
@@ -22,6 +22,13 @@ class VocabularySpec(Strict):
         "seen", description='"seen" in the training texts, the most frequent N, or a file with a token in each line'
     )
 
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _no_quoted_number(cls, keep: Any) -> Any:
+        if isinstance(keep, str) and keep.isdigit():
+            raise UserError(f'"{keep}" would be the name of a file: write {keep} without quotes to keep so many tokens')
+        return keep
+
     @property
     def file(self) -> Path | None:
         """The file that lists the tokens, if one does."""
@@ -37,11 +44,17 @@ class CutSpec(Strict):
     keep: KeptShare | Annotated[list[KeptShare], Field(min_length=1)] | None = Field(
         None, description="share to keep; a list cuts in steps, and divides the phase's training among them"
     )
-    target_flops: KeptShare | None = Field(None, description="share of the encoder's FLOPs to keep, instead of keep")
+    target_flops: KeptShare | None = Field(
+        None, description="share of the FLOPs of the encoder, as it is now, to keep; instead of keep"
+    )
     target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
     uniform: bool = Field(False, description="the same share in every layer; otherwise by the loss that it adds")
-    method: Method = Field("obs", description="how to choose; wanda and fisher are for weight, block and 2:4")
+    method: Method = Field(
+        "obs",
+        description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
+        "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",
+    )
     update_weights: bool = Field(True, description="let what is kept make up for what is removed, by least squares")
     calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
     damping: Annotated[float, Field(gt=0, le=10)] = Field(
@@ -62,6 +75,14 @@ class CutSpec(Strict):
     def cuts_blocks(self) -> bool:
         """Whether heads or neurons are cut out of the layers."""
         return self.cuts_layers and self.granularity in STRUCTURED
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the cut depends on the answers of the model, whose head must then be trained."""
+        if self.cuts_blocks or not self.cuts_layers:
+            return self.cuts_blocks and not self.uniform
+        by_loss = not self.uniform and self.granularity != "2:4" and self.method != "magnitude"
+        return by_loss or self.method == "fisher"
 
     @property
     def in_steps(self) -> "list[CutSpec]":

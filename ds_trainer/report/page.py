@@ -21,7 +21,8 @@ from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import plots
-from ds_trainer.report.drawing import INSTALL, check_installed, pixels, save
+from ds_trainer.report.drawing import INSTALL, check_installed, label, pixels, save
+from ds_trainer.report.matrices import role_of
 from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_object, read_run
 
 if TYPE_CHECKING:
@@ -304,9 +305,15 @@ def _cut(result: Mapping[str, Any]) -> Cells:
     cut = result.get("cut")
     if not cut:
         return {}
-    scores = {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
+    cells = {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
+    by_role: dict[str, list[Mapping[str, Any]]] = {}
+    for part in cut["parts"]:
+        by_role.setdefault(label(role_of(part["name"])), []).append(part)
+    for role, parts in by_role.items():  # layer by layer
+        cells[f"cut: {role}, kept"] = ", ".join(f"{part['kept']:,}" for part in parts)
+        cells[f"cut: {role}, error of the outputs"] = ", ".join(f"{100 * part['error']:.2g}%" for part in parts)
     examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
-    return {"cut": f"{cut['seconds']:,.1f} s{examples}", **scores}
+    return {"cut": f"{cut['seconds']:,.1f} s{examples}", **cells}
 
 
 def _sizes(result: Mapping[str, Any]) -> Cells:

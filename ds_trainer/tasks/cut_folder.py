@@ -25,7 +25,7 @@ CUT_FILE = "cut.json"
 
 
 @dataclass(frozen=True)
-class CutFolder:
+class CutResult:
     """A cut model with its tokenizer, and the report of the cut as JSON values."""
 
     model: Any
@@ -50,14 +50,13 @@ class CutFolder:
         save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
 
 
-def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolder:
+def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResult:
     """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples.
 
-    UserError where sizes are to be chosen by the answers of a model whose head is not trained.
+    Raises UserError as `check_trained` does.
     """
     started = time.perf_counter()
-    if spec.cuts_blocks and not spec.uniform:
-        _check_trained(task, source)
+    check_trained(task, source, spec)
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     model = task.build_model(source)
     before, examples, parts = _size(model), 0, []
@@ -75,22 +74,28 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutFolde
         "seconds": round(time.perf_counter() - started, 1),
         "parts": parts,
     }
-    return CutFolder(model, tokenizer, report)
+    return CutResult(model, tokenizer, report)
 
 
-def _check_trained(task: Task, source: str | Path) -> None:
+def check_trained(task: Task, source: str | Path, spec: CutSpec) -> None:
+    """Raise UserError where a cut depends on the answers of a model whose head is not trained."""
+    if not spec.judges_answers:
+        return
     try:
         task.check_trained(source)
     except UserError as error:
-        raise UserError(f"cut: {error}: its answers cannot choose sizes. Fine-tune it first, or set uniform") from error
+        raise UserError(
+            f"cut: {error}: its answers say nothing about what to keep. Fine-tune it first, or set uniform, with the "
+            "method obs"
+        ) from error
 
 
-def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutFolder:
+def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     model = task.build_model(source)
     if spec.cuts_layers:
         model = outline(model, spec)
-    return CutFolder(*_with_fewer_tokens(model, task, spec), {})
+    return CutResult(*_with_fewer_tokens(model, task, spec), {})
 
 
 def _with_fewer_tokens(model: Any, task: Task, spec: CutSpec) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ def test_the_figure_has_what_each_layer_kept_and_its_error() -> None:
 
 
 def test_the_page_has_a_cut_beside_phases_without_one(tmp_path: Path) -> None:
-    """Seconds, examples and the scores before the first step; a dash where a phase has none."""
+    """Seconds, scores before the first step, sizes and errors by layer; a dash where a phase has none."""
     folder = write_run(tmp_path / "out")
     results = json.loads((folder / "all_results.json").read_text())
     results["taught"]["cut"] = {"seconds": 8.14, "examples": 512, "parts": parts(), "scores": {"accuracy": 0.8624}}
@@ -48,6 +48,8 @@ def test_the_page_has_a_cut_beside_phases_without_one(tmp_path: Path) -> None:
     page = (folder / "report.md").read_text()
     assert "| cut | – | 8.1 s, 512 examples | – |" in page
     assert "| accuracy of the cut, before any training | – | 0.8624 | – |" in page
+    assert "| cut: ff out, kept | – | 768, 384, 768 | – |" in page
+    assert "| cut: output, error of the outputs | – | 0%, 10%, 20% | – |" in page
     assert page.count("](plots/taught.cut.png)") == 1
     assert (folder / "plots" / "taught.cut.png").is_file()
     assert "What is missing" not in page

@@ -25,8 +25,8 @@ TARGET = {"target_latency": 0.5, "final_threshold": 0.5, "mask_init": "uniform",
 @pytest.fixture
 def by_operations(monkeypatch):
     """Measure once, by a clock of operations, of which every round takes as many."""
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs.seconds", operations)
-    monkeypatch.setattr("ds_trainer.techniques.prune.costs._ROUNDS", 1)
+    monkeypatch.setattr("ds_trainer.models.layer_seconds.seconds", operations)
+    monkeypatch.setattr("ds_trainer.models.layer_seconds._ROUNDS", 1)
 
 
 def operations(call, device) -> float:
