@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 574,
     "hosts": 531,
     "config": 1142,
-    "models": 2299,
+    "models": 2327,
     "tasks": 2151,
     "techniques": 2127,
     "engine": 1469,

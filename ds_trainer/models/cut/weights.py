@@ -80,8 +80,8 @@ class _WeightCut:
         """Return the share that each matrix keeps.
 
         The same share for all or, if not uniform, the share of its weights that are among the largest scores of the
-        model. Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: the errors of two
-        matrices are not comparable, and neither are Wanda's scores.
+        model. Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: errors are not
+        comparable between two matrices, and neither are Wanda's scores.
         """
         keep = self.spec.keep
         assert isinstance(keep, float), "the recipe makes one phase of each step"

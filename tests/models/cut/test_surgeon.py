@@ -84,18 +84,26 @@ def test_the_first_step_is_the_best_of_all_and_no_subset_beats_it(seed, width):
         assert count > 1 or error == pytest.approx(best)
 
 
-@given(seed=st.integers(0, 10_000), width=st.sampled_from([1, 4]))
-@settings(max_examples=25, deadline=None)
-def test_the_surgeon_is_never_worse_than_magnitude(seed, width):
-    """At every count, against the smallest weights removed, and the others as they are."""
-    _, moments, weight = layer(8 * width, seed)
-    squares = weight.square().sum(0).view(8, width).sum(1)
-    orders = removal(weight, moments, width), magnitude_removal(squares)
-    for count in range(1, 9):
-        kept, large = (columns_of(each.order[:count], width, 8 * width) for each in orders)
-        fitted = torch.zeros_like(weight)
-        fitted[:, kept] = least_squares(weight, moments, kept)
-        assert output_error(weight, moments, fitted) <= output_error(weight, moments, weight * large) * (1 + 1e-9)
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_surgeon_is_better_than_magnitude(width):
+    """On 100 layers, against the smallest weights removed and the others as they are: less lost at every count.
+
+    It is no theorem: greedy removal is not the best of all choices, and is worse on one layer in hundreds.
+    """
+    lost = torch.zeros(2, 100, 8)
+    for seed in range(100):
+        _, moments, weight = layer(8 * width, seed)
+        squares = weight.square().sum(0).view(8, width).sum(1)
+        orders = removal(weight, moments, width), magnitude_removal(squares)
+        for count in range(1, 9):
+            kept, large = (columns_of(each.order[:count], width, 8 * width) for each in orders)
+            fitted = torch.zeros_like(weight)
+            fitted[:, kept] = least_squares(weight, moments, kept)
+            for row, cut in enumerate((fitted, weight * large)):
+                lost[row, seed, count - 1] = output_error(weight, moments, cut)
+    surgeon_lost, magnitude_lost = lost[:, :, :-1]
+    assert (surgeon_lost.mean(0) < 0.8 * magnitude_lost.mean(0)).all()
+    assert (surgeon_lost > magnitude_lost).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("biased", [False, True])
