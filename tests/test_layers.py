@@ -14,14 +14,14 @@ BUDGETS = {
     "ranks": 644,
     "files": 574,
     "hosts": 531,
-    "config": 1142,
+    "config": 1160,
     "models": 2327,
-    "tasks": 2151,
+    "tasks": 2155,
     "techniques": 2127,
     "engine": 1469,
-    "report": 1153,
+    "report": 1160,
     "deploy": 1107,
-    "": 1026,
+    "": 1034,
     "cli": 766,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
