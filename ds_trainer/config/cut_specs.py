@@ -77,6 +77,13 @@ class CutSpec(Strict):
         return self.cuts_layers and self.granularity in STRUCTURED
 
     @property
+    def share(self) -> float:
+        """The share to keep, of whatever the spec counts."""
+        share = self.keep or self.target_flops or self.target_latency
+        assert isinstance(share, float), "the recipe makes one phase of each step"
+        return share
+
+    @property
     def judges_answers(self) -> bool:
         """Whether the cut depends on the answers of the model, whose head must then be trained."""
         if self.cuts_blocks or not self.cuts_layers:

@@ -33,13 +33,11 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
         return model, cut_weights(model, calibration, spec, device)
     places = cut_places(model, spec)
     if spec.uniform:
-        assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
-        counts = uniform_counts(places, spec.keep)
+        counts = uniform_counts(places, spec.share)
     else:
         counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
     if all(counts[name] == place.count for name, place in places.items()):
-        share = spec.keep or spec.target_flops or spec.target_latency
-        raise UserError(f"cut: a share of {share} rounds to all heads and neurons: lower it")
+        raise UserError(f"cut: a share of {spec.share} rounds to all heads and neurons: lower it")
     _check_tokens([place.outer for place in places.values()], calibration, spec)
     records = cut_blocks(model, counts, calibration, spec, device)
     return shrink(model), records
@@ -56,9 +54,7 @@ def outline(model: Any, spec: CutSpec) -> Any:
             linear.weight[:, ::2] = 0
         return model
     places = cut_places(model, spec)
-    share = spec.keep or spec.target_flops or spec.target_latency
-    assert isinstance(share, float), "the recipe makes one phase of each step"
-    for name, kept in uniform_counts(places, share).items():
+    for name, kept in uniform_counts(places, spec.share).items():
         place, outer = places[name], places[name].outer
         rows_of(outer.weight, type(outer))[:, in_features(outer) // place.count * kept :] = 0
     return shrink(model)
@@ -93,16 +89,15 @@ def _prices(model: Any, spec: CutSpec, device: torch.device) -> Prices:
         measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)
         measured = distributed.on_main(measure)
         each = {name: measured.decision[place.block.kind] for name, place in places.items()}
-        total, share = measured.encoder(count_decisions(model)), spec.target_latency
+        total = measured.encoder(count_decisions(model))
     elif spec.target_flops is not None:
         each = {
             name: decision_flops(place.block, place.layer, model.config, spec.cost_tokens)
             for name, place in places.items()
         }
-        total, share = encoder_flops(model, spec.cost_tokens), spec.target_flops
+        total = encoder_flops(model, spec.cost_tokens)
     else:
-        assert isinstance(spec.keep, float), "the recipe makes one phase of each step"
         each = {name: place.weights / place.count for name, place in places.items()}
-        total, share = sum(place.weights for place in places.values()), spec.keep
+        total = sum(place.weights for place in places.values())
     removable = sum(each[name] * place.count for name, place in places.items())
-    return Prices(each, share * total - (total - removable), total)
+    return Prices(each, spec.share * total - (total - removable), total)

@@ -57,9 +57,8 @@ class _WeightCut:
     def __init__(self, model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> None:
         self.model, self.calibration, self.spec, self.device = model, calibration, spec, device
         self.linears = cut_linears(model, spec)
-        self.is_uniform = spec.uniform or spec.granularity == "2:4"
         self.fisher: dict[str, Tensor] = {}
-        if spec.method == "fisher" or not (self.is_uniform or spec.method == "magnitude"):
+        if spec.judges_answers:
             self.fisher = fisher_diagonals(model, self.linears, calibration, device)
 
     def with_grams(self) -> Iterator[tuple[str, Gram]]:
@@ -83,9 +82,8 @@ class _WeightCut:
         model. Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: errors are not
         comparable between two matrices, and neither are Wanda's scores.
         """
-        keep = self.spec.keep
-        assert isinstance(keep, float), "the recipe makes one phase of each step"
-        if self.is_uniform:
+        keep = self.spec.share
+        if self.spec.uniform or self.spec.granularity == "2:4":
             return dict.fromkeys(self.linears, keep)
         scores = {name: self._means_of_scores(name) for name in self.linears}
         return dict(zip(scores, shares_of_largest([*scores.values()], keep), strict=True))
