@@ -19,6 +19,7 @@ from figures import Figure, is_quick, ratio, report, use_threads
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.export_files import INT8_FILE
+from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import evaluate
@@ -41,7 +42,7 @@ def main(dense: str, small: str, data_dir: str = str(SHARED / "data" / "glue" / 
         sides = [lambda batch: model(**batch.inputs), predict]
         scores = [evaluate(side, task, 32).scores["accuracy"] for side, task in zip(sides, tasks, strict=True)]
         figures = [
-            Figure("deployed_speed/bytes", int8.stat().st_size / weights_of(Path(dense)), 0.2),
+            Figure("deployed_speed/bytes", int8.stat().st_size / bytes_on_disk(Path(dense)), 0.2),
             Figure("deployed_speed/points_lost", 100 * (scores[0] - scores[1]), 1.0),
         ]
         for size in EXAMPLES:
@@ -65,10 +66,6 @@ def run(side: Callable[[Batch], Any], task: Any, size: int) -> Callable[[], None
                 side(batch)
 
     return answer
-
-
-def weights_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 if __name__ == "__main__":

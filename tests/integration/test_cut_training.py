@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.interrupting import records_of
 from support.killing import alike
-from support.launching import run_python
+from support.launching import run_without_library
 from support.trained_runs import becomes_model, read
 
 import ds_trainer
@@ -18,7 +18,6 @@ from ds_trainer.engine.checkpoint import Checkpoints
 
 ALONE = """
 import sys
-sys.modules["ds_trainer"] = None
 import torch, transformers
 model = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
 with torch.no_grad():
@@ -117,7 +116,7 @@ def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
 def test_the_folder_is_loaded_without_this_library(runs, tmp_path):
     """The same logits in a process that cannot import it."""
     folder = runs / "zero3" / "model"
-    done = run_python("-c", ALONE, str(folder), str(tmp_path / "logits.pt"))
+    done = run_without_library(ALONE, str(folder), str(tmp_path / "logits.pt"))
     assert done.returncode == 0, done.stderr[-3000:]
     with torch.no_grad():
         logits = ds_trainer.load_model(folder).eval()(input_ids=torch.arange(5, 25).view(2, 10)).logits

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.launching import run_python
+from support.launching import run_without_library
 from support.zeroed import (
     ENCODERS,
     FAMILIES,
@@ -37,13 +37,6 @@ from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 ALONE = """
 import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "ds_trainer":
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Missing())
 import torch
 from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification, pipeline
@@ -112,7 +105,7 @@ def test_a_folder_says_in_its_config_what_can_be_made_of_it(folders: Path) -> No
 def test_a_folder_is_loaded_without_this_library(folders: Path) -> None:
     """By the auto classes and in pipelines, in a process that cannot import it; trained on there, it comes back."""
     torch.save(inputs_of(), folders / "inputs.pt")
-    done = run_python("-c", ALONE, str(folders))
+    done = run_without_library(ALONE, str(folders))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is not supported" not in done.stderr
     found = torch.load(folders / "found.pt")

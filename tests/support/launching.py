@@ -41,6 +41,11 @@ def run_python(*arguments: str, timeout: float = 300) -> Done:
     return _run([sys.executable, *arguments], timeout)
 
 
+def run_without_library(code: str, *arguments: str) -> Done:
+    """Python code, in a process that has loaded nothing yet and in which this library cannot be imported."""
+    return run_python("-c", f"import sys\nsys.modules['ds_trainer'] = None\n{code}", *arguments)
+
+
 def free_port() -> int:
     """A port that nobody uses now; what runs beside the tests mostly has DeepSpeed's default."""
     with socket.socket() as probe:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.launching import run_python
+from support.launching import run_without_library
 from support.tiny_tokenizers import KINDS, SENTENCES, of_class, word_pieces
 from support.zeroed import DECODERS, ENCODERS, FAMILIES, empty, model_of, randomised, uneven
 
@@ -18,13 +18,6 @@ from ds_trainer.models.shrink import shrink
 TEXTS = SENTENCES[:2]
 ALONE = """
 import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "ds_trainer":
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Missing())
 from pathlib import Path
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -132,7 +125,7 @@ def test_folders_are_loaded_without_this_library(tmp_path: Path) -> None:
         files = {path.name for path in (tmp_path / "folders" / name).iterdir()}
         assert files == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
         before[name] = outputs(model, tokenizer)[:1]
-    done = run_python("-c", ALONE, str(tmp_path / "folders"), TEXTS[0], str(tmp_path / "logits.pt"))
+    done = run_without_library(ALONE, str(tmp_path / "folders"), TEXTS[0], str(tmp_path / "logits.pt"))
     assert done.returncode == 0, done.stderr[-3000:]
     after = torch.load(tmp_path / "logits.pt")
     assert after.keys() == before.keys()
