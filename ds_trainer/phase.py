@@ -17,6 +17,7 @@ from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, che
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
+from ds_trainer.models.layers import set_dropout
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
@@ -52,6 +53,8 @@ class PhaseModel:
         torch.manual_seed(self.length.seed)
         techniques = build_techniques(self.techniques, self.length, self.task)
         model = self.task.build_model(self.source)
+        if self.phase.dropout is not None:
+            set_dropout(model, self.phase.dropout)
         if self.phase.shrink:
             check_known(model)
         for technique in techniques:

@@ -14,14 +14,14 @@ BUDGETS = {
     "ranks": 644,
     "files": 574,
     "hosts": 531,
-    "config": 1165,
-    "models": 2320,
+    "config": 1166,
+    "models": 2327,
     "tasks": 2155,
     "techniques": 2127,
     "engine": 1469,
     "report": 1160,
     "deploy": 1107,
-    "": 1034,
+    "": 1037,
     "cli": 766,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
-from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Steps, Strict
+from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
@@ -75,6 +75,7 @@ class Phase(Strict):
     techniques: Techniques = Techniques()
     loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")
     groups: list[GroupRule] = Field(default_factory=list)
+    dropout: Share | None = Field(None, description="of the whole model in this phase; by default that of its config")
 
     num_train_epochs: Rate | None = Field(None, description="0 leaves the model that the phase starts from as it is")
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")

@@ -78,6 +78,16 @@ def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         model.set_submodule(name, module)
 
 
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set every dropout of a model of `transformers`, whose attention keeps some probabilities as numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, probability)
+
+
 @contextlib.contextmanager
 def gathered(parameter: Tensor) -> Iterator[Tensor]:
     """Yield the whole parameter, read only, also where ZeRO-3 has partitioned it. Every rank must take part."""

@@ -1,9 +1,9 @@
 """What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
 
-`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR]`: for each seed the recipe of the task's
-cuts and then, from its dense model, the masked phases of the older recipe, through `launch/train.py`. It prints a table
-of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with the same folder
-goes on where the first one stopped. Bars are points lost against the dense model, or scores.
+`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR]`: for each seed three runs through
+`launch/train.py` in bf16: the dense model, the task's cuts from it, and from it the masked phases of the older recipe.
+It prints a table of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with
+the same folder goes on where the first one stopped. Bars are points lost against the dense model, or scores.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Comparison:
     recipe: str
     metric: str
     data: str
-    older: str | None = None
-    older_phases: tuple[str, ...] = ()
+    masked: str | None = None
+    masked_phases: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
 
@@ -91,11 +91,14 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality")
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for seed in range(1 if is_quick() else int(seeds)):
-        dense = folder / f"seed_{seed}" / "finetune" / "model"
-        results = trained(comparison, comparison.recipe, SHARED / "models" / "minilm-l6", dense.parents[1], seed)
-        if comparison.older:
-            older = trained(comparison, comparison.older, dense, folder / f"masked_{seed}", seed)
-            results |= {f"masked {phase}": of_phase for phase, of_phase in older.items()}
+        phases = phases_of(comparison.recipe)
+        minilm, dense = SHARED / "models" / "minilm-l6", folder / f"dense_{seed}"
+        results = trained(comparison, phases[:1], minilm, dense, seed)
+        results |= trained(comparison, phases[1:], dense / "model", folder / f"cuts_{seed}", seed)
+        if comparison.masked:
+            phases = [phase for phase in phases_of(comparison.masked) if phase["name"] in comparison.masked_phases]
+            of_masked = trained(comparison, phases, dense / "model", folder / f"masked_{seed}", seed)
+            results |= {f"masked {phase}": of_phase for phase, of_phase in of_masked.items()}
         for phase, of_phase in results.items():
             scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
             seconds.setdefault(phase, []).append(of_phase["train"]["train_seconds"])
@@ -109,24 +112,30 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality")
     report(*(judged(bar, scores, name) for bar in comparison.bars))
 
 
-def trained(comparison: Comparison, recipe: str, model: Path, output: Path, seed: int) -> dict[str, Any]:
-    """Run a recipe from a model, or go on with that run, and return its results by phase.
+def phases_of(recipe: str) -> list[dict[str, Any]]:
+    """Read the phases of a shipped recipe."""
+    phases: list[dict[str, Any]] = read_json(RECIPES / f"{recipe}.json", "the recipe")["phases"]
+    return phases
 
-    Of the older recipe only the masked phases are run, since its dense model is trained already.
+
+def trained(
+    comparison: Comparison, phases: list[dict[str, Any]], model: Path, output: Path, seed: int
+) -> dict[str, Any]:
+    """Run phases from a model, or go on with that run, and return its results by phase.
+
+    The model takes the place of a dense one that the recipe trains before these phases.
     """
-    content = read_json(RECIPES / f"{recipe}.json", "the recipe")
-    if recipe == comparison.older:
-        masked = [phase for phase in content["phases"] if phase["name"] in comparison.older_phases]
-        content["phases"] = json.loads(json.dumps(masked).replace("@finetune", "@model"))
+    content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
     content |= {"model": {"name_or_path": str(model)}, "seed": seed}
+    content["phases"] = json.loads(json.dumps(phases).replace("@finetune", "@model"))
     content["task"] |= {"data_dir": str(SHARED / "data" / comparison.data), **comparison.task}
     if is_quick():
         shorten(content)
     output.mkdir(parents=True, exist_ok=True)
     path = output.with_suffix(".recipe.json")
     path.write_text(json.dumps(content))
-    command = ["launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(path.resolve())]
-    command += ["--output_dir", str(output.resolve()), "--resume"]
+    command = ["launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--set", "bf16.enabled=true"]
+    command += ["--recipe", str(path.resolve()), "--output_dir", str(output.resolve()), "--resume"]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
     results: dict[str, Any] = json.loads((output / "all_results.json").read_text())
     return results

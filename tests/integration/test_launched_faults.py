@@ -17,7 +17,7 @@ from support.interrupting import Run, running, status_of
 from support.killing import PHASE, alike, arguments, finish, trained, write
 from support.launching import ROOT, environment, forget_port, free_port
 
-EVERY, STEPS = 20, 160
+EVERY, STEPS = 10, 80
 
 
 @dataclass(frozen=True)

@@ -154,16 +154,19 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_the_phases_of_a_recipe_of_cuts_cut_the_dense_model_and_learn_from_it(name: str) -> None:
-    """Heads and neurons are cut to plain shapes, and what was pruned weight by weight keeps its zeros."""
+def test_the_phases_of_a_recipe_of_cuts_keep_what_they_are_named_after(name: str) -> None:
+    """Each is a share of the dense model, which teaches them all; what was pruned weight by weight keeps its zeros."""
     finetune, *cuts = [phase for phase in recipe_of(name).phases if phase.trains]
-    assert {phase.name: phase.cut and phase.cut.keep for phase in cuts} == CUTS[name]
+    kept = {f"@{finetune.name}": 1.0}
     for phase in cuts:
         assert phase.cut is not None
+        assert isinstance(phase.cut.keep, float)
         assert phase.techniques.distill is not None
-        assert (phase.start_from, phase.techniques.distill.teacher) == (f"@{finetune.name}",) * 2
-        assert phase.cut.uniform if phase.cut.cuts_blocks else phase.techniques.keep_zeros
-        assert phase.warmup_steps == 0.1
+        kept[f"@{phase.name}"] = phase.cut.keep * kept[phase.start_from]
+        assert phase.techniques.distill.teacher == f"@{finetune.name}"
+        assert phase.cut.cuts_blocks or phase.techniques.keep_zeros
+        assert (phase.warmup_steps, phase.dropout) == (0.1, 0.0)
+    assert kept == {f"@{name}": share for name, share in {finetune.name: 1.0, **CUTS[name]}.items()}
 
 
 def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
