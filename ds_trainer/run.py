@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
@@ -24,6 +22,7 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
+from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase, starting_identity
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
@@ -83,7 +82,7 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
     """Build every phase before any is run, so that a mistake in the last one shows now; return what `dry_run` prints.
 
     A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
-    Student and new models are made in a temporary folder. Raises UserError.
+    Students and new models are made in a temporary folder, and cuts in about their shape. Raises UserError.
     """
     aside = Path(distributed.on_main(tempfile.mkdtemp))
     try:
@@ -205,7 +204,7 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
     report.write_scores(0, evaluation.scores)
     evaluation.write(task, plan.folder / "eval")
-    state = model.to("cpu", task.config.dtype or torch.float32).state_dict()  # in the precision of its folder
+    state = model.to("cpu", dtype_of(plan.source)).state_dict()
     export = partial(export_state_dict, state, plan.build, task, 0, plan.folder / "model")
     results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
     return results | {"trained_on": report.trained_on} | distributed.on_main(export)

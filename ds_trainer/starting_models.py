@@ -117,7 +117,7 @@ class StartingModels:
 
 
 class RehearsedModels(StartingModels):
-    """The same for a rehearsal, in which models of earlier phases are untrained: a cut is made in its shape only."""
+    """The same for a rehearsal, in which models of earlier phases are untrained: a cut has about its shape only."""
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
         if self._phase_of(phase.start_from) is None:  # otherwise an earlier phase will have trained it

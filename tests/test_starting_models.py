@@ -148,6 +148,19 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     assert len(calls) == 1
 
 
+def test_what_is_made_has_the_precision_of_its_source(tiny_recipe, tmp_path):
+    """A student, a cut and its outline of a folder in bf16: each would otherwise be twice as large."""
+    folder = made(cut_recipe(tiny_recipe), tmp_path / "first")
+    load_with_head(folder, CLASSIFIER).bfloat16().save_pretrained(folder)
+    recipe = {"model": {"name_or_path": str(folder)}}
+    of_student, of_cut = recipe_with(tiny_recipe | recipe, [1]), cut_recipe(tiny_recipe | recipe)
+    for number, (its, kind) in enumerate(
+        [(of_student, StartingModels), (of_cut, StartingModels), (of_cut, RehearsedModels)]
+    ):
+        with safe_open(made(its, tmp_path / str(number), kind) / "model.safetensors", "pt") as file:
+            assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
 def test_a_head_that_is_not_trained_is_the_same_on_every_rank(tiny_recipe, tmp_path):
     """It comes from the seed, whatever a process drew before; sizes by such a head's answers are refused."""
     recipe = cut_recipe(tiny_recipe)
@@ -160,5 +173,7 @@ def test_a_head_that_is_not_trained_is_the_same_on_every_rank(tiny_recipe, tmp_p
         torch.rand(3)
         heads.append(cut_of(task, source, spec, seed=1).model.classifier.weight)
     assert torch.equal(*heads)
-    with pytest.raises(UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set uniform"):
+    with pytest.raises(
+        UserError, match=r"^cut: .* has no trained head .* Fine-tune it first, or set keep with uniform"
+    ):
         cut_of(task, source, spec.model_copy(update={"uniform": False}), seed=1)

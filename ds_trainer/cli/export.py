@@ -121,7 +121,7 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         elif getattr(flags, flag) and (others or names_task(flags) or (flags.unpack and flags.import_from)):
             yield f"--{flag} goes with --output_dir alone: export the folder that it writes by a second command"
     if flags.shrink and flags.cut:
-        yield "--shrink and --cut: a cut also takes out heads and neurons that are zero: drop --shrink"
+        yield "--shrink and --cut: a cut of heads and neurons also takes out those that are zero: drop --shrink"
     if flags.threshold is not None and flags.import_from != "masked_bert":
         yield "--threshold goes with --import_from masked_bert: drop it"
     if flags.quantize and not flags.onnx:

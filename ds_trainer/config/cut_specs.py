@@ -42,7 +42,7 @@ class CutSpec(Strict):
         "hybrid", description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros'
     )
     keep: KeptShare | Annotated[list[KeptShare], Field(min_length=1)] | None = Field(
-        None, description="share to keep; a list cuts in steps, and divides the phase's training among them"
+        None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
     )
     target_flops: KeptShare | None = Field(
         None, description="share of the FLOPs of the encoder, as it is now, to keep; instead of keep"
@@ -67,9 +67,15 @@ class CutSpec(Strict):
     vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
 
     @property
+    def targets(self) -> list[str]:
+        """The names of the fields that say how much to keep; a valid spec has one of them, or none."""
+        names = ("keep", "target_flops", "target_latency")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
     def cuts_layers(self) -> bool:
         """Whether heads, neurons or weights are removed, and not only tokens."""
-        return any(value is not None for value in (self.keep, self.target_flops, self.target_latency))
+        return bool(self.targets)
 
     @property
     def cuts_blocks(self) -> bool:
@@ -79,7 +85,7 @@ class CutSpec(Strict):
     @property
     def share(self) -> float:
         """The share to keep, of whatever the spec counts."""
-        share = self.keep or self.target_flops or self.target_latency
+        share = getattr(self, self.targets[0])
         assert isinstance(share, float), "the recipe makes one phase of each step"
         return share
 
@@ -95,7 +101,7 @@ class CutSpec(Strict):
     def in_steps(self) -> "list[CutSpec]":
         """Return a cut for each share of the list `keep`, to be made one after another, each from the trained last one.
 
-        Heads and neurons are cut out, so that the share of a later step is one of those that the step before has kept.
+        Heads and neurons are cut out, so each later step's share is relative to what the step before has kept.
         """
         assert isinstance(self.keep, list), "a cut with one share has no steps"
         before = [1.0, *self.keep[:-1]] if self.cuts_blocks else [1.0] * len(self.keep)
@@ -116,8 +122,8 @@ class CutSpec(Strict):
         return self
 
     def _mistakes(self) -> Iterator[str]:
-        amounts = [name for name in ("keep", "target_flops", "target_latency") if getattr(self, name) is not None]
-        targets, structured = [name for name in amounts if name != "keep"], self.granularity in STRUCTURED
+        amounts, structured = self.targets, self.granularity in STRUCTURED
+        targets = [name for name in amounts if name != "keep"]
         if not amounts and self.vocabulary is None:
             yield "nothing says how much to keep: set keep, target_flops, target_latency or vocabulary"
         if len(amounts) > 1:

@@ -29,14 +29,13 @@ from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
-from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import count_weights, total_weights
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
+from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -196,7 +195,6 @@ def _with_cut(job: ExportJob, spec: CutSpec, folder: Path) -> tuple[ExportJob, d
     task = build_task(job.task, job.model, job.cache_dir)
     before = score_folder(task, job.model, job.batch_size).scores
     cut = cut_of(task, job.model, spec, _SEED)
-    cut.model.to(_dtype_of(job.model))
     cut.save(folder)
     distributed.info(cut.summary)
     return job.model_copy(update={"model": folder}), cut.report, before
@@ -210,24 +208,17 @@ def _padding(model: Any, tokenizer: Any) -> Any:
 
 def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the shrunk model in the precision of its source, with the source's exit heads."""
-    save_folder(shrink(model).to(_dtype_of(source)), tokenizer, folder)
+    save_folder(shrink(model).to(pretrained.dtype_of(source)), tokenizer, folder)
     if has_exits(source):
         for name in (EXITS_FILE, HEADS_FILE):  # hidden states are as wide as before
             shutil.copyfile(source / name, folder / name)
-
-
-def _dtype_of(folder: Path) -> torch.dtype:
-    """The precision of a folder's weights; fp32 for compact ones, since no narrower type holds them all."""
-    config = {} if is_compact(folder) else read_value(folder / "config.json")
-    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
     """Load the shrunk folder and report it, once its outputs are those of the whole model."""
     shrunk = _padding(pretrained.load_trained(folder).eval(), tokenizer)
     compared = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
-    check_same(compared, tolerance_in(_dtype_of(folder)), "the shrunk model's outputs")
+    check_same(compared, tolerance_in(pretrained.dtype_of(folder)), "the shrunk model's outputs")
     return shrunk, compared | {"weights": total_weights(shrunk)}
 
 

@@ -79,7 +79,7 @@ def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set every dropout of a model of `transformers`, whose attention keeps some probabilities as numbers."""
+    """Set the dropout of a model of `transformers`: every `nn.Dropout`, and the numbers that its attention keeps."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = probability

@@ -91,6 +91,12 @@ def load_config(source: str | Path, kind: HeadKind) -> Any:
     return config
 
 
+def dtype_of(source: str | Path) -> torch.dtype:
+    """Return the precision of a folder's weights; fp32 for compact ones, since no narrower type holds them all."""
+    dtype = None if model_folder.is_compact(Path(source)) else _load_any_config(source).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
 def input_names(config: Any, kind: HeadKind) -> set[str]:
     """The tensors that the model of this config takes; token types only where it distinguishes two texts by them."""
     names = set(inspect.signature(kind.classes(config)[0].forward).parameters)

@@ -20,6 +20,7 @@ from ds_trainer.models.layers import FIELD, encoder_layers
 from ds_trainer.models.pretrained import (
     HEADLESS,
     HeadKind,
+    dtype_of,
     from_pretrained,
     load_config,
     load_tokenizer,
@@ -85,7 +86,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         student = _distilbert(source, _load(source, config), spec.layers)
         # so that the saved tokenizer gives no token types, which DistilBERT does not take
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-    save_folder(student, tokenizer, target)
+    save_folder(student.to(dtype_of(source)), tokenizer, target)
 
 
 def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> None:

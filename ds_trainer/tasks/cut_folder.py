@@ -13,7 +13,7 @@ from ds_trainer.files.writing import write_json
 from ds_trainer.models.cut.costs import cut_costs
 from ds_trainer.models.cut.cut import cut_model, outline
 from ds_trainer.models.folders import save_folder
-from ds_trainer.models.pretrained import meta_model
+from ds_trainer.models.pretrained import dtype_of, meta_model
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
@@ -37,6 +37,9 @@ class CutResult:
         """What was cut, in a line for the console."""
         parts, size = self.report["parts"], self.report["parameters"]
         line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        if parts and size["after"] == size["before"]:  # the rest are zeros
+            whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
+            line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
         tokens = self.report["tokens"]
         if tokens["after"] < tokens["before"]:
             line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
@@ -66,6 +69,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         model, records = cut_model(model, calibration, spec, distributed.device())
         parts = [asdict(record) for record in records]
     model, tokenizer = _with_fewer_tokens(model, task, spec)
+    model.to(dtype_of(source))
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
         "examples": examples,
@@ -85,8 +89,8 @@ def check_trained(task: Task, source: str | Path, spec: CutSpec) -> None:
         task.check_trained(source)
     except UserError as error:
         raise UserError(
-            f"cut: {error}: its answers say nothing about what to keep. Fine-tune it first, or set uniform, with the "
-            "method obs"
+            f"cut: {error}: its answers say nothing about what to keep. Fine-tune it first, or set keep with uniform "
+            "and the method obs"
         ) from error
 
 
@@ -95,7 +99,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     model = task.build_model(source)
     if spec.cuts_layers:
         model = outline(model, spec)
-    return CutResult(*_with_fewer_tokens(model, task, spec), {})
+    return CutResult(*_with_fewer_tokens(model.to(dtype_of(source)), task, spec), {})
 
 
 def _with_fewer_tokens(model: Any, task: Task, spec: CutSpec) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.blocks import CutBlock, OuterCut, cut_places, with_grams
+from ds_trainer.models.cut.blocks import CutBlock, OuterCut, with_grams
 from ds_trainer.models.cut.fitting import Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.ranks import distributed
@@ -39,7 +39,7 @@ _UNITS = {
 class Prices:
     """What one decision of each block costs, by the names of `cut_places`, and what all may cost together.
 
-    The spec's target is a share of `total`, in which what no cut removes is counted as well.
+    The spec's target is a share of `total`, which also counts what no cut can remove, such as norms.
     """
 
     each: Mapping[str, float]
@@ -64,15 +64,19 @@ class _Trial:
 
 
 def allocate(
-    model: Any, prices: Prices, calibration: Calibration, spec: CutSpec, device: torch.device
+    model: Any,
+    places: Mapping[str, CutBlock],
+    prices: Prices,
+    calibration: Calibration,
+    spec: CutSpec,
+    device: torch.device,
 ) -> dict[str, int]:
     """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
 
     UserError where the decisions that must stay cost more than the budget.
     """
-    places = cut_places(model, spec)
     least = sum(place.lowest * prices.each[name] for name, place in places.items())
-    target, share = next((name, value) for name in _UNITS if (value := getattr(spec, name)) is not None)
+    (target,), share = spec.targets, spec.share
     if least > prices.budget:
         needed = share + (least - prices.budget) / prices.total
         raise UserError(

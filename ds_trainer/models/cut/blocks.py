@@ -65,8 +65,11 @@ def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
 
 
 def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int]:
-    """Return how many decisions each block keeps if all keep the same share: at least one."""
-    return {name: max(1, place.lowest, round(keep * place.count)) for name, place in places.items()}
+    """Return how many decisions each block keeps if all keep the same share: at least one. UserError where all stay."""
+    counts = {name: max(1, place.lowest, round(keep * place.count)) for name, place in places.items()}
+    if all(counts[name] == place.count for name, place in places.items()):
+        raise UserError(f"cut: a share of {keep} rounds to all heads and neurons: lower it")
+    return counts
 
 
 class OuterCut:
@@ -95,15 +98,20 @@ class OuterCut:
 
 
 def cut_blocks(
-    model: Any, counts: Mapping[str, int], calibration: Calibration, spec: CutSpec, device: torch.device
+    model: Any,
+    places: Mapping[str, CutBlock],
+    counts: Mapping[str, int],
+    calibration: Calibration,
+    spec: CutSpec,
+    device: torch.device,
 ) -> list[CutRecord]:
     """Cut each block of `cut_places` to its count, in place: removed heads and neurons are zeros of the outer weight.
 
     The model is on the CPU and in evaluation mode. Every rank must take part, and gets the same weights.
     """
     records = []
-    places = {name: place for name, place in cut_places(model, spec).items() if counts[name] < place.count}
-    for place, gram in with_grams(model, places, calibration, device):
+    smaller = {name: place for name, place in places.items() if counts[name] < place.count}
+    for place, gram in with_grams(model, smaller, calibration, device):
         cut = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
         cut.write(place.outer)
         records.append(CutRecord(place.name, place.count, counts[place.name], cut.error))

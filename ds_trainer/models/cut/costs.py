@@ -41,7 +41,7 @@ def cut_costs(
     """Return the `operations` and the `bytes` of a cut by arithmetic, and `estimated_seconds`, as JSON values.
 
     The model may be on the meta device. The seconds follow from a product of matrices and from a few removals that are
-    measured on the device. They are right within a factor of two, since elementwise operations are not counted.
+    measured on the device. Elementwise operations are not counted: they may be wrong by a factor of two.
     """
     places = list(cut_places(model, spec).values())
     operations = cut_operations(model, spec, batches, probes)

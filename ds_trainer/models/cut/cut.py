@@ -1,6 +1,6 @@
 """Cut a trained model as a spec says: heads and neurons, or single weights, from a calibration set."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
 from ds_trainer.models.cut.allocation import Prices, allocate
-from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.weights import cut_linears, cut_weights
@@ -35,28 +35,28 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     if spec.uniform:
         counts = uniform_counts(places, spec.share)
     else:
-        counts = allocate(model, _prices(model, spec, device), calibration, spec, device)
-    if all(counts[name] == place.count for name, place in places.items()):
-        raise UserError(f"cut: a share of {spec.share} rounds to all heads and neurons: lower it")
+        counts = allocate(model, places, _prices(model, places, spec, device), calibration, spec, device)
     _check_tokens([place.outer for place in places.values()], calibration, spec)
-    records = cut_blocks(model, counts, calibration, spec, device)
+    records = cut_blocks(model, places, counts, calibration, spec, device)
     return shrink(model), records
 
 
 @torch.no_grad()
 def outline(model: Any, spec: CutSpec) -> Any:
-    """Return a model of the shape that a uniform cut of the spec's share gives, made without calibration examples.
+    """Return a model of about the shape that a cut gives, made without calibration examples.
 
-    Where the spec chooses over all layers, the layers of the cut model differ from these in size.
+    Where the spec chooses over all layers, the layers of the cut model differ from these, which keep about its share.
     """
     if spec.granularity not in STRUCTURED:
         for linear in cut_linears(model, spec).values():
             linear.weight[:, ::2] = 0
         return model
     places = cut_places(model, spec)
-    for name, kept in uniform_counts(places, spec.share).items():
-        place, outer = places[name], places[name].outer
-        rows_of(outer.weight, type(outer))[:, in_features(outer) // place.count * kept :] = 0
+    counts = uniform_counts(places, spec.share) if spec.uniform else {}
+    for name, place in places.items():
+        # a choice over all layers removes something, also where the share of each one would round to all of it
+        kept = counts.get(name, max(place.lowest, min(1, place.count - 1), int(spec.share * place.count)))
+        rows_of(place.outer.weight, type(place.outer))[:, in_features(place.outer) // place.count * kept :] = 0
     return shrink(model)
 
 
@@ -81,9 +81,8 @@ def _check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: 
         )
 
 
-def _prices(model: Any, spec: CutSpec, device: torch.device) -> Prices:
+def _prices(model: Any, places: Mapping[str, CutBlock], spec: CutSpec, device: torch.device) -> Prices:
     """Return what decisions cost in the spec's unit: weights, operations, or seconds measured on rank 0's device."""
-    places = cut_places(model, spec)
     if spec.target_latency is not None:
         base = getattr(model, "base_model", model)
         measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)

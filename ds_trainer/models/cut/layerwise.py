@@ -25,8 +25,8 @@ class Calibration:
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
     model, on whichever device it is, on some of the examples. `divergence` says how far second answers are from first
-    ones, as a mean over the examples of all ranks; it is collective. `loss` returns the sum over the examples of one
-    batch, by its number, of the task's loss, with gradient; the model is on one device, whole.
+    ones, as a mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the sum
+    over the examples of one batch, by its number, of the task's loss, with gradient; the model is on one device, whole.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]

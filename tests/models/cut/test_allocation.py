@@ -145,7 +145,7 @@ def test_the_model_is_as_before_after_its_sizes_were_chosen(method):
     before, spec = copy.deepcopy(model.state_dict()), CutSpec(keep=0.5, method=method)
     places = cut_places(model, spec)
     prices = Prices({name: place.weights / place.count for name, place in places.items()}, 2000.0, 4000.0)
-    counts = allocate(model, prices, GIVEN, spec, CPU)
+    counts = allocate(model, places, prices, GIVEN, spec, CPU)
     assert sum(prices.each[name] * count for name, count in counts.items()) <= 2000
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -44,7 +44,7 @@ def sizes_by_counts(model: Any, counts: dict[str, int]) -> dict[str, list[int]]:
 def check_cut(model: Any) -> None:
     """Cut to uneven counts, then shrink: sizes as wanted, outputs as with zeros, other weights as they were."""
     before, counts = copy.deepcopy(model), counts_of(model)
-    records = cut_blocks(model, counts, GIVEN, HALF, CPU)
+    records = cut_blocks(model, cut_places(model, HALF), counts, GIVEN, HALF, CPU)
     *cut, _ = cut_places(before, HALF).values()
     assert [(record.name, record.count, record.kept) for record in records] == [
         (place.name, place.count, counts[place.name]) for place in cut
@@ -80,7 +80,7 @@ def test_what_is_kept_is_fitted_to_the_data(family: str) -> None:
     model = model_of(family)
     counts, given = counts_of(model), calibration(16)
     dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
-    records = cut_blocks(model, counts, given, HALF.model_copy(update={"damping": 1e-6}), CPU)
+    records = cut_blocks(model, cut_places(model, HALF), counts, given, HALF.model_copy(update={"damping": 1e-6}), CPU)
     for record in records[1:]:
         inputs, outer = inputs_seen(model, [record.name], given)[record.name], model.get_submodule(record.name)
         whole, cut = (rows_of(each.weight, type(each)).double() for each in (dense[record.name], outer))
@@ -117,7 +117,8 @@ def test_weights_that_may_not_be_updated_stay(method: str) -> None:
     model = model_of("bert")
     dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
     spec = HALF.model_copy(update={"method": method, "update_weights": False})
-    for record in cut_blocks(model, uniform_counts(cut_places(model, spec), 0.5), GIVEN, spec, CPU):
+    places = cut_places(model, spec)
+    for record in cut_blocks(model, places, uniform_counts(places, 0.5), GIVEN, spec, CPU):
         outer, before = model.get_submodule(record.name), dense[record.name]
         gone = (outer.weight == 0).all(0)
         assert int(gone.sum()) * 2 == len(gone)
@@ -129,11 +130,12 @@ def test_weights_that_may_not_be_updated_stay(method: str) -> None:
 def test_a_layer_that_keeps_everything_stays_as_it_is() -> None:
     """Bit by bit, and has no record."""
     model = model_of("bert")
-    before, (name, *_) = copy.deepcopy(model.state_dict()), cut_places(model, HALF)
-    counts = {name: place.count for name, place in cut_places(model, HALF).items()} | {name: 2}
-    assert [record.name for record in cut_blocks(model, counts, GIVEN, HALF, CPU)] == [name]
+    before, places = copy.deepcopy(model.state_dict()), cut_places(model, HALF)
+    first, *_ = places
+    counts = {name: place.count for name, place in places.items()} | {first: 2}
+    assert [record.name for record in cut_blocks(model, places, counts, GIVEN, HALF, CPU)] == [first]
     same = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
-    assert before.keys() - same == {f"{name}.weight", f"{name}.bias"}
+    assert before.keys() - same == {f"{first}.weight", f"{first}.bias"}
 
 
 @pytest.mark.parametrize("granularity", ["head", "neuron"])
@@ -207,7 +209,7 @@ def test_a_layer_whose_inputs_never_change_is_cut(family: str) -> None:
     dense = answers_of(model, GIVEN.inputs)
     spec = CutSpec(keep=0.5, uniform=True, granularity="neuron")
     *_, whole = places = cut_places(model, spec)
-    cut_blocks(model, uniform_counts(places, 0.5) | {whole: 24}, GIVEN, spec, CPU)
+    cut_blocks(model, places, uniform_counts(places, 0.5) | {whole: 24}, GIVEN, spec, CPU)
     small = shrink(model)
     assert sizes_of(small)["neurons"] == [0, 0, 24]
     torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
@@ -233,8 +235,19 @@ def test_weights_that_are_not_finite_are_named(place: str) -> None:
 
 def test_a_share_that_rounds_to_everything_is_refused() -> None:
     """Three of four heads would be less; 99% is not."""
-    with pytest.raises(UserError, match=r"cut: a share of 0\.99 rounds to all heads and neurons: lower it"):
-        cut_model(model_of("bert"), GIVEN, CutSpec(keep=0.99, uniform=True, granularity="head"), CPU)
+    spec = CutSpec(keep=0.99, uniform=True, granularity="head")
+    for cut in (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU)):
+        with pytest.raises(UserError, match=r"cut: a share of 0\.99 rounds to all heads and neurons: lower it"):
+            cut(model_of("bert"), spec)
+
+
+@pytest.mark.parametrize(("family", "share"), [("bert", 0.99), ("llama", 0.75)])
+def test_a_choice_over_all_layers_has_an_outline_at_every_share(family: str, share: float) -> None:
+    """Where the share of each layer would round to all of its heads, too; a block of one head loses it."""
+    spec = CutSpec(keep=share, granularity="head")
+    small = outline(model_of(family), spec)
+    assert sum(sizes_of(small)["heads"]) < sum(sizes_of(model_of(family))["heads"])
+    assert sum(sizes_of(outline(small, spec))["heads"]) < sum(sizes_of(small)["heads"])
 
 
 def test_families_that_cannot_be_cut_are_named() -> None:

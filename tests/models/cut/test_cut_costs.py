@@ -11,10 +11,11 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut import costs
+from ds_trainer.models.cut.allocation import MEASURED
 from ds_trainer.models.cut.blocks import cut_places, with_grams
 from ds_trainer.models.cut.costs import BatchSize, cut_costs, cut_operations
 from ds_trainer.models.cut.cut import cut_model
-from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.models.flops import encoder_flops
 
 CPU = torch.device("cpu")
@@ -48,13 +49,20 @@ def test_the_operations_are_those_that_torch_counts() -> None:
     assert counted["passes"] + counted["gram_matrices"] == counter.get_total_flops()
 
 
-def test_a_cut_that_chooses_runs_the_whole_model_as_often_as_counted() -> None:
-    """Once dense, and once for each size of each block that is tried; all else is done twice."""
+def test_a_cut_that_chooses_runs_the_whole_model_as_often_as_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once dense, and once for each size of each block that is tried. Gram matrices are summed up once for the choice,
+    and once more for each block that is cut."""
     runs: list[int] = []
-    cut_model(model(), calibration(lambda _: runs.append(1)), CHOSEN, CPU)
+    sums: list[int] = []
+    add = Gram.add
+    monkeypatch.setattr(Gram, "add", lambda gram, inputs: sums.append(inputs.numel()) or add(gram, inputs))
+    places = cut_places(dense := model(), CHOSEN)
+    _, records = cut_model(dense, calibration(lambda _: runs.append(1)), CHOSEN, CPU)
     uniform, chosen = (cut_operations(model(), spec, BATCHES, BATCHES[:1]) for spec in (UNIFORM, CHOSEN))
     probed = BATCHES[0].rows * encoder_flops(model(), BATCHES[0].length)
     assert chosen["passes"] == 2 * uniform["passes"] + len(runs) * probed
+    assert len(runs) == 1 + len(MEASURED) * len(places)
+    assert len(sums) == len(BATCHES) * (len(places) + len(records))
     assert all(chosen[name] == 2 * uniform[name] for name in ("gram_matrices", "surgeon"))
 
 
@@ -64,7 +72,11 @@ def test_the_costs_of_7b_need_no_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.device("meta"):
         decoder = LlamaForCausalLM(LlamaConfig())
     expected = cut_costs(decoder, CHOSEN, [BatchSize(32, 512, 32 * 512)] * 16, [BatchSize(32, 512, 32 * 512)] * 2, CPU)
-    assert expected["bytes"]["model"] == 4 * sum(parameter.numel() for parameter in decoder.parameters()) > 26e9
-    assert expected["bytes"]["total"] == sum(expected["bytes"].values()) - expected["bytes"]["total"]
+    held, attention, matrix = expected["bytes"], 4096 * 4096, 4096 * 11008
+    assert held["model"] == 4 * sum(parameter.numel() for parameter in decoder.parameters()) > 26e9
+    assert held["largest_layer"] == 4 * (4 * attention + 3 * matrix + 2 * 4096)
+    assert held["gram_matrices"] == 6 * 8 * 11008**2
+    assert held["hidden_states"] == 2 * 4 * 16 * 32 * 512 * 4096
+    assert held["weights_tried"] == 4 * 3 * 32 * (attention + matrix)
     assert expected["operations"]["passes"] > 2 * 3 * 6.4e9 * 2 * 16 * 32 * 512
     assert expected["estimated_seconds"] > 0

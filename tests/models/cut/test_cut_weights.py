@@ -74,6 +74,18 @@ def test_wanda_scores_by_the_norm_of_the_inputs(calibration):
     assert torch.equal(model.get_submodule(name).weight != 0, expected)
 
 
+def test_fisher_scores_by_the_loss_that_a_weight_costs(calibration):
+    """Each matrix keeps the largest of squared weights times squared derivatives (arXiv 2204.09656)."""
+    model = model_of("bert")
+    linears = encoder_linears(model)
+    diagonals = fisher_diagonals(model, linears, calibration, CPU)
+    before = {name: linear.weight.detach().clone() for name, linear in linears.items()}
+    cut_weights(model, calibration, spec_of(method="fisher", update_weights=False), CPU)
+    for name, linear in linears.items():
+        expected = Pattern().mask(before[name].square() * diagonals[name], 0.3)
+        assert torch.equal(linear.weight != 0, expected)
+
+
 def test_fewer_tokens_than_inputs_are_told(caplog):
     """15 tokens for matrices of up to 32 inputs; magnitude without new values needs no token at all."""
 
@@ -103,15 +115,23 @@ def test_the_surgeon_keeps_the_answers_better_than_wanda_and_magnitude(family, c
     assert best < 0.7 * moved(update_weights=False)
 
 
-@pytest.mark.parametrize("method", ["obs", "wanda", "magnitude", "fisher"])
-def test_comparable_scores_share_one_threshold(method, calibration):
+@pytest.mark.parametrize(
+    ("method", "granularity", "off"),
+    [
+        ("obs", "weight", 1),
+        ("wanda", "weight", 20),
+        ("magnitude", "weight", 1),
+        ("fisher", "weight", 1),
+        ("obs", "block", 32),
+    ],
+)
+def test_comparable_scores_share_one_threshold(method, granularity, off, calibration):
     """Without `uniform` the matrices keep unequal shares, which add up to the share of all weights."""
     model = model_of("bert")
-    records = cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
+    spec = spec_of(method=method, uniform=False, granularity=granularity, block_shape=[8, 4])
+    records = cut_weights(model, calibration, spec, CPU)
     total = sum(record.count for record in records)
-    assert sum(record.kept for record in records) == pytest.approx(
-        0.3 * total, abs=len(records) * (20 if method == "wanda" else 1)
-    )
+    assert sum(record.kept for record in records) == pytest.approx(0.3 * total, abs=len(records) * off)
     assert len({round(record.kept / record.count, 2) for record in records}) > 3
 
 
