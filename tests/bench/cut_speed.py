@@ -1,8 +1,9 @@
 """Seconds and peak memory of cutting half of a BERT's heads and neurons, in a process of its own, with random weights.
 
-`python tests/bench/cut_speed.py`: MiniLM's shape (bar 30 s) and BERT-base's (bar 240 s), on 512 examples of 64 tokens,
-two threads. Both are compared with what `--dry_run` counts and estimates: memory is what the process holds beyond its
-start, and `estimate_off` is the larger of the seconds over the smaller.
+`python tests/bench/cut_speed.py`: MiniLM's shape (bar 30 s) and BERT-base's (bar 240 s) with the same share in every
+layer, and MiniLM's with sizes by loss (bar 60 s), on 512 examples of 64 tokens, two threads. Both are compared with what
+`--dry_run` counts and estimates: memory is what the process holds beyond its start, and `estimate_off` is the larger of
+the seconds over the smaller.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from figures import Figure, bert_shape, is_quick, report, use_threads
+from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.config.cut_specs import CutSpec
@@ -22,9 +27,13 @@ from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
 
-SHAPES = {"minilm": (384, 6, 12, 30.0), "bert_base": (768, 12, 12, 240.0)}
-"""Width, layers, heads, and the bar in seconds."""
-EXAMPLES, TOKENS, BATCH = (16, 8, 4) if is_quick() else (512, 64, 32)
+SHAPES = {
+    "minilm": (384, 6, True, 30.0),
+    "minilm_by_loss": (384, 6, False, 60.0),
+    "bert_base": (768, 12, True, 240.0),
+}
+"""Width, layers, whether every layer keeps the same share, and the bar in seconds."""
+EXAMPLES, TOKENS, BATCH, PROBED = (16, 8, 4, 4) if is_quick() else (512, 64, 32, 64)
 
 
 def main(name: str = "") -> None:
@@ -48,23 +57,28 @@ def measured(name: str) -> tuple[float, float, float]:
     """Return the seconds of a cut, as measured and as estimated, and the bytes held over those of the arithmetic."""
     use_threads(2)
     distributed.keep_freed_memory()
-    hidden, layers, heads, _ = SHAPES[name]
+    hidden, layers, uniform, _ = SHAPES[name]
     torch.manual_seed(0)
     start = peak()
-    config = BertConfig(**bert_shape(hidden, layers, heads))
+    config = BertConfig(**bert_shape(hidden, layers, 12))
     model = BertForSequenceClassification(config)
     ids = torch.randint(0, config.vocab_size, (EXAMPLES, TOKENS))
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH)]
     attended = [batch["attention_mask"].bool() for batch in batches]
-    calibration = Calibration(batches, attended, lambda model: None, lambda *_: 0.0, lambda *_: torch.zeros(()))
-    spec, device = CutSpec(keep=0.5, uniform=True), torch.device("cpu")
+    calibration = Calibration(batches, attended, answers(ids[:PROBED]), F.mse_loss, lambda *_: torch.zeros(()))
+    spec, device = CutSpec(keep=0.5, uniform=uniform), torch.device("cpu")
     started = time.perf_counter()
     cut_model(model, calibration, spec, device)
     seconds, held = time.perf_counter() - started, peak() - start
-    sizes = [BatchSize(*part.shape, part.numel()) for part in ids.split(BATCH)]
+    sizes, probed = ([BatchSize(*part.shape, part.numel()) for part in i.split(BATCH)] for i in (ids, ids[:PROBED]))
     with torch.device("meta"):
-        costs = cut_costs(BertForSequenceClassification(config), spec, sizes, [], device)
+        costs = cut_costs(BertForSequenceClassification(config), spec, sizes, probed, device)
     return seconds, max(0.1, costs["estimated_seconds"]), held / costs["bytes"]["total"]
+
+
+def answers(ids: Tensor) -> Callable[[Any], Tensor]:
+    """Return a function that computes a model's logits for these tokens (examples, length)."""
+    return lambda model: torch.cat([model(part).logits for part in ids.split(BATCH)])
 
 
 def peak() -> int:

@@ -11,7 +11,7 @@ from support.launching import ROOT, SHARED, Done, run_script
 FIGURES = {
     "against_hf_trainer": 1,
     "cut_quality": 1 if SHARED.is_dir() else 0,
-    "cut_speed": 6,
+    "cut_speed": 9,
     "deployed_speed": 4,
     "exit_speed": 14,
     "faults": 0,
