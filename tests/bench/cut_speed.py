@@ -1,9 +1,9 @@
 """Seconds and peak memory of cutting half of a BERT's heads and neurons, in a process of its own, with random weights.
 
 `python tests/bench/cut_speed.py`: MiniLM's shape (bar 30 s) and BERT-base's (bar 240 s) with the same share in every
-layer, and MiniLM's with sizes by loss (bar 60 s), on 512 examples of 64 tokens, two threads. Both are compared with what
-`--dry_run` counts and estimates: memory is what the process holds beyond its start, and `estimate_off` is the larger of
-the seconds over the smaller.
+layer, and MiniLM's with sizes by loss (bar 60 s), on 512 examples of 64 tokens, two threads. Both are compared with
+what `--dry_run` counts and estimates: memory is what the process holds beyond its start, and `estimate_off` is the
+larger of the seconds over the smaller.
 """
 
 from __future__ import annotations
