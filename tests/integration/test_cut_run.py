@@ -74,5 +74,7 @@ def test_a_dry_run_says_what_the_cuts_cost(recipe) -> None:
             costs[value["phase"]] = value["cut"]
     assert list(costs) == ["half", "neurons"]
     for cost in costs.values():
-        assert min(*cost["operations"].values(), *cost["bytes"].values()) > 0
+        assert cost.keys() == {"operations", "bytes", "estimated_seconds"}
+        assert min(cost["operations"].values()) > 0
+        assert cost["bytes"]["total"] > cost["bytes"]["model"] > 0
     assert costs["neurons"]["bytes"]["model"] < costs["half"]["bytes"]["model"]
