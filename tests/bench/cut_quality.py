@@ -77,10 +77,10 @@ COMPARISONS = {
             Bar("sparse", score=50.0),
         ),
     ),
-    "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=1.5),), task={"name": "cola"}),
+    "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=3.0),), task={"name": "cola"}),
     "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
 }
-"""The bars of CoLA and RTE are one standard error of their validation sets."""
+"""The bars of CoLA and RTE are one standard error of their validation sets, of 1,043 and 277 examples."""
 
 
 def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality") -> None:
