@@ -68,8 +68,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         calibration = calibration_of(task, examples, seed)
         model, records = cut_model(model, calibration, spec, distributed.device())
         parts = [asdict(record) for record in records]
-    model, tokenizer = _with_fewer_tokens(model, task, spec)
-    model.to(dtype_of(source))
+    model, tokenizer = _finished(model, task, source, spec)
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
         "examples": examples,
@@ -99,11 +98,12 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     model = task.build_model(source)
     if spec.cuts_layers:
         model = outline(model, spec)
-    return CutResult(*_with_fewer_tokens(model.to(dtype_of(source)), task, spec), {})
+    return CutResult(*_finished(model, task, source, spec), {})
 
 
-def _with_fewer_tokens(model: Any, task: Task, spec: CutSpec) -> tuple[Any, Any]:
-    """Return the model and its tokenizer, with the vocabulary cut if the spec has one."""
+def _finished(model: Any, task: Task, source: str | Path, spec: CutSpec) -> tuple[Any, Any]:
+    """Return the model, in the precision of its source, and its tokenizer, with the vocabulary cut if the spec has one."""
+    model.to(dtype_of(source))
     if spec.vocabulary is None:
         return model, task.tokenizer
     return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
