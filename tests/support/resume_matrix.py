@@ -76,7 +76,7 @@ OTHERS = {
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
-_REPRESENT = "zero0-fp32 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
+_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
 _REPRESENT += "static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
