@@ -102,7 +102,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
 
 
 def _finished(model: Any, task: Task, source: str | Path, spec: CutSpec) -> tuple[Any, Any]:
-    """Return the model in the precision of its source, and the tokenizer, with the vocabulary cut if the spec says so."""
+    """Return the model in the precision of its source, and the tokenizer; the vocabulary is cut if the spec says so."""
     model.to(dtype_of(source))
     if spec.vocabulary is None:
         return model, task.tokenizer
