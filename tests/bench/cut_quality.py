@@ -1,8 +1,8 @@
 """What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
 
-`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR]`: for each seed three runs through
-`launch/train.py` in bf16: the dense model, the task's cuts from it, and from it the masked phases of the older recipe.
-It prints a table of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with
+`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR]`: for each seed three runs of
+`ds_trainer.train` in bf16: the dense model, the cuts from it, and from it the masked phases of the older recipe. It
+prints a table of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with
 the same folder goes on where the first one stopped. Bars are points lost against the dense model, or scores.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, is_quick, report
+from figures import Figure, bert_shape, is_quick, report
 
+from ds_trainer import train
 from ds_trainer.files.json_file import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,16 +88,20 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality")
         print(f"{SHARED} is missing, and its data with it: nothing to measure")
         return
     comparison, folder = COMPARISONS[name], Path(output) / name
+    start: dict[str, Any] = {"name_or_path": str(SHARED / "models" / "minilm-l6")}
+    if is_quick():
+        start = {"config": {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}, "tokenizer": {"vocab_size": 256}}
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for seed in range(1 if is_quick() else int(seeds)):
         phases = phases_of(comparison.recipe)
-        minilm, dense = SHARED / "models" / "minilm-l6", folder / f"dense_{seed}"
-        results = trained(comparison, phases[:1], minilm, dense, seed)
-        results |= trained(comparison, phases[1:], dense / "model", folder / f"cuts_{seed}", seed)
+        dense = folder / f"dense_{seed}"
+        results = trained(comparison, phases[:1], start, dense, seed)
+        found = {"name_or_path": str(dense / "model")}
+        results |= trained(comparison, phases[1:], found, folder / f"cuts_{seed}", seed)
         if comparison.masked:
             phases = [phase for phase in phases_of(comparison.masked) if phase["name"] in comparison.masked_phases]
-            of_masked = trained(comparison, phases, dense / "model", folder / f"masked_{seed}", seed)
+            of_masked = trained(comparison, phases, found, folder / f"masked_{seed}", seed)
             results |= {f"masked {phase}": of_phase for phase, of_phase in of_masked.items()}
         for phase, of_phase in results.items():
             scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
@@ -119,26 +123,19 @@ def phases_of(recipe: str) -> list[dict[str, Any]]:
 
 
 def trained(
-    comparison: Comparison, phases: list[dict[str, Any]], model: Path, output: Path, seed: int
+    comparison: Comparison, phases: list[dict[str, Any]], model: dict[str, Any], output: Path, seed: int
 ) -> dict[str, Any]:
     """Run phases from a model, or go on with that run, and return its results by phase.
 
     The model takes the place of a dense one that the recipe trains before these phases.
     """
     content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
-    content |= {"model": {"name_or_path": str(model)}, "seed": seed}
+    content |= {"model": model, "seed": seed}
     content["phases"] = json.loads(json.dumps(phases).replace("@finetune", "@model"))
     content["task"] |= {"data_dir": str(SHARED / "data" / comparison.data), **comparison.task}
     if is_quick():
         shorten(content)
-    output.mkdir(parents=True, exist_ok=True)
-    path = output.with_suffix(".recipe.json")
-    path.write_text(json.dumps(content))
-    command = ["launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--set", "bf16.enabled=true"]
-    command += ["--recipe", str(path.resolve()), "--output_dir", str(output.resolve()), "--resume"]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
-    results: dict[str, Any] = json.loads((output / "all_results.json").read_text())
-    return results
+    return train(content, output.resolve(), "--set", "bf16.enabled=true", resume=True)
 
 
 def shorten(content: dict[str, Any]) -> None:
@@ -150,6 +147,8 @@ def shorten(content: dict[str, Any]) -> None:
             phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
         if "cut" in phase:
             phase["cut"] |= {"calibration_examples": 16}
+        if "vocabulary" in phase.get("cut", {}):
+            phase["cut"]["vocabulary"] = {"keep": 200}
         if "prune" in phase.get("techniques", {}):
             phase["techniques"]["prune"] |= {"initial_warmup": 0, "final_warmup": 0}
 
