@@ -10,7 +10,7 @@ from support.launching import ROOT, SHARED, Done, run_script
 
 FIGURES = {
     "against_hf_trainer": 1,
-    "cut_quality": 5 if SHARED.is_dir() else 0,
+    "cut_quality": 5,
     "cut_speed": 9,
     "deployed_speed": 4,
     "exit_speed": 14,
@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     assert exported.returncode == 0, exported.stderr[-3000:]
     two = [model, model, str(folder)]
     arguments = {"exit_speed": [model, str(folder)], "student_speed": two, "deployed_speed": two}
-    arguments["cut_quality"] = ["sst2", "1", str(folder / "cut_quality")]
+    arguments["cut_quality"] = ["sst2", "1", str(folder / "cut_quality"), str(folder)]
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }
