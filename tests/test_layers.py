@@ -20,7 +20,7 @@ BUDGETS = {
     "techniques": 2127,
     "engine": 1469,
     "report": 1160,
-    "deploy": 1101,
+    "deploy": 1102,
     "": 1037,
     "cli": 766,
 }
