@@ -89,7 +89,8 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality",
     comparison = replace(comparison, task=task)
     start: dict[str, Any] = {"name_or_path": str(SHARED / "models" / "minilm-l6")}
     if is_quick():
-        start = {"config": {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}, "tokenizer": {"vocab_size": 256}}
+        config = {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}
+        start = {"config": config, "tokenizer": {"vocab_size": 256}}
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for seed in range(1 if is_quick() else int(seeds)):
