@@ -61,7 +61,7 @@ class StartingModels:
         """Return the folder of a cut, on which all ranks work together wherever a host lacks it."""
         target, seed = self.folder / phase.name, self.recipe.seed
         task = build_task(task_of(phase, self.recipe), source, self.recipe.cache_dir)
-        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train"), _listed_tokens(spec)]
+        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train"), _token_file_hash(spec)]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
             cut = self._cut_folder(phase, task, source, spec)
@@ -156,7 +156,7 @@ def _source_identity(source: str) -> str:
     return folder_hash(Path(source)) if Path(source).is_dir() else source
 
 
-def _listed_tokens(spec: CutSpec) -> str | None:
+def _token_file_hash(spec: CutSpec) -> str | None:
     """Return a hash of the file that lists the tokens to keep; None without one."""
     file = spec.vocabulary and spec.vocabulary.file
     return content_hash(file).hex() if file else None

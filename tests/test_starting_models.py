@@ -99,10 +99,13 @@ def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
     assert all(0 < part["error"] < 1 for part in report["parts"])
 
 
-@pytest.mark.parametrize("change", ["spec", "seed", "source", "data", "unfinished"])
+@pytest.mark.parametrize("change", ["spec", "seed", "source", "data", "tokens", "unfinished"])
 def test_a_cut_of_something_else_is_made_anew(change, tiny_recipe, tmp_path, csv_folder):
-    """Another share, seed, model or training file; and what a killed run has not finished."""
-    folder = made(cut_recipe(tiny_recipe), tmp_path)
+    """Another share, seed, model, training file or list of tokens; and what a killed run has not finished."""
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text("the\n")
+    listed = {"vocabulary": {"keep": str(tokens)}} if change == "tokens" else {}
+    folder = made(cut_recipe(tiny_recipe, **listed), tmp_path)
     marker, changed = folder / "complete.json", copy.deepcopy(tiny_recipe)
     before = marker.read_text()
     if change == "seed":
@@ -119,7 +122,9 @@ def test_a_cut_of_something_else_is_made_anew(change, tiny_recipe, tmp_path, csv
     if change == "unfinished":
         marker.unlink()
         (folder / "model.safetensors").write_bytes(b"")
-    recipe = cut_recipe(changed, **({"keep": 0.25} if change == "spec" else {}))
+    if change == "tokens":
+        tokens.write_text("a\n")
+    recipe = cut_recipe(changed, **({"keep": 0.25} if change == "spec" else listed))
     assert made(recipe, tmp_path) == folder
     assert (marker.read_text() == before) == (change == "unfinished")
     neurons = 16 if change == "spec" else 32

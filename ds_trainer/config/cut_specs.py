@@ -24,9 +24,11 @@ class VocabularySpec(Strict):
 
     @field_validator("keep", mode="before")
     @classmethod
-    def _no_quoted_number(cls, keep: Any) -> Any:
+    def _tokens(cls, keep: Any) -> Any:
         if isinstance(keep, str) and keep.isdigit():
             raise UserError(f'"{keep}" would be the name of a file: write {keep} without quotes to keep so many tokens')
+        if not isinstance(keep, str) and (type(keep) is not int or keep < 1):
+            raise UserError('give "seen", a number of tokens, or the name of a file that lists them')
         return keep
 
     @property
@@ -49,7 +51,9 @@ class CutSpec(Strict):
     )
     target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
-    uniform: bool = Field(False, description="the same share in every layer; otherwise by the loss that it adds")
+    uniform: bool = Field(
+        False, description="the same share in every layer; otherwise shares are chosen by the loss they add"
+    )
     method: Method = Field(
         "obs",
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
@@ -108,6 +112,14 @@ class CutSpec(Strict):
         kept = [share / whole for share, whole in zip(self.keep, before, strict=True)]
         first, *later = (self.model_copy(update={"keep": share}) for share in kept)
         return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _shares(cls, keep: Any) -> Any:
+        shares = keep if isinstance(keep, list) else [keep]
+        if keep is None or (shares and all(type(share) in (int, float) and 0 < share < 1 for share in shares)):
+            return keep
+        raise UserError("give a share between 0 and 1, such as 0.5, or a falling list of shares, such as [0.7, 0.5]")
 
     @model_validator(mode="before")
     @classmethod

@@ -209,17 +209,23 @@ class Recipe(Strict):
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
-            if distill and before:
-                teachers = {"@previous": before[-1]} | {f"@{other.name}": other for other in before}
-                teacher = teachers.get(distill.teacher, phase)
-                taught, learned = family(phase.task or self.task), family(teacher.task or self.task)
-                if taught != learned:
-                    raise UserError(
-                        f'phase "{phase.name}" is of the family {taught}, and the phase that teaches it of {learned}: '
-                        f"take a teacher of the same task"
-                    )
+            if distill:
+                self._check_family(phase, "teaches", distill.teacher, before)
+            if phase.cut and phase.cut.judges_answers:
+                self._check_family(phase, "is cut for", phase.start_from, before)
             before.append(phase)
         return self
+
+    def _check_family(self, phase: Phase, verb: str, reference: str, before: list[Phase]) -> None:
+        """Allow only a model whose answers are of the phase's kind, where these answers count."""
+        named = {f"@{other.name}": other for other in before} | ({"@previous": before[-1]} if before else {})
+        other = named.get(reference, phase)
+        wanted, found = family(phase.task or self.task), family(other.task or self.task)
+        if wanted != found:
+            raise UserError(
+                f'phase "{phase.name}" is of the family {wanted}, and "{other.name}", whose model {verb} it, of '
+                f"{found}: take a model of the same task"
+            )
 
     def _check_exits(self, phase: Phase) -> None:
         """Allow exits on labelled text only, and calibration only on examples that no phase has trained on."""

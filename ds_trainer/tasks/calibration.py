@@ -74,7 +74,7 @@ def _answers(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[tup
 
 
 def _loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the task's loss, as a sum over the examples of a batch, with gradient."""
+    """Return the task's mean loss over a batch, times the number of its examples, with gradient."""
     batch = batch.to(next(model.parameters()).device)
     return task.loss(model(**batch.inputs), batch) * len(batch.ids)
 

@@ -87,7 +87,7 @@ def test_bad_cuts_are_refused(model, task, tmp_path, capsys):
     for arguments, message in (
         ((model, "--cut", "0.5"), "--cut fits the model to training examples"),
         ((model, "--cut", "half", *task), "give the share to keep, such as 0.5"),
-        ((model, "--cut", "1.5", *task), "cut: keep"),
+        ((model, "--cut", "1.5", *task), "cut: keep: give a share between 0 and 1"),
         ((model, "--cut", '{"kep": 0.5}', *task), 'did you mean "keep"'),
         ((model, "--cut", "[0.7, 0.5]", *task), "a cut in steps with training between: make it in a phase"),
         ((model, "--cut", "0.5", "--shrink", *task), "drop --shrink"),

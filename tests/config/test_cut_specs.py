@@ -8,14 +8,16 @@ from ds_trainer.config.cut_specs import CutSpec
 MISTAKES = {
     "nothing": ({}, "nothing says how much to keep"),
     "two amounts": ({"keep": 0.5, "target_flops": 0.5}, "keep and target_flops are set: keep one"),
-    "all": ({"keep": 1.0}, "less than 1"),
-    "none": ({"keep": 0.0}, "greater than 0"),
+    "all": ({"keep": 1.0}, "give a share between 0 and 1"),
+    "none": ({"keep": 0.0}, "give a share between 0 and 1"),
+    "no steps": ({"keep": []}, "give a share between 0 and 1"),
     "uniform target": ({"target_flops": 0.5, "uniform": True}, "uniform keeps the same share"),
     "target of weights": ({"target_latency": 0.5, "granularity": "weight"}, "counts what heads and neurons cost"),
     "wanda of heads": ({"keep": 0.5, "method": "wanda"}, "method wanda scores single weights"),
     "heads of weights": ({"keep": 0.5, "granularity": "weight", "min_heads": 1}, "no heads are cut"),
     "2:4": ({"granularity": "2:4", "keep": 0.3}, "2:4 keeps half"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
+    "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
     "quoted": ({"vocabulary": {"keep": "5000"}}, "write 5000 without quotes"),
 }
 

@@ -92,7 +92,17 @@ def mistakes_of(data) -> str:
                     {"name": "b", "max_steps": 1, "techniques": {"distill": {"teacher": "@a", "alpha_distil": 1}}},
                 ],
             },
-            ["of the family squad", "of lm", "the same task"],
+            ["of the family squad", '"a", whose model teaches it, of lm', "the same task"],
+        ),
+        (
+            {
+                "task": {"name": "sst2"},
+                "phases": [
+                    {"name": "a", "max_steps": 1, "task": {"name": "mlm"}},
+                    {"name": "b", "max_steps": 1, "cut": {"keep": 0.5}},
+                ],
+            },
+            ["of the family text", '"a", whose model is cut for it, of lm', "the same task"],
         ),
         (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
         (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),

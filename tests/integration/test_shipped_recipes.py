@@ -169,6 +169,15 @@ def test_the_phases_of_a_recipe_of_cuts_keep_what_they_are_named_after(name: str
     assert kept == {f"@{name}": share for name, share in {finetune.name: 1.0, **CUTS[name]}.items()}
 
 
+def test_the_recipe_of_what_is_served_cuts_the_given_model_which_teaches_it() -> None:
+    """A quarter of the heads and neurons, and 16,000 tokens."""
+    (phase,) = recipe_of("sst2_small").phases
+    assert phase.cut is not None
+    assert phase.cut.model_dump(exclude_unset=True) == {"keep": 0.25, "vocabulary": {"keep": 16_000}}
+    assert phase.techniques.distill is not None
+    assert (phase.start_from, phase.techniques.distill.teacher, phase.dropout) == ("@previous", "@model", 0.0)
+
+
 def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
     """It is the original's share of the steps, on SQuAD and on MNLI."""
     for name, steps, warmup in (("squad_fine_prune_distil", 55_330, 5_400), ("glue_fine_prune_distil", 73_632, 12_000)):

@@ -79,6 +79,10 @@ def test_every_kind_of_task_calibrates_a_cut(kind: str, tmp_path: Path) -> None:
         divergences.append(given.divergence(answers, given.answers(small)))
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert divergences[1] < divergences[3]
+    sparse, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, granularity="weight"), CPU)
+    kept, count = (sum(getattr(record, name) for record in records) for name in ("kept", "count"))
+    assert kept == pytest.approx(0.5 * count, rel=0.02)
+    assert 0 < given.divergence(answers, given.answers(sparse)) < divergences[3]
     for uniform in (True, False):
         small, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, uniform=uniform), CPU)
         assert sum(record.kept for record in records) < sum(record.count for record in records)
@@ -129,15 +133,18 @@ def test_some_examples_of_every_length_are_probed(tmp_path: Path, monkeypatch) -
 
 
 def test_texts_that_are_all_alike_are_enough(tmp_path: Path) -> None:
-    """Moments of few different tokens; the cut is finite, and what it gives for that text is what the model gave."""
+    """Moments of few different tokens; updated weights give for that text nearly what the model gave."""
     task, source = task_of("classes", tmp_path)
     (tmp_path / "train.csv").write_text("text,label\n" + "it rains,yes\n" * 20 + "it rains,no\n")
-    dense = task.build_model(source).eval()
+    dense: Any = randomised(task.build_model(source)).eval()
     given = calibration_of(task, 16, 0)
-    answers = given.answers(dense)
-    small, _ = cut_model(task.build_model(source), given, CutSpec(keep=0.5, uniform=True), CPU)
-    assert all(weight.isfinite().all() for weight in small.parameters())
-    assert given.divergence(answers, given.answers(small)) < 1e-3
+    answers, divergences = given.answers(dense), []
+    for update in (True, False):
+        spec = CutSpec(keep=0.5, uniform=True, update_weights=update)
+        small, _ = cut_model(copy.deepcopy(dense), given, spec, CPU)
+        assert all(weight.isfinite().all() for weight in small.parameters())
+        divergences.append(given.divergence(answers, given.answers(small)))
+    assert divergences[0] < 1e-2 * divergences[1]
 
 
 def test_a_calibration_set_without_examples_is_told(tmp_path: Path) -> None:

@@ -73,16 +73,10 @@ def allocate(
 ) -> dict[str, int]:
     """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
 
-    UserError where the decisions that must stay cost more than the budget.
+    UserError as `check_budget` raises it.
     """
-    least = sum(place.lowest * prices.each[name] for name, place in places.items())
+    check_budget(places, prices, spec)
     (target,), share = spec.targets, spec.share
-    if least > prices.budget:
-        needed = share + (least - prices.budget) / prices.total
-        raise UserError(
-            f"cut: the heads that must stay, and all that no cut removes, cost {needed:.1%} of {_UNITS[target]}, and "
-            f"{target} is {share:.3g}: raise it, or lower min_heads (now {spec.min_heads})"
-        )
     trials = {
         place.name: distributed.on_main(partial(_trial, place, gram, spec))
         for place, gram in with_grams(model, places, calibration, device)
@@ -95,6 +89,21 @@ def allocate(
         if kept and not any(kept):
             distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
     return counts
+
+
+def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) -> None:
+    """Raise UserError where the decisions that must stay cost more than the budget."""
+    least = sum(place.lowest * prices.each[name] for name, place in places.items())
+    if least > prices.budget:
+        (target,), share = spec.targets, spec.share
+        needed = share + (least - prices.budget) / prices.total
+        heads, remedy = "", ""
+        if spec.min_heads:
+            heads, remedy = "the heads that must stay, and ", f", or lower min_heads (now {spec.min_heads})"
+        raise UserError(
+            f"cut: {heads}all that no cut removes cost {needed:.1%} of {_UNITS[target]}, and {target} is {share:.3g}: "
+            f"raise it{remedy}"
+        )
 
 
 def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:
@@ -122,7 +131,7 @@ def _measured_losses(
 
 
 def _curve(place: CutBlock, trial: _Trial, losses: Mapping[int, float]) -> Curve:
-    """Return the loss at every size, between those measured in proportion to the error of the block's outputs."""
+    """Return the loss at every size: those measured, interpolated linearly in the error of the block's outputs."""
     shares = np.linspace(place.lowest / place.count, 1, _SIZES + 1)
     sizes = np.unique(np.append(np.round(shares * place.count).astype(np.int64), place.lowest))
     measured = sorted(losses, reverse=True)

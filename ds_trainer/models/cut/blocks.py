@@ -67,6 +67,8 @@ def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
 def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int]:
     """Return how many decisions each block keeps if all keep the same share: at least one. UserError where all stay."""
     counts = {name: max(1, place.lowest, round(keep * place.count)) for name, place in places.items()}
+    if all(place.count <= max(1, place.lowest) for place in places.values()):
+        raise UserError("cut: every layer has only the heads that must stay, which are one and min_heads: cut neurons")
     if all(counts[name] == place.count for name, place in places.items()):
         raise UserError(f"cut: a share of {keep} rounds to all heads and neurons: lower it")
     return counts

@@ -69,7 +69,7 @@ def cut_operations(
         passes += batch.rows * (partial_runs + sum(layer_flops(layer, batch.length) for layer in layers[:-1]))
     tokens = sum(batch.tokens for batch in batches)
     gram = sum(2 * tokens * in_features(place.outer) ** 2 for place in places)
-    surgeon = sum(_surgeon_operations(in_features(place.outer), out_features(place.outer)) for place in places)
+    surgeon = sum(_surgeon_operations(in_features(place.outer), out_features(place.outer), spec) for place in places)
     tried = probed = 0
     if not spec.uniform:
         tried = 1 + len(MEASURED) * len(places)
@@ -88,14 +88,16 @@ def _sweeps(spec: CutSpec) -> int:
     return 1 if spec.uniform else 2
 
 
-def _surgeon_operations(width: int, out: int) -> int:
+def _surgeon_operations(width: int, out: int, spec: CutSpec) -> int:
     """Count the inversion and the removals of all inputs of a layer (out, width), and new weights for half of them."""
-    ordering = 8 * width**3 // 3 + 2 * width**2 * out
-    return ordering + width**3 // 12 + 3 * width**2 * out // 2
+    ordering = 8 * width**3 // 3 + 2 * width**2 * out if spec.method == "obs" else 0
+    return ordering + (width**3 // 12 + 3 * width**2 * out // 2 if spec.update_weights else 0)
 
 
 def _surgeon_seconds(places: Sequence[CutBlock], spec: CutSpec, device: torch.device) -> float:
     """Measure a few removals of each shape, on every rank; all blocks are cut on the first one."""
+    if spec.method != "obs":
+        return 0.0
     shapes = Counter((out_features(p.outer), in_features(p.outer), in_features(p.outer) // p.count) for p in places)
     return _sweeps(spec) * sum(times * removal_seconds(*shape, device) for shape, times in shapes.items())
 

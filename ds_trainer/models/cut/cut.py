@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
-from ds_trainer.models.cut.allocation import Prices, allocate
+from ds_trainer.models.cut.allocation import Prices, allocate, check_budget
 from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
@@ -46,6 +46,7 @@ def outline(model: Any, spec: CutSpec) -> Any:
     """Return a model of about the shape that a cut gives, made without calibration examples.
 
     Where the spec chooses over all layers, the layers of the cut model differ from these, which keep about its share.
+    UserError where a cut is sure to fail.
     """
     if spec.granularity not in STRUCTURED:
         for linear in cut_linears(model, spec).values():
@@ -53,6 +54,8 @@ def outline(model: Any, spec: CutSpec) -> Any:
         return model
     places = cut_places(model, spec)
     counts = uniform_counts(places, spec.share) if spec.uniform else {}
+    if not spec.uniform and spec.target_latency is None:  # seconds are measured by the cut itself
+        check_budget(places, _prices(model, places, spec, torch.device("cpu")), spec)
     for name, place in places.items():
         # a choice over all layers removes something, also where the share of each one would round to all of it
         kept = counts.get(name, max(place.lowest, min(1, place.count - 1), int(spec.share * place.count)))
@@ -77,7 +80,7 @@ def _check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: 
     if tokens < widest and (spec.method == "obs" or spec.update_weights):
         distributed.warn(
             f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, too few to fit it: damping decides "
-            "the rest; raise calibration_examples"
+            "the rest; raise calibration_examples, if there are more examples"
         )
 
 

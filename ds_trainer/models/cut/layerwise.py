@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Calibration:
     """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
-    model, on whichever device it is, on some of the examples. `divergence` says how far second answers are from first
-    ones, as a mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the sum
-    over the examples of one batch, by its number, of the task's loss, with gradient; the model is on one device, whole.
+    model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones,
+    a mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the
+    task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on one device.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
@@ -165,6 +166,11 @@ class Layerwise:
                 before[:] = [next(outputs)]
                 computed.clear()
                 self._base(**inputs, **self._options)
+                if not computed:
+                    raise UserError(
+                        f"cut: {type(self._base).__name__} does not run its layers one after another, each once, as a "
+                        "cut needs: take another model"
+                    )
                 yield computed[0]
 
 

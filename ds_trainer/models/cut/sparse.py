@@ -55,9 +55,10 @@ def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern
     """Return the mask that keeps a share of a weight at little error, and values for `masked_least_squares` to refine.
 
     This is the method "obs" for single weights: ADMM, as only heads and neurons are removed one by one (`surgeon.py`).
-    Weight (out, in), covariance (in, in) positive definite, fp64. O(in^3 + 60 in^2 out) operations.
+    Zeros of the weight are kept last. Weight (out, in), covariance (in, in) positive definite, fp64.
+    O(in^3 + 60 in^2 out) operations.
     """
-    scale = covariance.diagonal().sqrt()
+    scale, present = covariance.diagonal().sqrt(), weight != 0
     values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
     dense = weight * scale
     target = dense @ vectors * values  # in the basis of the eigenvectors, as all products with the covariance
@@ -65,7 +66,7 @@ def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern
     growth = (_LAST_STIFFNESS / _FIRST_STIFFNESS) ** (1 / _ITERATIONS)
     for _ in range(_ITERATIONS):
         free = (target + stiffness * ((sparse - dual) @ vectors)) / (values + stiffness) @ vectors.T
-        mask = pattern.mask((free + dual).square(), share)
+        mask = pattern.mask((free + dual).square() * present, share)
         sparse = (free + dual) * mask
         dual = (free + dual - sparse) / growth
         stiffness *= growth

@@ -91,7 +91,7 @@ class _Pending:
         groups = weight.shape[1] // width
         self.kept = torch.ones(groups, dtype=torch.bool, device=weight.device)
         self.removed: list[int] = []
-        # row k of the sum of outer products rows^T solved that the inverse lacks, and of columns^T solved of the weight
+        # still to be applied: inverse -= rows^T solved, weight -= columns^T solved
         self.rows = inverse.new_zeros(0, weight.shape[1])
         self.solved = inverse.new_zeros(0, weight.shape[1])
         self.columns = weight.new_zeros(0, weight.shape[0])

@@ -17,7 +17,7 @@ from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
 from ds_trainer.models.cut.sparse import Pattern, admm_mask, masked_least_squares
-from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, rows_of
+from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, out_features, rows_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
@@ -27,7 +27,7 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
     """Write the zeros of a spec in the linear layers of the encoder, in place; collective.
 
     The model is on the CPU and in evaluation mode. Layers that it never computes stay whole, and have no record.
-    UserError where the spec's pattern does not fit a layer.
+    UserError where the spec's pattern does not fit a layer, or keeps all weights.
     """
     cut = _WeightCut(model, calibration, spec, device)
     shares, records = cut.shares(), []
@@ -36,12 +36,21 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
         replacement.write(cut.linears[name])
         kept = int(replacement.weight.count_nonzero())
         records.append(CutRecord(name, replacement.weight.numel(), kept, replacement.error))
+    if all(record.kept == record.count for record in records):
+        raise UserError(f"cut: a share of {spec.share} rounds to all weights: lower it")
     return records
 
 
 def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
-    """Return the linear layers that a spec writes zeros in. UserError where 2:4 does not fit one."""
+    """Return the linear layers that a spec writes zeros in. UserError where its pattern does not fit one."""
     linears = encoder_linears(model)
+    rows, columns = spec.block_shape
+    for name, linear in linears.items() if spec.granularity == "block" else ():
+        if out_features(linear) <= rows and in_features(linear) <= columns:
+            raise UserError(
+                f"cut: {name} is ({out_features(linear)}, {in_features(linear)}), one block of ({rows}, {columns}), "
+                "which would stay: set block_shape to smaller blocks"
+            )
     for name, linear in linears.items() if spec.granularity == "2:4" else ():
         if in_features(linear) % 4:
             raise UserError(
@@ -131,7 +140,7 @@ def _pattern(spec: CutSpec, features: int) -> Pattern:
 
 
 def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None) -> Replacement:
-    """Return what becomes of a linear layer that keeps a share of its weights."""
+    """Return what becomes of a linear layer that keeps a share of its weights. Those that are zero stay zero."""
     fitting = Fitting(linear, gram, spec.damping)
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
@@ -140,6 +149,7 @@ def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: 
         mask, values = pattern.mask(_scores(dense, fitting.squares), share), dense
     else:
         mask, values = pattern.mask(_scores(dense, fisher), share), dense
+    mask &= dense != 0
     if not spec.update_weights:
         return fitting.replacement(dense * mask)
     return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values))

@@ -241,6 +241,15 @@ def test_a_share_that_rounds_to_everything_is_refused() -> None:
             cut(model_of("bert"), spec)
 
 
+def test_heads_that_must_all_stay_are_told() -> None:
+    """No share would remove one."""
+    for cut in (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU)):
+        with pytest.raises(UserError, match="only the heads that must stay"):
+            cut(model_of("bert"), CutSpec(keep=0.5, uniform=True, granularity="head", min_heads=4))
+        with pytest.raises(UserError, match=r"keep is 0\.9: raise it, or lower min_heads \(now 4\)"):
+            cut(model_of("bert"), CutSpec(keep=0.9, granularity="head", min_heads=4))
+
+
 @pytest.mark.parametrize(("family", "share"), [("bert", 0.99), ("llama", 0.75)])
 def test_a_choice_over_all_layers_has_an_outline_at_every_share(family: str, share: float) -> None:
     """Where the share of each layer would round to all of its heads, too; a block of one head loses it."""

@@ -16,6 +16,7 @@ from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.sparse import Pattern
 from ds_trainer.models.cut.weights import cut_weights, shares_of_largest
 from ds_trainer.models.layers import encoder_linears, rows_of
+from ds_trainer.ranks.failures import UserError
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,31 @@ def test_a_layer_that_2_4_does_not_fit_is_named(calibration):
         cut_weights(transformers.BertModel(config), calibration, spec_of(granularity="2:4", keep=0.5), CPU)
 
 
+def test_blocks_that_would_leave_a_matrix_whole_are_refused(calibration):
+    """A block of the size of a matrix, which keeps one block in any case; and a share that rounds to all blocks."""
+    for fields, message in (
+        ({"block_shape": [16, 16]}, r"self\.query is \(16, 16\), one block of \(16, 16\), .*smaller blocks"),
+        ({"block_shape": [8, 8], "keep": 0.95}, "a share of 0.95 rounds to all weights: lower it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cut_weights(model_of("bert"), calibration, spec_of(granularity="block", **fields), CPU)
+
+
+@pytest.mark.parametrize("method", ["obs", "magnitude", "wanda"])
+def test_zeros_stay_zeros(method, calibration):
+    """A cut of a sparse model to more weights than it has keeps those that it has, and one to fewer is among them."""
+    model = model_of("bert")
+    cut_weights(model, calibration, spec_of(), CPU)
+    before = [linear.weight != 0 for linear in encoder_linears(model).values()]
+    for keep, same in ((0.5, True), (0.2, False)):
+        records = cut_weights(model, calibration, spec_of(method=method, keep=keep), CPU)
+        after = [linear.weight != 0 for linear in encoder_linears(model).values()]
+        assert not any((now & ~then).any() for now, then in zip(after, before, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True)) is same
+        kept, count = (sum(getattr(record, name) for record in records) for name in ("kept", "count"))
+        assert same or kept == pytest.approx(0.2 * count, rel=0.06)  # Wanda keeps 20% in every row that has as many
+
+
 def test_examples_all_alike_leave_a_model_that_runs(calibration):
     """If no input varies, damping decides alone, and all weights are finite."""
     model = model_of("bert")
@@ -218,3 +244,11 @@ def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
     for name, weight in cut_by_ranks(method).items():
         assert torch.equal(two_ranks[method][name] == 0, weight == 0)
         torch.testing.assert_close(two_ranks[method][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_whose_layers_are_not_a_row_is_refused(calibration):
+    """Funnel Transformer has its layers in blocks of blocks."""
+    sizes = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "vocab_size": 40}
+    model = transformers.FunnelForSequenceClassification(transformers.FunnelConfig(block_sizes=[1, 1, 1], **sizes))
+    with pytest.raises(UserError, match="FunnelBaseModel does not run its layers one after another"):
+        cut_weights(model.eval(), calibration, spec_of(), CPU)

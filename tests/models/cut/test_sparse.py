@@ -47,12 +47,6 @@ def test_a_share_that_rounds_to_nothing_keeps_one(layer):
     assert (Pattern(group=24).mask(layer[0].square(), 0.001).sum(1) == 1).all()
 
 
-def test_two_of_every_four_inputs_are_kept(layer):
-    """With 2:4 every four neighbouring inputs of each output keep exactly two weights."""
-    weight = solved(*layer, 0.5, FOUR)
-    assert (weight.view(16, -1, 4).count_nonzero(2) == 2).all()
-
-
 def test_blocks_are_kept_whole_and_those_at_an_edge_are_smaller():
     """A block is kept or removed as one, by its mean score; blocks of (4, 3) divide (6, 7) into 2 by 3."""
     scores = torch.rand(6, 7, dtype=torch.float64)
