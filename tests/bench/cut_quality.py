@@ -2,8 +2,9 @@
 
 `python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed three runs of
 `ds_trainer.train` in bf16: the dense model, the cuts from it, and from it the masked phases of the older recipe. It
-prints a table of scores, mean and spread, with the seconds of training, and each bar as a figure. A second call with
-the same folder goes on where the first one stopped. Bars are points lost against the dense model, or scores.
+prints a table of scores, mean and spread, with the seconds of the cut and of training, and each bar as a figure. A
+second call with the same folder goes on where the first one stopped. Bars are points lost against the dense model, or
+scores.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality",
         config = {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}
         start = {"config": config, "tokenizer": {"vocab_size": 256}}
     scores: dict[str, list[float]] = {}
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for seed in range(1 if is_quick() else int(seeds)):
         phases = phases_of(comparison.recipe)
         dense = folder / f"dense_{seed}"
@@ -105,13 +106,15 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality",
             results |= {f"masked {phase}": of_phase for phase, of_phase in of_masked.items()}
         for phase, of_phase in results.items():
             scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
-            seconds.setdefault(phase, []).append(of_phase["train"]["train_seconds"])
+            of_cut = of_phase.get("cut", {}).get("seconds", 0.0)
+            seconds.setdefault(phase, []).append((of_cut, of_phase["train"]["train_seconds"]))
             if "cut" in of_phase:
                 one_shot = of_phase["cut"]["scores"][comparison.metric]
                 scores.setdefault(f"{phase}, one shot", []).append(100 * one_shot)
     for phase, values in scores.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        taken = f"{statistics.mean(seconds[phase]):6.0f} s" if phase in seconds else ""
+        means = [statistics.mean(column) for column in zip(*seconds.get(phase, []), strict=True)]
+        taken = " + ".join(f"{mean:.0f} s" for mean in means)
         print(f"{name:6} {phase:24} {statistics.mean(values):6.2f} +- {spread:4.2f}  {taken}")
     report(*(judged(bar, scores, name) for bar in comparison.bars))
 

@@ -42,11 +42,12 @@ def main(name: str = "") -> None:
         return
     figures = []
     for shape, (_, _, _, bar) in SHAPES.items():
-        seconds, estimated, held = measured(shape) if is_quick() else measured_apart(shape)
+        seconds, estimated, held, counted = measured(shape) if is_quick() else measured_apart(shape)
+        print(f"{shape}: {held / 1e6:.0f} MB")
         figures += [
             Figure(f"cut_speed/{shape}/seconds", seconds, bar),
             Figure(f"cut_speed/{shape}/estimate_off", max(seconds / estimated, estimated / seconds), 2.0),
-            Figure(f"cut_speed/{shape}/memory_over_the_arithmetic", held, 1.0),
+            Figure(f"cut_speed/{shape}/memory_over_the_arithmetic", held / counted, 1.0),
         ]
     report(*figures)
 
@@ -54,11 +55,11 @@ def main(name: str = "") -> None:
 def measured_apart(name: str) -> list[float]:
     """Return what `measured` returns, from a process of its own, whose peak of memory is the cut's."""
     done = subprocess.run([sys.executable, __file__, name], check=True, capture_output=True, text=True)
-    return [float(word) for word in done.stdout.split()[-3:]]
+    return [float(word) for word in done.stdout.split()[-4:]]
 
 
-def measured(name: str) -> tuple[float, float, float]:
-    """Return the seconds of a cut, as measured and as estimated, and the bytes held over those of the arithmetic."""
+def measured(name: str) -> tuple[float, float, float, float]:
+    """Return the seconds of a cut, as measured and as estimated, and the bytes, as held at the peak and as counted."""
     use_threads(2)
     distributed.keep_freed_memory()
     hidden, layers, uniform, _ = SHAPES[name]
@@ -77,7 +78,7 @@ def measured(name: str) -> tuple[float, float, float]:
     sizes, probed = ([BatchSize(*part.shape, part.numel()) for part in i.split(BATCH)] for i in (ids, ids[:PROBED]))
     with torch.device("meta"):
         costs = cut_costs(BertForSequenceClassification(config), spec, sizes, probed, device)
-    return seconds, max(0.1, costs["estimated_seconds"]), held / costs["bytes"]["total"]
+    return seconds, max(0.1, costs["estimated_seconds"]), held, costs["bytes"]["total"]
 
 
 def answers(ids: Tensor) -> Callable[[Any], Tensor]:

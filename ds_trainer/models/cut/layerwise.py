@@ -87,11 +87,16 @@ class Gram:
 
 
 class Layerwise:
-    """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer."""
+    """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer.
+
+    UserError where the model does not run one list of layers.
+    """
 
     def __init__(self, model: Any, calibration: Calibration, device: torch.device) -> None:
         self.calibration, self.device = calibration, device
         self._base = getattr(model, "base_model", model)
+        if model.config.is_encoder_decoder:
+            raise self._no_row()
         self._layers = list(encoder_layers(model).values())
         accepted = inspect.signature(self._base.forward).parameters
         self._inputs = [{name: x for name, x in batch.items() if name in accepted} for batch in calibration.inputs]
@@ -167,11 +172,14 @@ class Layerwise:
                 computed.clear()
                 self._base(**inputs, **self._options)
                 if not computed:
-                    raise UserError(
-                        f"cut: {type(self._base).__name__} does not run its layers one after another, each once, as a "
-                        "cut needs: take another model"
-                    )
+                    raise self._no_row()
                 yield computed[0]
+
+    def _no_row(self) -> UserError:
+        return UserError(
+            f"cut: {type(self._base).__name__} does not run one list of layers, one after another, as a cut needs: "
+            "take another model"
+        )
 
 
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:

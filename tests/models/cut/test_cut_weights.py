@@ -247,8 +247,12 @@ def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
 
 
 def test_a_model_whose_layers_are_not_a_row_is_refused(calibration):
-    """Funnel Transformer has its layers in blocks of blocks."""
-    sizes = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "vocab_size": 40}
-    model = transformers.FunnelForSequenceClassification(transformers.FunnelConfig(block_sizes=[1, 1, 1], **sizes))
-    with pytest.raises(UserError, match="FunnelBaseModel does not run its layers one after another"):
-        cut_weights(model.eval(), calibration, spec_of(), CPU)
+    """Funnel Transformer has its layers in blocks of blocks, and T5 has two lists of them."""
+    funnel = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "vocab_size": 40, "block_sizes": [1, 1, 1]}
+    t5 = {"d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "vocab_size": 40, "num_layers": 2}
+    for model in (
+        transformers.FunnelForSequenceClassification(transformers.FunnelConfig(**funnel)),
+        transformers.T5ForSequenceClassification(transformers.T5Config(**t5)),
+    ):
+        with pytest.raises(UserError, match="does not run one list of layers, one after another"):
+            cut_weights(model.eval(), calibration, spec_of(), CPU)
