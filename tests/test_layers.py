@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 574,
     "hosts": 531,
     "config": 1185,
-    "models": 2369,
+    "models": 2373,
     "tasks": 2159,
     "techniques": 2127,
     "engine": 1469,
