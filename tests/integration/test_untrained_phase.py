@@ -73,7 +73,8 @@ def test_a_phase_of_no_epochs_is_scored_like_any_other(output, tmp_path):
 def test_a_phase_of_no_epochs_asks_nothing_of_the_engine_file(tiny_recipe, output, tmp_path):
     """A file that DeepSpeed refuses does for a recipe that trains nothing."""
     phases = [{"name": "kept", "num_train_epochs": 0, "start_from": str(output / "model")}]
-    recipe = tiny_recipe | {"phases": phases, "model": {"name_or_path": str(output / "model")}}
+    model = {"name_or_path": str(output / "model")}
+    recipe = tiny_recipe | {"phases": phases, "model": model, "report": False}
     refused = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
     done = run_deepspeed(1, *command(tmp_path / "run", recipe, engine=refused))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -107,7 +108,8 @@ def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe
     """The recipe of the folder has a phase for each share; `--resume` with the recipe as given has nothing to do."""
     steps = {"granularity": "neuron", "uniform": True, "keep": [0.5, 0.25], "calibration_examples": 64}
     cut = {"name": "cut", "num_train_epochs": 0, "cut": steps}
-    recipe = tiny_recipe | {"phases": [cut], "model": {"name_or_path": str(output / "dense" / "model")}}
+    model = {"name_or_path": str(output / "dense" / "model")}
+    recipe = tiny_recipe | {"phases": [cut], "model": model, "report": False}
     results = []
     for more in ([], ["--resume"]):
         done = run_deepspeed(2, *command(tmp_path / "run", recipe, *more))
