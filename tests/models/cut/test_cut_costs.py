@@ -66,6 +66,14 @@ def test_a_cut_that_chooses_runs_the_whole_model_as_often_as_counted(monkeypatch
     assert all(chosen[name] == 2 * uniform[name] for name in ("gram_matrices", "surgeon"))
 
 
+def test_magnitude_removes_without_a_surgeon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least squares are what is left of its work, and without new weights nothing."""
+    monkeypatch.setattr(costs, "removal_seconds", None)
+    specs = [CutSpec(keep=0.5, uniform=True, method="magnitude", update_weights=update) for update in (True, False)]
+    counted = [cut_costs(model(), spec, BATCHES, BATCHES[:1], CPU)["operations"]["surgeon"] for spec in specs]
+    assert cut_operations(model(), UNIFORM, BATCHES, BATCHES[:1])["surgeon"] > counted[0] > counted[1] == 0
+
+
 def test_the_costs_of_7b_need_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes on the meta device are enough; the bytes are dominated by the weights in fp32."""
     monkeypatch.setattr(costs, "removal_seconds", lambda *_: 0.0)
