@@ -153,6 +153,21 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     assert len(calls) == 1
 
 
+def test_the_summary_of_a_weight_cut_counts_weights_and_tokens():
+    """Also where fewer tokens make the model smaller; of heads and neurons it counts parameters."""
+    parts = [{"name": "layer", "count": 100, "kept": 30, "error": 0.1}]
+    report = {"parts": parts, "parameters": {"before": 250, "after": 200}, "seconds": 1}
+    report["tokens"] = {"before": 40, "after": 20}
+    told = [
+        CutResult(None, None, report | {"spec": {"keep": 0.3} | fields}).summary
+        for fields in ({"granularity": "weight"}, {})
+    ]
+    assert [text.partition(" s, ")[2].partition(", error")[0] for text in told] == [
+        "100 -> 30 weights of the encoder, 40 -> 20 tokens",
+        "250 -> 200 parameters, 40 -> 20 tokens",
+    ]
+
+
 def test_what_is_made_has_the_precision_of_its_source(tiny_recipe, tmp_path):
     """A student, a cut and its outline of a folder in bf16: each would otherwise be twice as large."""
     folder = made(cut_recipe(tiny_recipe), tmp_path / "first")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.cut.costs import cut_costs
 from ds_trainer.models.cut.cut import cut_model, outline
@@ -37,7 +37,7 @@ class CutResult:
         """What was cut, in a line for the console."""
         parts, size = self.report["parts"], self.report["parameters"]
         line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
-        if parts and self.report["spec"].get("granularity", "hybrid") not in STRUCTURED:  # the rest are zeros
+        if parts and not CutSpec(**self.report["spec"]).cuts_blocks:  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
             line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
         tokens = self.report["tokens"]

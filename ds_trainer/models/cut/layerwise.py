@@ -25,9 +25,9 @@ class Calibration:
     """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
-    model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones,
-    a mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the
-    task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on one device.
+    model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
+    mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
+    over one batch, by its number, times its examples, with gradient; the model is whole on one device.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]

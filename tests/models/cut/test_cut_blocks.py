@@ -21,6 +21,8 @@ from ds_trainer.ranks.failures import UserError
 HALF = CutSpec(keep=0.5, uniform=True)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 GIVEN = calibration()
+BOTH = (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU))
+"""The rehearsal of a cut, and the cut itself."""
 
 
 def counts_of(model: Any) -> dict[str, int]:
@@ -236,14 +238,14 @@ def test_weights_that_are_not_finite_are_named(place: str) -> None:
 def test_a_share_that_rounds_to_everything_is_refused() -> None:
     """Three of four heads would be less; 99% is not."""
     spec = CutSpec(keep=0.99, uniform=True, granularity="head")
-    for cut in (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU)):
+    for cut in BOTH:
         with pytest.raises(UserError, match=r"cut: a share of 0\.99 rounds to all heads and neurons: lower it"):
             cut(model_of("bert"), spec)
 
 
 def test_heads_that_must_all_stay_are_told() -> None:
     """No share would remove one."""
-    for cut in (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU)):
+    for cut in BOTH:
         with pytest.raises(UserError, match="only the heads that must stay"):
             cut(model_of("bert"), CutSpec(keep=0.5, uniform=True, granularity="head", min_heads=4))
         with pytest.raises(UserError, match=r"keep is 0\.9: raise it, or lower min_heads \(now 4\)"):
