@@ -93,6 +93,7 @@ class Phase(Strict):
     gradient_accumulation_steps: Positive | None = None
     bf16: bool | None = None
     fp16: bool | None = None
+    gradient_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
 
     per_device_eval_batch_size: Positive = 64
     max_skipped_steps: Positive = Field(50, description="in a row; fp16 with a scale of 2**32 skips 33 at the most")

@@ -29,6 +29,7 @@ from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.task import Forward
@@ -129,6 +130,8 @@ LOSS = {
     "exits-distill": {"task": 1.0, "exits.heads": 0.5, "exits.distill": 0.5},
 }
 """Where the weights are not those that the techniques name, or their defaults."""
+RECOMPUTED = "recomputed-"
+"""Before a method: with gradient checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,10 @@ class Case:
     method: str
     stage: int
     precision: str
+
+    @property
+    def plain_method(self) -> str:
+        return self.method.removeprefix(RECOMPUTED)
 
     def __str__(self) -> str:
         return f"{self.method}-zero{self.stage}-{self.precision}"
@@ -151,6 +158,7 @@ ALL += [Case("both", stage, "autocast") for stage in range(4)]
 ALL += [Case("filled", stage, "bf16") for stage in range(4)]
 ALL += [Case(method, stage, "fp32") for method, stage in product(EXITS, range(4))]
 ALL += [Case("exits-joint", stage, precision) for stage, precision in product(range(4), ("bf16", "autocast"))]
+ALL += [Case(RECOMPUTED + method, stage, "fp32") for method in ("all", "l0", "layers") for stage in range(4)]
 
 
 def cases(ranks: int) -> list[Case]:
@@ -161,6 +169,7 @@ def cases(ranks: int) -> list[Case]:
             Case("whole", 3, "fp32"),
             Case("all", 2, "fp32"),
             Case("l0", 0, "bf16"),
+            Case(f"{RECOMPUTED}l0", 0, "fp32"),
         }
         return chosen(ALL, alone.__contains__)
     some = {
@@ -171,7 +180,9 @@ def cases(ranks: int) -> list[Case]:
     }
     some |= {Case("exits-joint", 3, "autocast"), Case("both", 3, "autocast"), Case("topK", 3, "bf16")}
     some |= {Case("partitioned", 1, "fp32"), Case("whole", 1, "fp32")}
-    return chosen(ALL, lambda case: (case.stage, case.precision) == (3, "fp32") or case.method == "all" or case in some)
+    return chosen(
+        ALL, lambda case: (case.stage, case.precision) == (3, "fp32") or case.plain_method == "all" or case in some
+    )
 
 
 class ToyTask:
@@ -233,7 +244,8 @@ def phase_of(method: str) -> Phase:
     return parse_recipe({"phases": [data]}).phases[0]
 
 
-def build(method: str):
+def build(case: Case):
+    method = case.plain_method
     phase = phase_of(method)
     torch.manual_seed(0)
     techniques = build_techniques(phase.techniques, PhaseLength(STEPS, 1, seed=5), ToyTask())
@@ -243,6 +255,7 @@ def build(method: str):
             linear.weight.data[:, ::2] = 0
     if method in LEFT:
         model = shrink(empty(model, LEFT[method]))
+    set_recomputing(model, method != case.method)
     for technique in techniques:
         model = technique.attach(model)
     rules: list[GroupRule] = [rule for technique in techniques for rule in technique.parameter_rules(model)]
@@ -289,7 +302,7 @@ def rank_batch(step: int, micro: int, rank: int, world: int):
 
 
 def under_engine(case: Case) -> dict[str, list]:
-    phase, techniques, model, groups = build(case.method)
+    phase, techniques, model, groups = build(case)
     world = distributed.world_size()
     ds_engine = engine.start_engine(model, groups, engine_config(case, world), BASE, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)
@@ -341,7 +354,9 @@ def values_held(model) -> int:
 def reference(case: Case) -> dict[str, list]:
     """The same run in one process: fp32 master weights, a plain AdamW, clipping by global norm."""
     # a process without a group cannot partition a teacher, whose answers are the same
-    phase, techniques, master, groups = build("whole" if case.method == "partitioned" else case.method)
+    phase, techniques, master, groups = build(
+        Case("whole", 0, case.precision) if case.method == "partitioned" else case
+    )
     optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.lr, weight_decay=BASE.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier("linear", 1, STEPS))
     objective = objective_of(phase, techniques)

@@ -20,6 +20,7 @@ from ds_trainer.config.recipe import saved_exits
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.loading import as_user_error
+from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.ranks.failures import UserError
 
 HEADS_FILE = "exit_heads.safetensors"
@@ -110,7 +111,8 @@ class LayerStates:
             hook.remove()
 
     def _keep(self, layer: int, args: Any, kwargs: Any) -> None:
-        self._states[layer] = args[0] if args else kwargs["hidden_states"]
+        if not is_recomputing():  # that would keep the states of a batch whose backward is under way
+            self._states[layer] = args[0] if args else kwargs["hidden_states"]
 
 
 def after_layer(model: nn.Module, layer: int, call: Callable[[Any, Any], Any]) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.models.layers import AnyLinear, rows_of
+from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.tasks.losses import score_penalty, score_penalty_slope
 from ds_trainer.techniques.prune.grains import Grain
 from ds_trainer.techniques.prune.masks import DecisionMask, GateMask, HardMask, Mask, Rule
@@ -112,7 +113,7 @@ class MaskedLinear(nn.Linear):
                 # are computed here
                 gates = step.mask.drawn(None).times(torch.ones_like(scores), scores) > 0
                 step.mask = DecisionMask(step.mask, self.grain, gates, scores.isnan().any())
-        step.draws += self.training
+        step.draws += self.training and not is_recomputing()
         return step.mask.drawn(step.draws if self.training else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -127,7 +128,8 @@ class MaskedLinear(nn.Linear):
         step.evaluation_weight = None  # training changes the weight that an evaluation has masked
         how = (self.find_mask(), self.penalty_kind, self.plain)
         out, penalty = _MaskedLinear.apply(hidden, self.weight, self.bias, self.mask_scores, how)
-        self.penalty = penalty if self.penalty_kind else None
+        if not is_recomputing():  # the second penalty would keep alive what the backward has just computed again
+            self.penalty = penalty if self.penalty_kind else None
         return out
 
     @torch.no_grad()
