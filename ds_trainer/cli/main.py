@@ -21,6 +21,9 @@ def main(name: str) -> None:
             activate = f"cd {root} && source launch/setup.sh"
         print(f"error: {sys.executable} has no {', '.join(missing)}: run `{activate}` first", file=sys.stderr)
         sys.exit(2)
+    from ds_trainer.ranks.openmp import limit_spinning
+
+    limit_spinning()
     from ds_trainer.cli.command import run_command
     from ds_trainer.ranks.distributed import leave
 
