@@ -12,12 +12,13 @@ from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
 from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty
-from ds_trainer.engine import engine
 from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
 from ds_trainer.engine.keys import precision_of
+from ds_trainer.engine.memory import training_cure
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.models.layers import set_dropout
+from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
@@ -55,6 +56,7 @@ class PhaseModel:
         model = self.task.build_model(self.source)
         if self.phase.dropout is not None:
             set_dropout(model, self.phase.dropout)
+        set_recomputing(model, self.phase.gradient_checkpointing)
         if self.phase.shrink:
             check_known(model)
         for technique in techniques:
@@ -117,15 +119,14 @@ class PhasePlan(PhaseModel):
             "the parameter groups": [group.identity for group in groups],
         }
 
-    def bytes_per_rank(self, model: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
-        """Return the bytes that a rank will hold of the model and its groups, as `engine.bytes_per_rank` counts."""
-        trained = sum(group.size for group in groups)
-        frozen = sum(p.numel() for p in model.parameters()) - trained
-        return engine.bytes_per_rank(trained, frozen, self.engine_config, distributed.world_size())
-
     @property
     def checkpoints(self) -> Checkpoints:
         return checkpoints_of(self.phase, self.folder)
+
+    @property
+    def memory_cure(self) -> str:
+        """What to change where a step of the phase does not fit into memory."""
+        return training_cure(self.engine_config, self.phase.gradient_checkpointing)
 
     @property
     def lr_factor(self) -> Callable[[int], float]:
@@ -161,7 +162,7 @@ def plan_phase(
 
     A phase that goes on from a checkpoint takes the remaining epochs, at the batch size of this run. Raises UserError.
     """
-    recipe, world = job.recipe, distributed.world_size()
+    recipe, world = job.recipe, job.world or distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, phase, world)
     taken, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)

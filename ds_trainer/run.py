@@ -24,6 +24,7 @@ from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase, starting_identity
+from ds_trainer.phase_memory import measure_memory
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
@@ -109,9 +110,10 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
     prune = phase.techniques.prune
     if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
         distributed.warn(f"{phase.name}: {too_short}")
-    model, groups, _ = plan.prepare()
+    model, groups, objective = plan.prepare()
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     cut = expected_costs(plan.task, source, phase.cut, job.recipe.seed) if phase.cut and job.dry_run else None
-    return {
+    description = {
         "phase": phase.name,
         "starts_from": plan.source,
         **({"cut": cut} if cut else {}),
@@ -121,9 +123,13 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
             {"name": g.name, "parameters": g.size, "learning_rate": g.learning_rate, "weight_decay": g.weight_decay}
             for g in groups
         ],
-        "frozen_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "bytes_per_rank": plan.bytes_per_rank(model, groups),
+        "frozen_parameters": frozen,
     }
+    if job.dry_run and phase.trains:
+        del model, groups, objective  # or they would count as the process's own
+        memory = measure_memory(plan)
+        description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
+    return description
 
 
 def _plan_and_claim(

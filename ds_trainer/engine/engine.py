@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.engine import reshard
-from ds_trainer.engine.keys import precision_of, zero_stage
 from ds_trainer.engine.optim import Group, Hyperparameters, as_torch, build_optimizer
 from ds_trainer.engine.saved_states import dynamic_scale
 from ds_trainer.files.redaction import redacted
@@ -228,20 +227,3 @@ def stop_engine(engine: Engine) -> None:
     distributed.give_back_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def bytes_per_rank(trained: int, frozen: int, config: Mapping[str, Any], world: int) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and Adam's states on a rank, by ZeRO stage, and their total.
-
-    `trained` and `frozen` are numbers of values. Activations and buffers are extra. In mixed precision each parameter
-    of 2 bytes has a master copy of 4, which counts as a state of the optimizer.
-    """
-    stage = zero_stage(config)
-    mixed = precision_of(config) != "fp32"
-    width = 2 if mixed else 4
-    sizes = {
-        "parameters": (trained + frozen) * width // (world if stage >= 3 else 1),
-        "gradients": trained * width // (world if stage >= 2 else 1),
-        "optimizer": trained * (12 if mixed else 8) // (world if stage >= 1 else 1),
-    }
-    return sizes | {"total": sum(sizes.values())}

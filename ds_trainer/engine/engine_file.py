@@ -6,6 +6,7 @@ between the engine file and the recipe, and combinations that DeepSpeed accepts 
 or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`rehearsal.py`).
 """
 
+import base64
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -81,7 +82,20 @@ an absent key; where that is None the groups keep their rates."""
 
 def read_engine_file(path: str | Path) -> dict[str, Any]:
     """Read the file as DeepSpeed does: Hjson, with comments and trailing commas, and without duplicate keys."""
+    if _is_of_autotuner(str(path)):
+        raise UserError(
+            "deepspeed --autotuning changes the global batch and leaves teachers, masks and offload out: use "
+            "python launch/tune.py with the same --deepspeed_config and --recipe"
+        )
     return read_json(path, "the engine file")
+
+
+def _is_of_autotuner(path: str) -> bool:
+    """Whether this is no path, but the engine file itself in base64, as DeepSpeed's autotuner starts its trials."""
+    try:
+        return b'"autotuning"' in base64.b64decode(path, validate=True)
+    except ValueError:
+        return False
 
 
 def check_engine_file(

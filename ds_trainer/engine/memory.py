@@ -7,17 +7,20 @@ import torch
 
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import offloads, zero_stage
+from ds_trainer.engine.rank_memory import ModelSizes, offloaded, rank_memory
 from ds_trainer.ranks import distributed, machine
 
 
-def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    """Describe the memory of a rank: the bytes of `engine.bytes_per_rank`, and how much more its peak was.
+def held(sizes: ModelSizes, config: Mapping[str, Any]) -> str:
+    """Describe the memory of a rank: what the arithmetic has of its model, and how much more its peak was.
 
     On a GPU the parts that are offloaded are left out: they are in the host's memory.
     """
     on_gpu = torch.cuda.is_available()
-    on_host = {"optimizer": offloads(config, "optimizer"), "parameters": offloads(config, "param")}
-    parts = {name: size for name, size in sizes.items() if name != "total" and not (on_gpu and on_host.get(name))}
+    memory = rank_memory(sizes, config, distributed.world_size())
+    elsewhere = offloaded(memory, config) if on_gpu else {}
+    parts = {name: size for name, size in memory.held.items() if name not in elsewhere}
+    parts["gradients"] = parts.get("gradients", memory.gradients)
     by_arithmetic = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     peaks = machine.peak_memory()
     peak, of = (peaks["device"], "the GPU's allocator") if on_gpu else (peaks["resident"], "the process")
@@ -28,11 +31,15 @@ def held(sizes: Mapping[str, int], config: Mapping[str, Any]) -> str:
     )
 
 
-def training_cure(config: Mapping[str, Any]) -> str:
-    """Say what to change where a training step does not fit: the settings that this phase has not yet exhausted."""
+def training_cure(config: Mapping[str, Any], recomputes: bool) -> str:
+    """Say what to change where a training step does not fit: the settings that this phase has not yet exhausted.
+
+    `recomputes` says whether the phase has gradient checkpointing.
+    """
     micro, steps = config[MICRO], config[STEPS]
     smaller = f"lower per_device_train_batch_size ({MICRO}, now {micro}) and raise {STEPS} (now {steps}) as much"
-    return _cure([*([smaller] if micro > 1 else []), *_sharing_cures(config), "lower the task's max_seq_length"])
+    cures = [*([smaller] if micro > 1 else []), *([] if recomputes else ["set gradient_checkpointing in the phase"])]
+    return _cure([*cures, *_sharing_cures(config), "lower the task's max_seq_length"])
 
 
 def evaluation_cure(field: str, batch_size: int, config: Mapping[str, Any] | None = None) -> str:

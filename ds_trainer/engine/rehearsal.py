@@ -15,8 +15,10 @@ from typing import Any
 from torch import nn
 
 from ds_trainer.engine.engine import start_engine, stop_engine
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.keys import flag_at, value_at
 from ds_trainer.engine.optim import Group, Hyperparameters
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -36,7 +38,8 @@ def rehearse(config: Mapping[str, Any], base: Hyperparameters) -> None:
     logging.disable(max(level_before, logging.WARNING))  # the start of training prints the same warnings
     try:
         _check_monitors(config)
-        engine = start_engine(model, groups, _without_traces(config), base, lambda step: 1.0)
+        batch = {TRAIN: config[MICRO] * config[STEPS] * distributed.world_size()}  # a dry run may be for other ranks
+        engine = start_engine(model, groups, _without_traces(config) | batch, base, lambda step: 1.0)
         engine.lr_scheduler.step()  # torch's schedulers read some of their parameters only now
         stop_engine(engine)
     # neither DeepSpeed nor torch has a type of its own for the errors by which it refuses a file
@@ -67,10 +70,15 @@ def _check_monitors(config: Mapping[str, Any]) -> None:
             getattr(utils, f"check_{name}_availability")()
 
 
+def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file without what would write to a server or a log, or print."""
+    traces = {*_MONITORS, "csv_monitor", "comms_logger", "flops_profiler"}
+    return copy.deepcopy({key: value for key, value in config.items() if key not in traces})
+
+
 def _without_traces(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file without what would write to a disk or a server, or print."""
-    traces = {*_MONITORS, "csv_monitor", "comms_logger"}
-    plain = copy.deepcopy({key: value for key, value in config.items() if key not in traces})
+    """Return the file without monitors, and without what would write to a disk."""
+    plain = without_monitors(config)
     zero = plain.get("zero_optimization")
     if isinstance(zero, dict):
         for part in ("offload_optimizer", "offload_param"):

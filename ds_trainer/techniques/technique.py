@@ -40,8 +40,9 @@ class Technique:
       `resume` and `on_step` if the run goes back to its best checkpoint, `state` for the export, and `stop`.
     - export, on rank 0, the model on the CPU: `attach`, `resume` with that state, `on_step` with the step that is
       exported, `fold` and `save`. There is no `start` before. A checkpoint is exported in this way without a run.
-    - rehearsal, on all ranks, before anything is written: `attach` and `parameter_rules`. Where an earlier phase trains
-      the model that this phase starts from, `attach` gets the model that the earlier phase starts from.
+    - rehearsal, on all ranks, before anything is written: `attach` and `parameter_rules`, and in a dry run `rehearse`,
+      `on_step`, `terms` and `bytes_held`. Where an earlier phase trains the model that this phase starts from, `attach`
+      gets the model that the earlier phase starts from.
     """
 
     name: ClassVar[str]
@@ -70,6 +71,17 @@ class Technique:
 
     def start(self, device: torch.device) -> None:
         """Load what only training needs; collective."""
+
+    def rehearse(self, device: torch.device) -> None:
+        """Load what a step needs that only measures memory; models of earlier phases are not trained yet."""
+        self.start(device)
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Return the bytes that it keeps on each rank's device beside the model, and those on all ranks together.
+
+        Called once it is rehearsed.
+        """
+        return 0, 0
 
     def stop(self) -> None:
         """Release what `start` has loaded."""

@@ -183,7 +183,29 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
         "learning_rate": 0.01,
         "weight_decay": 0.0,
     }
-    assert prune["bytes_per_rank"]["optimizer"] == 8 * sum(g["parameters"] for g in prune["parameter_groups"])
+    memory, trained = prune["memory_per_rank"], sum(g["parameters"] for g in prune["parameter_groups"])
+    assert (memory["optimizer"], memory["master_weights"]) == (8 * trained, 4 * trained)
+    assert memory["of_which_mask_scores"] >= scores["parameters"] * (4 + 4 + 8)
+    at_16 = {
+        (row["tokens"], row["gradient_checkpointing"]): row["bytes"] for row in memory["activations_of_16_examples"]
+    }
+    assert len(at_16) == 4
+    longest = max(tokens for tokens, _ in at_16)
+    assert memory["activations"] == at_16[longest, False] > at_16[longest, True]
+    assert memory["peak"] > memory["process"] + memory["activations"] + 12 * trained
+
+
+def test_a_dry_run_is_for_any_number_of_ranks(command):
+    """The batch sizes and the memory are those of 4 ranks; without --dry_run the launcher says how many there are."""
+    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "--world", "4"))
+    assert done.returncode == 0, done.stderr
+    prune = json.loads(done.stdout[done.stdout.rindex('{\n  "phase"') :])
+    assert prune["engine_file"]["train_micro_batch_size_per_gpu"] == 4
+    trained = sum(g["parameters"] for g in prune["parameter_groups"])
+    assert prune["memory_per_rank"]["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
+    refused = run_script("launch/train.py", *arguments_of(command, "--world", "4"))
+    assert refused.returncode == 2
+    assert "--world is for --dry_run" in refused.stderr
 
 
 def test_evaluation_mistakes_come_together(tmp_path):

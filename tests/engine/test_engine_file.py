@@ -1,5 +1,6 @@
 """The engine file: read as DeepSpeed reads it, every mistake reported at once, every "auto" filled."""
 
+import base64
 import copy
 import json
 import subprocess
@@ -17,6 +18,7 @@ from ds_trainer.engine.engine_file import (
     settled_numbers,
 )
 from ds_trainer.engine.optim import Hyperparameters
+from ds_trainer.ranks.failures import UserError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -70,6 +72,13 @@ def test_bad_files_are_reported_with_their_place(tmp_path, text, words):
         read_engine_file(path)
     for word in [*words, str(path)]:
         assert word in str(caught.value)
+
+
+def test_deepspeeds_autotuner_is_refused_in_one_sentence():
+    """It starts its trials with the file itself in base64 in place of a path, and logs what a trial prints."""
+    file = base64.b64encode(json.dumps({"zero_optimization": {"stage": 3}, "autotuning": {}}).encode()).decode()
+    with pytest.raises(UserError, match=r"use python launch/tune\.py with the same --deepspeed_config and --recipe"):
+        read_engine_file(file)
 
 
 def test_missing_file_and_folder_are_reported(tmp_path):

@@ -55,6 +55,19 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
     return folder / "out"
 
 
+def test_a_dry_run_foretells_the_memory_of_every_phase(run):
+    """Also where a technique needs what an earlier phase will have trained: a teacher, zeros to keep."""
+    files = ["--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(run.parent / "recipe.json")]
+    done = run_script("launch/train.py", *files, "--output_dir", str(run.parent / "dry"), "--dry_run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = done.stdout.split('{\n  "phase"')[1:]
+    memory = {phase["phase"]: phase["memory_per_rank"] for phase in (json.loads('{"phase"' + part) for part in parts)}
+    assert list(memory) == ["dense", "cut", "filled", "unseen", "sparse", "kept"]
+    assert [phase for phase, parts in memory.items() if parts["teacher"]] == ["cut", "filled"]
+    assert [phase for phase, parts in memory.items() if parts["of_which_mask_scores"]] == ["cut"]
+    assert all(parts["activations"] > 0 for parts in memory.values())
+
+
 def test_what_is_cut_is_smaller_and_is_trained_on(run):
     """Half of the heads and neurons are gone from the folder, and the next phase starts from and leaves such a one."""
     results = read(run / "all_results.json")

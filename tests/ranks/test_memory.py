@@ -9,6 +9,7 @@ import torch
 
 from ds_trainer.engine import memory
 from ds_trainer.engine.memory import evaluation_cure, held, training_cure
+from ds_trainer.engine.rank_memory import ModelSizes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
 from ds_trainer.ranks.joining import out_of_memory_named
@@ -54,22 +55,24 @@ def test_what_the_failed_step_held_is_free_again():
 def test_the_cure_names_what_can_still_be_changed(monkeypatch):
     """No batch of less than one, no stage above 3, no sharing by one rank."""
     config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
-    assert training_cure(config) == (
+    assert training_cure(config, recomputes=False) == (
         "Lower per_device_train_batch_size (train_micro_batch_size_per_gpu, now 8) and raise "
-        "gradient_accumulation_steps (now 2) as much, or lower the task's max_seq_length."
+        "gradient_accumulation_steps (now 2) as much, or set gradient_checkpointing in the phase, or lower the task's "
+        "max_seq_length."
     )
     monkeypatch.setattr(memory.distributed, "world_size", lambda: 2)
-    assert "raise zero_optimization.stage (now 2)" in training_cure(config)
+    assert "raise zero_optimization.stage (now 2)" in training_cure(config, recomputes=True)
     last = config | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    assert training_cure(last) == evaluation_cure("x", 1, last) == "Lower the task's max_seq_length."
+    assert training_cure(last, recomputes=True) == evaluation_cure("x", 1, last) == "Lower the task's max_seq_length."
     assert evaluation_cure("x", 2, config).startswith("Lower x (now 2), or raise zero_optimization.stage (now 2), or ")
 
 
 def test_what_was_held_adds_up():
     """The message has the parts of the arithmetic, and the rest of this process's peak."""
-    sizes = {"parameters": 1 << 20, "gradients": 2 << 20, "optimizer": 3 << 20, "total": 6 << 20}
-    text = held(sizes, {"zero_optimization": {"stage": 1}})
-    assert "of ZeRO stage 1 it holds parameters 1.00 MiB, gradients 2.00 MiB, optimizer 3.00 MiB; the peak" in text
+    sizes = ModelSizes(trained=1 << 18, frozen=1 << 17, largest=1 << 10)
+    text = held(sizes, {"gradient_accumulation_steps": 1})
+    parts = "parameters 1.50 MiB, master_weights 0.00 MiB, optimizer 2.00 MiB, gradients 1.00 MiB; the peak"
+    assert f"of ZeRO stage 0 it holds {parts}" in text
 
 
 def test_what_fails_on_rank_0_for_all_is_told_by_rank_0():

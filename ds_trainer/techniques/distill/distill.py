@@ -32,7 +32,14 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import ComparedLayers, Outputs, Teacher, compared_layers, teacher_ids
+from ds_trainer.techniques.distill.teacher import (
+    ComparedLayers,
+    Outputs,
+    RememberedTeacher,
+    Teacher,
+    compared_layers,
+    teacher_ids,
+)
 from ds_trainer.techniques.distill.teacher_cache import cached_teacher
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
@@ -101,8 +108,19 @@ class Distill(Technique):
 
     def start(self, device: torch.device) -> None:
         self.task.check_trained(self.spec.teacher)
-        self._teacher = Teacher(self.task, self.spec, self._teacher_layers, device, self._teacher_ids)
+        self._teacher = self._new_teacher(device)
         self._targets = cached_teacher(self._teacher) if self.spec.cache_teacher else self._teacher
+
+    def rehearse(self, device: torch.device) -> None:
+        self._teacher = self._new_teacher(device)
+        # a rehearsal takes its batches again: what it computes once stands for what training reads from the cache
+        self._targets = RememberedTeacher(self._teacher) if self.spec.cache_teacher else self._teacher
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Return the size of the teacher, whole or partitioned. One whose answers are cached is gone in training."""
+        assert self._teacher is not None, "rehearse() comes first"
+        size = 0 if self.spec.cache_teacher else self._teacher.size
+        return (0, size) if self.spec.teacher_zero_stage == 3 else (size, 0)
 
     def stop(self) -> None:
         if self._teacher is not None:
@@ -147,6 +165,9 @@ class Distill(Technique):
         if self.projection is not None:
             delattr(model, _PROJECTION)
         return model
+
+    def _new_teacher(self, device: torch.device) -> Teacher:
+        return Teacher(self.task, self.spec, self._teacher_layers, device, self._teacher_ids)
 
     def _layer_term(self, term: str, student: Outputs, teacher: Outputs, mask: Tensor) -> Tensor:
         """Return the mean of a term over the `layer_pairs`; mask (rows, length) is 1 where a token is."""

@@ -125,6 +125,12 @@ class Teacher:
             out.logits = out.logits.index_select(-1, self.ids)
         return out
 
+    @property
+    def size(self) -> int:
+        """The bytes of the whole model, once it is loaded."""
+        values = sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters())
+        return int(values * getattr(torch, DTYPES[self.spec.teacher_dtype]).itemsize)
+
     def close(self) -> None:
         """Free the model."""
         if self._engine is not None:
@@ -148,6 +154,24 @@ class Teacher:
             config[self.spec.teacher_dtype] = {"enabled": True}
         self._engine, *_ = deepspeed.initialize(model=self._model, config=config)
         self._engine.eval()
+
+
+class RememberedTeacher:
+    """Gives the teacher's outputs for batches, and keeps them for when a batch comes again.
+
+    The logits are copies, since a loss may overwrite them.
+    """
+
+    def __init__(self, teacher: Teacher) -> None:
+        self._teacher = teacher
+        self._outputs: dict[tuple[int, ...], Outputs] = {}
+
+    def __call__(self, batch: Batch) -> Outputs:
+        ids = tuple(batch.ids.tolist())
+        if ids not in self._outputs:
+            self._outputs[ids] = self._teacher(batch)
+        kept = self._outputs[ids]
+        return Outputs(tuple(logits.clone() for logits in kept.logits), kept.hidden, kept.attention)
 
 
 def teacher_ids(task: Task, teacher_tokenizer: Any, teacher: str) -> Tensor | None:

@@ -76,6 +76,9 @@ class Exits(Technique):
                 f'exits: training is "heads", and {error}: fine-tune first, or set training to "joint"'
             ) from error
 
+    def rehearse(self, device: torch.device) -> None:
+        pass
+
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
         heads = GroupRule(params=f"{_HEADS}.*")
         return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)

@@ -42,6 +42,9 @@ class KeepZeros(Technique):
                 "model, or drop it"
             )
 
+    def rehearse(self, device: torch.device) -> None:
+        pass
+
     def readings(self) -> dict[str, float]:
         return {"keep_zeros/density": self.density}
 

@@ -84,6 +84,9 @@ class Prune(Technique):
     def start(self, device: torch.device) -> None:
         if self.spec.mask_init == "cut":  # `attach` cannot check it: it also runs on stand-ins for later models
             check_cut(self.cut_shares, self.together)
+        self.rehearse(device)
+
+    def rehearse(self, device: torch.device) -> None:
         self.budget.measure(device)
 
     def on_step(self, step: int) -> None:

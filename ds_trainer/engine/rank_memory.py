@@ -1,0 +1,214 @@
+"""What a rank holds of a model in training, in bytes: arithmetic over the engine file, for any number of ranks.
+
+The formulas are those of DeepSpeed 0.19.8, read off a record of every tensor that it allocates; `tests/bench/
+memory_model.py` compares them with the peak of real runs. ZeRO keeps master weights in fp32 also where the model is in
+fp32. A step has two peaks. One is in the backward, where activations, gradients and the buffers of their reduction
+meet; under ZeRO-3 the weights that are gathered come to it. The other is in the optimizer's step, which copies a rank's
+gradients into one tensor, in fp32, and takes their norm in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
+from ds_trainer.engine.keys import flag_at, offloads, precision_of, value_at, zero_stage
+from ds_trainer.ranks.failures import UserError
+
+if TYPE_CHECKING:  # the arithmetic is done where torch is not loaded
+    from torch import nn
+
+    from ds_trainer.engine.optim import Group
+
+FP32, FP64 = 4, 8
+_STATES = {"sgd": 0, "lion": 1, "cpulion": 1, "fusedlion": 1, "adagrad": 1, "muon": 1}
+"""The values that an optimizer keeps for each weight, where they are not the two of Adam; SGD has one with momentum."""
+_MOST_REDUCED_AT_ONCE = 500_000_000
+"""Values: without ZeRO, gradients are reduced in copies of this size at most (`gradient_allreduce`)."""
+_DEFAULT_BUCKETS = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """How many values a model has, as the engine takes it."""
+
+    trained: int
+    frozen: int
+    largest: int
+    """Those of the largest trained parameter."""
+
+    @classmethod
+    def of(cls, model: nn.Module, groups: Iterable[Group]) -> ModelSizes:
+        """Count the values of a model whose parameters are not yet partitioned."""
+        trained = [parameter.numel() for group in groups for parameter in group.parameters.values()]
+        everything = sum(parameter.numel() for parameter in model.parameters())
+        return cls(sum(trained), everything - sum(trained), max(trained))
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes of one rank. `held` stays from step to step, and has what may be offloaded to the host."""
+
+    held: dict[str, int]
+    gradients: int
+    """At the end of a backward."""
+    buffers: int
+    """Beside gradients and activations in the backward."""
+    in_step: int
+    """Beside `held` in the optimizer's step, gradients included."""
+    copies_in_step: int
+    """The part of it that are large buffers of its own."""
+    largest_gradient: int
+    mixed: bool
+    """Whether the model is in 16 bits."""
+    gradients_stay: bool
+    """Whether the gradients of an earlier micro-batch are there during a whole backward."""
+
+    def peak(self, activations: int) -> int:
+        """Return the most that the rank's tensors take, where a micro-batch takes so many bytes of activations."""
+        return sum(self.held.values()) + max(self._in_backward(activations), self.in_step)
+
+    def resident_peak(self, activations: int) -> int:
+        """Return the most that a process on a CPU keeps of the system's memory for these tensors, by experience.
+
+        The C library's heap hardly finds room for the large buffers of the optimizer's step in what the backward has
+        freed: in fp32 in about half of what activations took, in 16 bits nowhere. It also keeps a hole of the size of
+        the largest gradient.
+        """
+        backward = self._in_backward(activations)
+        nothing_reused = backward + self.copies_in_step
+        all_reused = max(backward, self.gradients + self.buffers + self.copies_in_step)
+        step = max(nothing_reused if self.mixed else (nothing_reused + all_reused) // 2, self.in_step)
+        return sum(self.held.values()) + step + self.largest_gradient
+
+    def _in_backward(self, activations: int) -> int:
+        gradients = self.gradients + self.buffers
+        return activations + gradients if self.gradients_stay else max(activations, gradients)
+
+
+def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> RankMemory:
+    """Return what each of `world` ranks holds under a resolved engine file, without activations."""
+    stage, width = zero_stage(config), 4 if precision_of(config) == "fp32" else 2
+    share = -(-sizes.trained // (world if stage else 1))
+    everything = sizes.trained + sizes.frozen
+    mixed = width < FP32
+    held = {
+        "parameters": everything * width // (world if stage == 3 else 1),
+        "master_weights": share * FP32 if mixed or stage else 0,
+        "optimizer": share * FP32 * _states_of(config),
+    }
+    flat = share * (width + (FP32 if mixed else 0))  # the rank's gradients in one tensor, and again in fp32
+    if stage == 0:
+        gradients, buffers = sizes.trained * width, min(sizes.trained, _MOST_REDUCED_AT_ONCE) * width
+        in_step, copies = gradients + (FP32 * sizes.trained if mixed else 0), 0  # in fp32 parameter by parameter
+    else:
+        gradients = share * width + (sizes.trained * width if stage == 1 else 0)
+        buffers = 0 if stage == 1 else _reduction_buffers(sizes, config, width)
+        in_step = copies = share * width + max(flat, FP64 * min(sizes.largest, share))
+    if stage == 3:  # one buffer for the rank's gradients lasts from step to step
+        held["gradients"], gradients = gradients, 0
+        in_step = copies = flat
+        buffers += _gathered(sizes, config, width) if world > 1 else 0
+    stays = stage == 3 or config[STEPS] > 1
+    return RankMemory(held, gradients, buffers, in_step, copies, sizes.largest * width, mixed, stays)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The bytes of activations of a micro-batch, as a line over its number of examples, all of one length."""
+
+    tokens: int
+    gradient_checkpointing: bool
+    fixed: int
+    per_example: int
+
+    def of(self, examples: int) -> int:
+        """Return the bytes of a micro-batch of so many examples."""
+        return self.fixed + examples * self.per_example
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What the ranks of a phase hold, as far as it does not depend on the engine file. Sizes are in bytes."""
+
+    sizes: ModelSizes
+    scores: int
+    """The values among `sizes.trained` that are scores of masks."""
+    activations: tuple[Activations, ...]
+    teacher: int
+    """What techniques keep on each rank beside the model."""
+    shared_teacher: int
+    """What they keep on all ranks together."""
+    process: int
+    """Python with its libraries, in the host's memory."""
+    on_gpu: bool
+
+    def describe(self, config: Mapping[str, Any], checkpointing: bool) -> dict[str, Any]:
+        """Return what each rank of a resolved engine file holds, by part, and its peak.
+
+        `activations` are those of a micro-batch of the longest examples.
+        """
+        micro = config[MICRO]
+        world = config[TRAIN] // (micro * config[STEPS])
+        memory, teacher = rank_memory(self.sizes, config, world), self.teacher + self.shared_teacher // world
+        used = [one.of(micro) for one in self.activations if one.gradient_checkpointing == checkpointing]
+        if not used:
+            raise UserError("gradient_checkpointing: the model does not have it")
+        most = max(used)
+        parts = {"gradients": memory.gradients, **memory.held, "buffers": memory.buffers, "activations": most}
+        parts |= {"teacher": teacher, "process": self.process}
+        on_host = self.process + (sum(offloaded(memory, config).values()) if self.on_gpu else 0)
+        beside = teacher + self.process
+        peaks = {"peak": memory.resident_peak(most) + beside}
+        if self.on_gpu:
+            peaks = {"peak_of_the_gpu": memory.peak(most) + beside - on_host, "peak_of_the_host": on_host}
+        return {
+            "ranks": world,
+            **parts,
+            **peaks,
+            "of_which_mask_scores": self._of_scores(memory, config, world),
+            f"activations_of_{micro}_examples": [
+                {"tokens": one.tokens, "gradient_checkpointing": one.gradient_checkpointing, "bytes": one.of(micro)}
+                for one in self.activations
+            ],
+        }
+
+    def _of_scores(self, memory: RankMemory, config: Mapping[str, Any], world: int) -> int:
+        """Return how much less a rank would hold without the scores of masks."""
+        others = replace(self.sizes, trained=self.sizes.trained - self.scores)
+        return memory.peak(0) - rank_memory(others, config, world).peak(0)
+
+
+def offloaded(memory: RankMemory, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parts of `held` that a GPU's rank keeps on its host."""
+    names = ["optimizer", "master_weights"] * offloads(config, "optimizer") + ["parameters"] * offloads(config, "param")
+    return {name: memory.held[name] for name in names}
+
+
+def _states_of(config: Mapping[str, Any]) -> int:
+    kind = str(value_at(config, "optimizer.type") or "AdamW").lower()
+    if kind == "sgd" and value_at(config, "optimizer.params.momentum"):
+        return 1
+    return _STATES.get(kind, 2)
+
+
+def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
+    """Return the bytes of a bucket of gradients, or of a gradient that is larger, which has a bucket of its own."""
+    bucket = _bucket(config, "reduce_bucket_size")
+    double = 2 if flag_at(config, "zero_optimization.overlap_comm") else 1
+    # ZeRO-3 splits a gradient among the ranks in a copy; stage 2 adds one to those of earlier micro-batches
+    copies = 2 if zero_stage(config) == 3 or config[STEPS] > 1 else 1
+    return width * max(double * min(bucket, sizes.trained), copies * sizes.largest)
+
+
+def _gathered(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
+    """Return the bytes of the weights that ZeRO-3 has gathered at once: those in use, and those fetched ahead."""
+    ahead = _bucket(config, "stage3_prefetch_bucket_size")
+    return width * min(sizes.trained + sizes.frozen, sizes.largest + ahead)
+
+
+def _bucket(config: Mapping[str, Any], key: str) -> int:
+    size = value_at(config, f"zero_optimization.{key}")
+    return int(_DEFAULT_BUCKETS[key] if size is None else size)
