@@ -20,6 +20,7 @@ from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
 from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.engine.rank_memory import ModelSizes
 from ds_trainer.files.redaction import redacted
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
@@ -43,7 +44,7 @@ def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]
     """
     training = start_training(plan, report, stop)
     try:
-        with training.explaining_memory(" in training", memory.training_cure(plan.engine_config)):
+        with training.explaining_memory(" in training", plan.memory_cure):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
             while training.progress.step < plan.length.total:
                 training.take_step()
@@ -67,9 +68,9 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
     """
     model, groups, objective = plan.prepare()
     progress = Progress.of(plan.resumed.state) if plan.resumed else Progress()
-    # the bytes are counted before the engine starts, since ZeRO-3 empties the parameters
-    explaining_memory = partial(_explaining_memory, plan, progress, plan.bytes_per_rank(model, groups))
-    with explaining_memory(" as training started", memory.training_cure(plan.engine_config)):
+    # the values are counted before the engine starts, since ZeRO-3 empties the parameters
+    explaining_memory = partial(_explaining_memory, plan, progress, ModelSizes.of(model, groups))
+    with explaining_memory(" as training started", plan.memory_cure):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if plan.resumed:
             _resume(plan, plan.resumed, ds_engine, objective)
@@ -92,16 +93,14 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
     )
 
 
-def train_step(objective: Objective, ds_engine: Engine, batches: BatchPlan, report: Report, seed: int) -> int:
-    """Take the engine's next optimizer step; return how many steps it has now taken."""
+def train_step(objective: Objective, ds_engine: Engine, indices: ExampleIds, report: Report, seed: int) -> int:
+    """Take the engine's next optimizer step, on these examples; return how many steps it has now taken."""
     step = ds_engine.global_steps
     # the random state is a function of run, step and rank, so that a resumed run draws what a whole one does
     torch.manual_seed(hash((seed, step, distributed.rank())) & (2**63 - 1))
     for technique in objective.techniques:
         technique.on_step(step)
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # draw 0 is reserved for evaluation
-    seen = ds_engine.global_samples
-    indices = batches.between(seen, seen + ds_engine.train_batch_size())
     for batch, shares in micro_batches(objective.task, indices, ds_engine, draw):
         loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step, shares))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
@@ -167,9 +166,10 @@ class Training:
 
     def take_step(self) -> None:
         """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
-        seed = self.plan.length.seed
+        seed, seen = self.plan.length.seed, self.engine.global_samples
+        indices = self.batches.between(seen, seen + self.engine.train_batch_size())
         try:
-            self.progress.step = train_step(self.objective, self.engine, self.batches, self.report, seed)
+            self.progress.step = train_step(self.objective, self.engine, indices, self.report, seed)
         except NonFiniteLossError:  # raised by a technique that looks at weights, which an earlier loss may have spoilt
             self.report.check_finite()
             raise
@@ -335,12 +335,12 @@ def _load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objec
 
 
 def _explaining_memory(
-    plan: PhasePlan, progress: Progress, bytes_held: Mapping[str, int], where: str, cure: str
+    plan: PhasePlan, progress: Progress, sizes: ModelSizes, where: str, cure: str
 ) -> AbstractContextManager[None]:
     """Let an error for lack of memory inside say how far the phase had come, what the rank held, and what to change."""
 
     def explanation() -> str:
-        held = memory.held(bytes_held, plan.engine_config)
+        held = memory.held(sizes, plan.engine_config)
         return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure}"
 
     return out_of_memory_named(where, explanation)

@@ -11,18 +11,19 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 644,
-    "files": 574,
+    "ranks": 657,
+    "files": 584,
     "hosts": 531,
-    "config": 1185,
-    "models": 2373,
+    "config": 1213,
+    "models": 2402,
     "tasks": 2159,
-    "techniques": 2127,
-    "engine": 1469,
+    "techniques": 2171,
+    "engine": 1641,
     "report": 1160,
     "deploy": 1102,
-    "": 1037,
-    "cli": 766,
+    "tuning": 591,
+    "": 1212,
+    "cli": 890,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

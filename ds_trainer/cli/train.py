@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, trust_of
-from ds_trainer.config.jobs import TrainJob
+from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust, trusting
@@ -46,14 +46,15 @@ def train(job: TrainJob) -> dict[str, Any]:
     if job.debug_port:
         wait_for_debugger(job.debug_port)
     from ds_trainer.run import dry_run, run
+    from ds_trainer.trial import run_trial
 
     places = environment_of(job.engine_config, job.output)
     os.environ.update(places)
     try:
         with trusting(job.trust):
-            if not job.dry_run:
+            if not (job.dry_run or job.trial):
                 return run(job)
-            dry_run(job)
+            run_trial(job, job.trial) if job.trial else dry_run(job)
             return {}
     finally:
         for name in places:  # a notebook's next run has another output folder
@@ -63,13 +64,15 @@ def train(job: TrainJob) -> dict[str, Any]:
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
     """Parse and check a training command; a UserError has every mistake, one a line."""
     flags = train_parser().parse_args(list(arguments))
-    trust, world, mistakes = trust_of(flags), distributed.world_size(), Mistakes()
+    trust, world, mistakes = trust_of(flags), flags.world or distributed.world_size(), Mistakes()
+    if flags.world and not flags.dry_run:
+        mistakes.append("--world is for --dry_run: the launcher says how many ranks train, deepspeed --num_gpus N")
     recipe_file = mistakes.of(read_json, flags.recipe, "the recipe") or {}
     engine_file = mistakes.of(read_engine_file, flags.deepspeed_config) or {}
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     for setting in flags.set:
-        mistakes.of(_apply_setting, recipe_data, engine_config, setting)
+        mistakes.of(apply_to_files, recipe_data, engine_config, setting)
     for flag, field in _FIELDS.items():
         if (value := getattr(flags, flag)) is not None:
             mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
@@ -92,7 +95,14 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
+    trial = TrialRequest.model_validate(read_json(flags.trial, "the trial")) if flags.trial else None
+    values = {
+        "trial": trial,
+        "recipe": recipe,
+        "engine_config": engine_config,
+        "output": output,
+        "checkpoint": checkpoint,
+    }
     job = mistakes.job(TrainJob, flags, command=_as_given(arguments), resume=resume, trust=trust, **values)
     for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
         distributed.warn(line)
@@ -113,7 +123,9 @@ def train_parser() -> argparse.ArgumentParser:
     add("--timeout", type=int, default=1800, help="seconds that a rank waits for another before the run ends (1800)")
     debug = "rank 0 waits at 127.0.0.1:PORT for a debugger (debugpy); the others wait for it, --timeout at most"
     add("--debug_port", type=int, metavar="PORT", help=debug)
-    add("--dry_run", action="store_true", help="print what would be done, train nothing")
+    add("--dry_run", action="store_true", help="print what would be done and the memory it takes, train nothing")
+    add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
+    add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
@@ -126,7 +138,7 @@ def _print_schema(arguments: Sequence[str]) -> None:
     print(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
-def _apply_setting(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
+def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
     """Change a field of the file that has a field of its name; UserError names the nearest of both files."""
     path, value = parse_setting(setting)
     name, source = path[0], f'--set "{cut(setting, 200)}"'

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
-from ds_trainer.config.recipe import Recipe
+from ds_trainer.config.recipe import Phase, Recipe
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.config.trust import Trust
@@ -51,6 +51,25 @@ class TaskJob(CommandJob):
     cache_dir: str | None
 
 
+class TrialRequest(BaseModel):
+    """What `launch/tune.py` wants one training command to measure, in place of training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    phase: str
+    results: Path
+    """The JSON file that the trial writes; a trial without one has failed, whatever its exit code."""
+    models: Path
+    """A folder in which all trials keep the models that the run makes to start from."""
+    memory_only: bool = False
+    """Measure the activations on one rank, and take no step."""
+    batches: Annotated[int, Field(ge=1)] = 6
+    seconds: Annotated[float, Field(gt=0)] = 1.0
+    """How long the batches are timed over and over, at the least; twice in any case."""
+    seconds_to_beat: float | None = None
+    """Those that the best trial so far took for all batches once: a trial that is much slower stops early."""
+
+
 class TrainJob(CommandJob):
     """A checked training command: the recipe, the engine file as written, and what the flags request."""
 
@@ -63,10 +82,41 @@ class TrainJob(CommandJob):
     resume: bool
     checkpoint: Path | None
     """The one to resume from, in place of the newest."""
+    trial: TrialRequest | None
     dry_run: bool
+    world: Annotated[int, Field(ge=1)] | None
+    """The number of ranks that a dry run is about, where it is not the number of those that run it."""
     timeout: Annotated[int, Field(ge=1)]
     """Seconds that a rank waits for another."""
     debug_port: int | None
+
+
+class TuneJob(CommandJob):
+    """A checked tuning command: the user's training command, and what may be varied."""
+
+    train: TrainJob
+    engine_file: dict[str, Any]
+    """As the user wrote it, with the command's `--set`."""
+    arguments: tuple[str, ...]
+    """Those of the training command, without the output folder."""
+    phase: str
+    space: dict[str, list[Any]] | None
+    """The values to try, by the path of `--set`; None for the default."""
+    budget: Annotated[float, Field(gt=0)]
+    """Seconds."""
+    trial_timeout: Annotated[float, Field(gt=0)]
+    """Seconds after which a trial counts as hung."""
+    trial_seconds: Annotated[float, Field(gt=0)]
+    """How long the steps of a trial are timed, at the least."""
+    num_gpus: Annotated[int, Field(ge=1)] | None
+    """Those of every trial, where they are not varied."""
+    hostfile: Path | None
+    hosts: int
+    output: Path
+
+    @property
+    def tuned_phase(self) -> Phase:
+        return next(phase for phase in self.train.recipe.phases if phase.name == self.phase)
 
 
 class CalibrateJob(TaskJob):

@@ -112,6 +112,8 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
         in_step = copies = flat
         buffers += _gathered(sizes, config, width) if world > 1 else 0
     stays = stage == 3 or config[STEPS] > 1
+    if stage == 2 and stays:  # a rank's share of a micro-batch is whole before it is added to the others
+        buffers += share * width
     return RankMemory(held, gradients, buffers, in_step, copies, sizes.largest * width, mixed, stays)
 
 
@@ -198,8 +200,7 @@ def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int)
     """Return the bytes of a bucket of gradients, or of a gradient that is larger, which has a bucket of its own."""
     bucket = _bucket(config, "reduce_bucket_size")
     double = 2 if flag_at(config, "zero_optimization.overlap_comm") else 1
-    # ZeRO-3 splits a gradient among the ranks in a copy; stage 2 adds one to those of earlier micro-batches
-    copies = 2 if zero_stage(config) == 3 or config[STEPS] > 1 else 1
+    copies = 2 if zero_stage(config) == 3 else 1  # it splits a gradient among the ranks in a copy
     return width * max(double * min(bucket, sizes.trained), copies * sizes.largest)
 
 

@@ -12,6 +12,7 @@ from ds_trainer.ranks.failures import UserError
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files in which a container sees its memory limit: of cgroup v2, and of v1."""
+_CGROUP_USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
 
 def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
@@ -60,6 +61,18 @@ def memory_limit() -> int:
         with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
             limits.append(int(path.read_text(encoding="ascii")))
     return min(limits)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are free on this host, or in this process's control group."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    for path, used in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
+        with contextlib.suppress(OSError, ValueError):
+            statistics = dict(line.split() for line in used.with_name("memory.stat").read_text("ascii").splitlines())
+            cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+            available = min(available, int(path.read_text("ascii")) - int(used.read_text("ascii")) + cached)
+    return available
 
 
 def largest_file() -> int:

@@ -8,7 +8,8 @@
 | 3 | a loss or a gradient is not finite |
 | 4 | a rank was lost: killed, hung, failed or out of reach |
 | 5 | stopped on request, by a signal or because the launcher is gone; the training so far is saved |
-| 6 | a rank ran out of memory |
+| 6 | a rank ran out of memory; in a tuning, no candidate fits |
+| 7 | no candidate of a tuning ran to its end |
 | 128 + n | ended at once by signal n, the second one |
 """
 
@@ -49,6 +50,18 @@ class OutOfMemoryError(RankError):
     """A rank ran out of memory, of a GPU or of the host."""
 
     exit_code = 6
+
+
+class NothingFitsError(Exception):
+    """No candidate of a tuning fits into memory."""
+
+    exit_code = 6
+
+
+class TuningFailedError(Exception):
+    """No candidate of a tuning ran to its end."""
+
+    exit_code = 7
 
 
 _SIGNS_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")

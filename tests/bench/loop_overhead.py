@@ -60,7 +60,9 @@ class Loop:
     def steps(self) -> None:
         """`LOG_EVERY` optimizer steps and the record of them."""
         for _ in range(LOG_EVERY):
-            train_step(self.objective, self.engine, self.batches, self.report, self.seed)
+            seen = self.engine.global_samples
+            indices = self.batches.between(seen, seen + self.engine.train_batch_size())
+            train_step(self.objective, self.engine, indices, self.report, self.seed)
             self.watch.after_step()
             self.stop.check()
         self.watch.check()
@@ -117,7 +119,9 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
         overwrite=False,
         resume=False,
         checkpoint=None,
+        trial=None,
         dry_run=False,
+        world=None,
         timeout=distributed.TIMEOUT,
         trust=Trust(),
         debug_port=None,

@@ -9,7 +9,7 @@ from support.exit_folders import ENTROPY, make_folder
 from support.launching import ROOT, SHARED, Done, run_script
 
 FIGURES = {
-    "against_hf_trainer": 1,
+    "against_hf_trainer": 2,
     "cut_quality": 5,
     "cut_speed": 9,
     "deployed_speed": 4,
@@ -19,9 +19,12 @@ FIGURES = {
     "lm_head": 2,
     "loop_overhead": 1,
     "mask_cost": 4,
+    "memory_model": 2,
+    "openmp_spinning": 2,
     "structured_speed": 11,
     "student_speed": 1,
     "teacher_cache": 1,
+    "tune": 1,
 }
 """How many figures each prints; `faults.py` prints a table."""
 

@@ -67,7 +67,7 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
         technique.start(ds_engine.device)
     order = BatchPlan(plan.task.examples("train").lengths, EXAMPLES, seed=0)
     report = Report(plan.folder, "train", 1, plan.phase.loss, tensorboard=False, training_examples=EXAMPLES)
-    train_step(objective, ds_engine, order, report, seed=0)
+    train_step(objective, ds_engine, order.between(0, EXAMPLES), report, seed=0)
     after = whole_state_dict(ds_engine.module, keep=distributed.is_main())
     for technique in objective.techniques:
         technique.stop()

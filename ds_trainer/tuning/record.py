@@ -1,0 +1,61 @@
+"""`trials.jsonl`: what became of every trial, so that a second call of a tuning goes on where the first ended."""
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.config.jobs import TuneJob
+from ds_trainer.hosts.probe import source_hash
+from ds_trainer.tasks.data import hash_of
+from ds_trainer.tuning.space import Candidate, Machine
+from ds_trainer.tuning.trials import HUNG, KILLED, Trial
+
+FILE = "trials.jsonl"
+_PROJECT = Path(__file__).resolve().parents[2]
+
+
+class TrialRecord:
+    """The trials of this configuration, code, data and hardware. Those of others stay in the file, and are not used."""
+
+    def __init__(self, job: TuneJob, machine: Machine) -> None:
+        train = job.train
+        recipe = train.recipe.model_dump(exclude={"output_dir", "cache_dir"})
+        self._context = hash_of(
+            [train.engine_config, recipe, job.phase, source_hash(str(_PROJECT)), machine.identity, job.arguments]
+        )
+        self._path = job.output / FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        if self._path.is_file():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                self._keep(line)
+
+    def _keep(self, line: str) -> None:
+        try:
+            entry = json.loads(line)
+            if entry["outcome"] not in (HUNG, KILLED):  # another time they may end well
+                self._kept[entry.pop("key")].append(entry)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return  # the last line of a call that was killed
+
+    def take(self, candidate: Candidate) -> Trial | None:
+        """Return the next trial of a candidate that an earlier call has made; None where there is none left."""
+        entries = self._kept.get(self._key(candidate))
+        if not entries:
+            return None
+        entry = entries.pop(0)
+        return Trial(candidate, **{name: value for name, value in entry.items() if name != "label"})
+
+    def add(self, trial: Trial) -> None:
+        """Write a trial down."""
+        entry = asdict(trial)
+        named = {"key": self._key(trial.candidate), "label": trial.candidate.label}
+        del entry["candidate"]
+        with self._path.open("a", encoding="utf-8") as file:
+            # the line break comes first: the last line of a call that was killed may be torn
+            file.write("\n" * bool(file.tell()) + json.dumps(named | entry))
+
+    def _key(self, candidate: Candidate) -> str:
+        return hash_of([self._context, candidate.identity])

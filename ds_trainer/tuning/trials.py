@@ -1,0 +1,150 @@
+"""Run one trial: a training command in a process group, a folder and at a port of its own, with a time limit.
+
+Whatever becomes of it is a result: it was measured, or it ran out of memory, hung, was killed or refused, its loss was
+not finite, or it failed. A trial is measured only where its results file is whole; its exit code and what it printed
+prove nothing.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ds_trainer.config.jobs import TrialRequest, TuneJob
+from ds_trainer.files.writing import write_json
+from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError
+from ds_trainer.tuning.space import Candidate
+
+MEASURED, NO_MEMORY, HUNG, KILLED = "measured", "out of memory", "hung", "killed"
+REFUSED, NOT_FINITE, FAILED, SKIPPED = "refused", "not finite", "failed", "skipped"
+_OUTCOMES = {UserError.exit_code: REFUSED, NonFiniteLossError.exit_code: NOT_FINITE}
+_OUTCOMES |= {OutOfMemoryError.exit_code: NO_MEMORY}
+_TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+_GRACE = 5  # seconds that a process group has to end before it is killed
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a candidate once."""
+
+    candidate: Candidate
+    outcome: str
+    reason: str = ""
+    predicted: int = 0
+    """The peak of a rank in bytes, by arithmetic."""
+    peak: int = 0
+    examples: int = 0
+    """Of an optimizer step."""
+    seconds: Sequence[float] = ()
+    """Of a step on each of the trial's batches, the median over its rounds."""
+    lasted: float = 0.0
+    """Seconds of the whole trial, its start included."""
+    stopped_early: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Examples per second; 0 where it was not measured."""
+        return self.examples / fmean(self.seconds) if self.seconds else 0.0
+
+
+def run_trial(job: TuneJob, candidate: Candidate, request: TrialRequest, timeout: float) -> Trial:
+    """Run a candidate as the request says; the log of its processes is `output.log` beside its results."""
+    folder = request.results.parent
+    write_json(folder / "request.json", request.model_dump(mode="json"))
+    request.results.unlink(missing_ok=True)
+    threads = {"OMP_NUM_THREADS": str(candidate.threads)} if candidate.threads else {}
+    started = time.monotonic()
+    with (folder / "output.log").open("wb") as output:
+        process = subprocess.Popen(
+            trial_command(job, candidate, folder),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | threads,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(process)
+    lasted = time.monotonic() - started
+    with contextlib.suppress(OSError, ValueError):
+        results = json.loads(request.results.read_text(encoding="utf-8"))
+        peaks = results.get("peaks", {})
+        return Trial(
+            candidate,
+            MEASURED,
+            reason="it was stopped early, since it could not win" if results.get("stopped_early") else "",
+            peak=peaks.get("device") or peaks.get("resident", 0),
+            examples=results.get("examples", 0),
+            seconds=results.get("seconds", ()),
+            lasted=lasted,
+            stopped_early=bool(results.get("stopped_early")),
+            details=results,
+        )
+    return Trial(candidate, *_outcome(code, timeout, folder / "output.log"), lasted=lasted)
+
+
+def trial_command(job: TuneJob, candidate: Candidate, folder: Path) -> list[str]:
+    """Return the command of a trial, which DeepSpeed's launcher starts unless it is of one rank on this host."""
+    words = [*training_words(job, candidate), "--output_dir", str(folder), "--overwrite_output_dir"]
+    words += ["--trial", str(folder / "request.json")]
+    if candidate.ranks == 1 and not job.hostfile:
+        return [sys.executable, str(_TRAIN), *words]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    where = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(candidate.ranks)]
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    return [launcher, *where, "--master_port", str(port), str(_TRAIN), *words]
+
+
+def training_words(job: TuneJob, candidate: Candidate) -> list[str]:
+    """Return the user's arguments of `launch/train.py`, and the candidate's settings after them."""
+    settings = [f"{path}={json.dumps(value)}" for path, value in candidate.settings]
+    return [*job.arguments, *(word for setting in settings for word in ("--set", setting))]
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a trial's processes, which are all in its group, and wait until they are gone."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _GRACE
+        lives = _group_lives(process, sign)
+        while lives and time.monotonic() < until:
+            time.sleep(0.02)
+            lives = _group_lives(process, 0)
+
+
+def _group_lives(process: subprocess.Popen[bytes], sign: int) -> bool:
+    """Send a signal to a group, or 0 for none; return whether there was a process to get it."""
+    process.poll()  # or its leader would live on as a zombie
+    try:
+        os.killpg(process.pid, sign)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _outcome(code: int | None, timeout: float, log: Path) -> tuple[str, str]:
+    """Name what became of a trial without results, and say why, in the words of its processes."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    memory = next((line for line in errors if "ran out of memory" in line), None)
+    if code is None:
+        return HUNG, f"no result after {timeout:.0f} s"
+    if memory:
+        return NO_MEMORY, memory
+    if code < 0 or code > 128 or any("was killed" in line or "signal 9" in line for line in errors):
+        return KILLED, errors[0] if errors else f"ended by a signal (exit code {code}), as for lack of memory"
+    return _OUTCOMES.get(code, FAILED), errors[0] if errors else (lines or [f"exit code {code}"])[-1]

@@ -1,0 +1,99 @@
+"""A tuned file against the files of `ds_configs/`: examples per second of the winner over the fastest of the others.
+
+`launch/tune.py` has 4 minutes for each of two phases: `quickstart`'s pruning, and, where ../shared is there, SST-2 with
+a teacher. Then the winner and the engine files of its precision, those on 1 and on 2 ranks, are timed in turns, in
+trials of the same form: `python tests/bench/tune.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import Figure, is_quick, report
+from loop_overhead import ROOT, SHARED
+
+from ds_trainer.cli.tune import read_tune_job
+from ds_trainer.config.jobs import TrialRequest
+from ds_trainer.tuning.space import Candidate
+from ds_trainer.tuning.trials import MEASURED, run_trial
+
+FILES = ("zero0", "zero2") if is_quick() else ("zero0", "zero1", "zero2", "zero3")
+RANKS, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
+BUDGET, SECONDS = ("1s", "0.1s") if is_quick() else ("4m", "3s")
+
+
+def subjects() -> dict[str, list[str]]:
+    """The arguments of a training command by name, without an engine file."""
+    recipes = ROOT / "ds_configs/recipes"
+    found = {"quickstart": ["--recipe", str(recipes / "quickstart.json"), "--phase", "prune"]}
+    if SHARED.is_dir() and not is_quick():
+        model = [
+            "--model_name_or_path",
+            str(SHARED / "models/minilm-l6"),
+            "--data_dir",
+            str(SHARED / "data/glue/SST-2"),
+        ]
+        recipe = str(recipes / "sst2_prune_distil_exits.json")
+        found["sst2_with_a_teacher"] = ["--recipe", recipe, "--phase", "compress", *model]
+    return found
+
+
+def tuned(words: list[str], out: Path) -> tuple[Path, int]:
+    """Tune from zero2.json; the winner's file and number of ranks. The winner must have no settings of the recipe."""
+    files = ["--deepspeed_config", str(ROOT / "ds_configs/zero2.json"), *words, "--output_dir", str(out)]
+    limits = ["--budget", BUDGET, "--trial_seconds", SECONDS]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch/tune.py"), *files, *limits], stderr=subprocess.PIPE, text=True
+    )
+    print(done.stderr, flush=True)
+    assert done.returncode == 0
+    train = done.stderr.split("train with:")[1].split()
+    assert "--set" not in train, train
+    return out / "tuned.json", int(train[train.index("--num_gpus") + 1])
+
+
+def speeds(words: list[str], out: Path, contestants: list[tuple[Path, int]]) -> list[float]:
+    """Examples per second of engine files on so many ranks, the median of trials in turns."""
+    measured: list[list[float]] = [[] for _ in contestants]
+    for _ in range(ROUNDS):
+        for values, (file, ranks) in zip(measured, contestants, strict=True):
+            job = read_tune_job(["--deepspeed_config", str(file), *words, "--output_dir", str(out)])
+            folder = out / "trials"
+            request = TrialRequest(
+                phase=job.phase,
+                results=folder / "bench" / "results.json",
+                models=folder / "models",
+                seconds=0.1 if is_quick() else 3.0,
+            )
+            trial = run_trial(job, Candidate(ranks, settings=batch_of(file, ranks)), request, 300)
+            assert trial.outcome == MEASURED, f"{file.name} on {ranks}: {trial.outcome}: {trial.reason}"
+            values.append(trial.speed)
+    return [statistics.median(values) for values in measured]
+
+
+def batch_of(file: Path, ranks: int) -> tuple[tuple[str, int], ...]:
+    """The global batch that all have in common, where the recipe sets none."""
+    return () if json.loads(file.read_text()).get("train_batch_size") != "auto" else (("train_batch_size", 32),)
+
+
+def main() -> None:
+    figures = []
+    with tempfile.TemporaryDirectory() as name:
+        for subject, words in subjects().items():
+            out = Path(name) / subject
+            fixed = [(ROOT / f"ds_configs/{file}.json", ranks) for file in FILES for ranks in RANKS]
+            contestants = [tuned(words, out), *fixed]
+            first, *others = speeds(words, out, contestants)
+            for (file, ranks), speed in zip(contestants, [first, *others], strict=True):
+                print(f"{subject}: {file.name} on {ranks} rank(s): {speed:.1f} examples/s")
+            figures.append(Figure(subject, first / max(others), 0.97, at_least=True))
+    report(*figures)
+
+
+if __name__ == "__main__":
+    main()
