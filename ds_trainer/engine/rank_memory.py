@@ -44,7 +44,7 @@ class ModelSizes:
         """Count the values of a model whose parameters are not yet partitioned."""
         trained = [parameter.numel() for group in groups for parameter in group.parameters.values()]
         everything = sum(parameter.numel() for parameter in model.parameters())
-        return cls(sum(trained), everything - sum(trained), max(trained))
+        return cls(sum(trained), everything - sum(trained), max(trained, default=0))
 
 
 @dataclass(frozen=True)

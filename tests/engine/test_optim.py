@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.zero_matrix import build
+from support.zero_matrix import Case, build
 from torch import nn
 
 from ds_trainer.config.recipe import GroupRule
@@ -99,7 +99,7 @@ def test_what_techniques_add_is_reached_by_its_name_alone(rule):
 
 def test_all_that_the_techniques_add_trains_in_a_frozen_model():
     """With all three techniques: the scores at their rate and without decay, the heads and the projection."""
-    _, techniques, model, _ = build("all")
+    _, techniques, model, _ = build(Case("all", 0, "fp32"))
     rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
     groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
     (scores,) = (group for group in groups if group.name == "*.mask_scores")
