@@ -14,7 +14,7 @@ from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.models.recomputing import can_recompute, set_recomputing
 from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
-from ds_trainer.ranks import distributed, machine
+from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.task import Forward
 
@@ -26,7 +26,7 @@ def measure_memory(plan: PhasePlan) -> PhaseMemory:
     """Measure a phase's activations by forwards and backwards of its longest and its middling examples."""
     gc.collect()
     distributed.give_back_freed_memory()
-    process = machine.resident()
+    process = distributed.resident_memory()
     model, groups, objective = plan.prepare()
     sizes = ModelSizes.of(model, groups)
     scores = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mask_scores"))

@@ -109,7 +109,7 @@ class TuneJob(CommandJob):
     trial_seconds: Annotated[float, Field(gt=0)]
     """How long the steps of a trial are timed, at the least."""
     num_gpus: Annotated[int, Field(ge=1)] | None
-    """Those of every trial, where they are not varied."""
+    """The ranks of every trial, where they are not varied."""
     hostfile: Path | None
     hosts: int
     output: Path

@@ -188,9 +188,13 @@ def bound_freed_memory() -> None:
     Batches of many shapes leave holes into which no later buffer fits: a rank that trained on SQuAD with 2 to 6 GB in
     use grew to 10 GB.
     """
-    held = int(Path("/proc/self/statm").read_text().split()[1])  # pages
-    if held * local_world_size() > os.sysconf("SC_PHYS_PAGES") // 2:
+    if resident_memory() * local_world_size() > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
         give_back_freed_memory()
+
+
+def resident_memory() -> int:
+    """Return the bytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back_freed_memory() -> None:
@@ -318,11 +322,16 @@ def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
     return values
 
 
+def free_port() -> int:
+    """Return a port that no process of this host listens at now."""
+    with socket.socket() as any_socket:
+        any_socket.bind(("", 0))
+        return int(any_socket.getsockname()[1])
+
+
 def _describe_lone_process() -> None:
     """Describe a process that no launcher started as a world of one; otherwise DeepSpeed would look for MPI."""
     if "RANK" not in os.environ:
-        with socket.socket() as any_socket:
-            any_socket.bind(("127.0.0.1", 0))
-            port = any_socket.getsockname()[1]
+        port = free_port()
         _LONE.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.update(_LONE)

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import resource
 import socket
@@ -41,11 +40,6 @@ def device_name() -> str:
 def cpu_name() -> str:
     """Return the product name of the CPU, or its architecture where the system does not name it."""
     return _fields(Path("/proc/cpuinfo")).get("model name", platform.machine())
-
-
-def resident() -> int:
-    """Return the bytes of memory that this process holds now."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory() -> dict[str, int]:

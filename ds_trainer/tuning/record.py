@@ -3,17 +3,16 @@
 import json
 from collections import defaultdict
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TuneJob
 from ds_trainer.hosts.probe import source_hash
+from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.tasks.data import hash_of
 from ds_trainer.tuning.space import Candidate, Machine
 from ds_trainer.tuning.trials import HUNG, KILLED, Trial
 
 FILE = "trials.jsonl"
-_PROJECT = Path(__file__).resolve().parents[2]
 
 
 class TrialRecord:
@@ -23,7 +22,7 @@ class TrialRecord:
         train = job.train
         recipe = train.recipe.model_dump(exclude={"output_dir", "cache_dir"})
         self._context = hash_of(
-            [train.engine_config, recipe, job.phase, source_hash(str(_PROJECT)), machine.identity, job.arguments]
+            [train.engine_config, recipe, job.phase, source_hash(str(PROJECT)), machine.identity, job.arguments]
         )
         self._path = job.output / FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)

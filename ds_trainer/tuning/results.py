@@ -35,7 +35,7 @@ class Tuned:
     speeds: dict[Candidate, float]
     """Examples per second of the finalists, the median of their trials."""
     noise: float
-    """How far a finalist's trial was from the median of its trials, as a part of it: the median of all."""
+    """Half the range of a finalist's trials, as a part of their median; the middle one of the finalists."""
     trials: list[Trial]
 
 

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any
 
 from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.files.writing import write_json
+from ds_trainer.hosts.remote import PROJECT
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError
 from ds_trainer.tuning.space import Candidate
 
@@ -28,7 +29,7 @@ MEASURED, NO_MEMORY, HUNG, KILLED = "measured", "out of memory", "hung", "killed
 REFUSED, NOT_FINITE, FAILED, SKIPPED = "refused", "not finite", "failed", "skipped"
 _OUTCOMES = {UserError.exit_code: REFUSED, NonFiniteLossError.exit_code: NOT_FINITE}
 _OUTCOMES |= {OutOfMemoryError.exit_code: NO_MEMORY}
-_TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+_TRAIN = PROJECT / "launch" / "train.py"
 _GRACE = 5  # seconds that a process group has to end before it is killed
 
 
@@ -45,7 +46,7 @@ class Trial:
     examples: int = 0
     """Of an optimizer step."""
     seconds: Sequence[float] = ()
-    """Of a step on each of the trial's batches, the median over its rounds."""
+    """Of a step on each of the trial's batches: the median over early rounds and that over late ones, averaged."""
     lasted: float = 0.0
     """Seconds of the whole trial, its start included."""
     stopped_early: bool = False
@@ -102,12 +103,9 @@ def trial_command(job: TuneJob, candidate: Candidate, folder: Path) -> list[str]
     words += ["--trial", str(folder / "request.json")]
     if candidate.ranks == 1 and not job.hostfile:
         return [sys.executable, str(_TRAIN), *words]
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
     where = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(candidate.ranks)]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    return [launcher, *where, "--master_port", str(port), str(_TRAIN), *words]
+    return [launcher, *where, "--master_port", str(distributed.free_port()), str(_TRAIN), *words]
 
 
 def training_words(job: TuneJob, candidate: Candidate) -> list[str]:

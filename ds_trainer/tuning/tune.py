@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median
 
 from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.reading import free_memory
+from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
 from ds_trainer.tuning.order import order_of
@@ -80,7 +80,7 @@ def _request(job: TuneJob, name: str) -> TrialRequest:
 
 
 def _examine_hosts(job: TuneJob) -> None:
-    doctor = Path(__file__).resolve().parents[2] / "launch" / "doctor.py"
+    doctor = PROJECT / "launch" / "doctor.py"
     command = [sys.executable, str(doctor), "--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
     if subprocess.run(command, check=False).returncode:
         raise UserError(f"the hosts of {job.hostfile} are not ready for a run: mend what the doctor found first")
