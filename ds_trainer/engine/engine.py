@@ -46,14 +46,13 @@ def start_engine(
     _hide_secrets()
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout, and DeepSpeed leaves it there
     in_file = "optimizer" in config
-    with distributed.building_kernels():
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            config=dict(config),
-            optimizer=None if in_file else build_optimizer(groups, base),
-            model_parameters=as_torch(groups, base) if in_file else None,
-            lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
-        )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config=dict(config),
+        optimizer=None if in_file else build_optimizer(groups, base),
+        model_parameters=as_torch(groups, base) if in_file else None,
+        lr_scheduler=None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_factor),
+    )
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine

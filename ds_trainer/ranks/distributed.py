@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -103,31 +103,36 @@ def start(timeout: int = TIMEOUT) -> None:
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
         attempts.register()
-        with building_kernels():
-            deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
+        lock_kernels_by_process()
+        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
 
 
-@contextlib.contextmanager
-def building_kernels() -> Iterator[None]:
-    """Surround every call that may make DeepSpeed compile: torch would wait for ever at the lock of a killed compiler.
+class KernelLock:
+    """A lock on the folder of a kernel, which ends with its process: torch would wait for ever for a killed compiler.
 
-    torch locks the folder of a kernel by an empty file, which stays behind when its process is killed. So every process
-    of this library that may compile holds a shared `flock`, which ends with the process, on one file beside those
-    folders. A process that can take this lock alone knows that no other compiles, and removes all of torch's locks.
+    torch's own, the FileBaton, is a file that exists. Whoever finds it there waits until it is gone, then takes the
+    kernel for built. Here each process that needs the kernel holds the lock in turn and asks ninja, which builds it
+    only once.
     """
-    from torch.utils.cpp_extension import _get_build_directory
 
-    with contextlib.ExitStack() as until_built:
-        with contextlib.suppress(OSError):
-            # torch gives a folder to every kernel, below the default place or the user's; ours holds only the lock
-            folder = Path(_get_build_directory("ds_trainer", verbose=False))
-            held = until_built.enter_context((folder / "users").open("a"))
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for lock in folder.parent.glob("*/lock"):
-                    lock.unlink(missing_ok=True)
-            fcntl.flock(held, fcntl.LOCK_SH)
-        yield
+    def __init__(self, path: str, **_: object):
+        self._path = path
+
+    def try_acquire(self) -> bool:
+        """Wait for the lock; return True, which tells torch to ask ninja."""
+        self._file = Path(self._path).with_suffix(".flock").open("a")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def lock_kernels_by_process() -> None:
+    """Let torch, and so DeepSpeed, lock the kernels that it compiles by `KernelLock`."""
+    from torch.utils import cpp_extension
+
+    cpp_extension.FileBaton = KernelLock  # type: ignore[misc,assignment]
 
 
 def stop() -> None:

@@ -5,56 +5,54 @@ import contextlib
 import copy
 import json
 import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from support.launching import ROOT
+from torch.utils import cpp_extension
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.distributed import building_kernels
+from ds_trainer.ranks.distributed import KernelLock, lock_kernels_by_process
 from ds_trainer.ranks.failures import OutOfMemoryError
 from ds_trainer.ranks.joining import joined
 
 OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
 
 
-def test_the_lock_of_a_killed_compiler_is_removed_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
-    """torch waits for a lock for ever; whoever may compile holds another, which goes with the process, or once done."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    with building_kernels():
-        assert not lock.exists()
-        lock.touch()
-        with building_kernels():  # the outer one may be at it
-            assert lock.exists()
-    with building_kernels():  # a run that only trains is no reason to keep it
-        assert not lock.exists()
+def test_a_lock_that_a_killed_compiler_left_stops_nobody(tmp_path, monkeypatch):
+    """torch would wait for ever for its own lock; DeepSpeed compiles by this function."""
+    steps = []
+    monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **_: steps.append("build"))
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: steps.append("load"))
+    (tmp_path / "lock").touch()
+    lock_kernels_by_process()
+    cpp_extension.load("kernel", [], build_directory=str(tmp_path))
+    assert steps == ["build", "load"]
 
 
-def test_the_default_folder_is_the_same_where_a_variable_names_it(tmp_path, monkeypatch):
-    """A process that finds it by the variable leaves the locks of one that finds it by default."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    with building_kernels():
-        lock = next(tmp_path.glob("torch_extensions/*/ds_trainer")).with_name("deepspeed_shm_comm") / "lock"
-        lock.parent.mkdir()
-        lock.touch()
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent.parent))
-        with building_kernels():
-            assert lock.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_deepspeeds_concern(monkeypatch):
-    """The work inside is done without the lock."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
-    done = []
-    with building_kernels():
-        done.append(True)
-    assert done
+def test_whoever_waits_for_a_compiler_goes_on_when_it_is_killed(tmp_path):
+    """Two processes never build one kernel at a time, and none waits longer than the other lives."""
+    lock = KernelLock(str(tmp_path / "lock"))
+    compiler = os.fork()
+    if compiler == 0:
+        lock.try_acquire()
+        (tmp_path / "holds").touch()
+        signal.pause()
+    while not (tmp_path / "holds").exists():
+        os.sched_yield()
+    with ThreadPoolExecutor() as threads:
+        acquired = threads.submit(lock.try_acquire)
+        waits = not wait([acquired], timeout=0.2).done
+        os.kill(compiler, signal.SIGKILL)
+        os.waitpid(compiler, 0)
+        assert waits
+        assert acquired.result(60)
+    lock.release()
 
 
 @pytest.mark.parametrize("error", [None, OutOfMemoryError("too large")])

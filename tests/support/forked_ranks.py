@@ -180,10 +180,10 @@ def _serve() -> None:
     from deepspeed.comm.torch import build_shm_op
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from ds_trainer.ranks.distributed import building_kernels
+    from ds_trainer.ranks.distributed import lock_kernels_by_process
 
-    with building_kernels():
-        build_shm_op()  # compiled by now, it still asks ninja
+    lock_kernels_by_process()
+    build_shm_op()  # compiled by now, it still asks ninja
     get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
     gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
