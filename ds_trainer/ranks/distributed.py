@@ -105,6 +105,10 @@ def start(timeout: int = TIMEOUT) -> None:
         attempts.register()
         lock_kernels_by_process()
         deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
+        if not torch.cuda.is_available() and 1 < world_size() == local_world_size():
+            from ds_trainer.ranks.shared_memory import share_memory
+
+            share_memory()
 
 
 class KernelLock:

@@ -11,6 +11,7 @@ docstrings), fp32, 2 threads, one rank, ZeRO 0, in one process: `python tests/be
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def batches_of(plan: PhasePlan) -> BatchPlan:
     return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.length.seed)
 
 
-def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None) -> PhasePlan:
+def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None, rows: int = ROWS) -> PhasePlan:
     """A phase of `BERT` on `EXAMPLES` examples that writes into `folder`, resolved as a run resolves it."""
     task: dict[str, Any] = {"max_train_samples": EXAMPLES}
     if SHARED.is_dir():
@@ -107,8 +108,8 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
         tokenizer = load_tokenizer(SHARED / "models/minilm-l6")
     else:
         tokenizer = train_tokenizer(training_texts(TextSpec()), vocab_size=8192, lowercase=True)
-    create_folder(BERT, tokenizer, folder / "initial_model", seed=0)
-    phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": ROWS, "learning_rate": 5e-5}
+    distributed.on_main(partial(create_folder, BERT, tokenizer, folder / "initial_model", seed=0))
+    phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": rows, "learning_rate": 5e-5}
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     recipe = parse_recipe({"task": task, "phases": [phase], "cache_dir": str(folder / "cache")})
     job = TrainJob(

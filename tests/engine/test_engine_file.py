@@ -212,12 +212,20 @@ def test_hugging_face_autos_are_filled():
         "warmup_max_lr": 3e-5,
         "warmup_num_steps": 1,
     }
-    zero = resolved["zero_optimization"]
-    assert zero["reduce_bucket_size"] == 4096
-    assert zero["stage3_prefetch_bucket_size"] == 3686
-    assert zero["stage3_param_persistence_threshold"] == 640
     assert (resolved["bf16"]["enabled"], resolved["fp16"]["enabled"]) == (True, False)
     assert '"auto"' not in json.dumps(resolved)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "bucket", "prefetched", "kept"),
+    [(64, 4_000_000, 4_000_000, 640), (4096, 16_777_216, 15_099_494, 40_960)],
+)
+def test_sizes_follow_the_width_of_the_model(hidden, bucket, prefetched, kept):
+    """A wide model has Hugging Face's buckets, and a narrow one larger ones."""
+    zero = resolve(HUGGING_FACE, hidden_size=hidden)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == bucket
+    assert zero["stage3_prefetch_bucket_size"] == prefetched
+    assert zero["stage3_param_persistence_threshold"] == kept
 
 
 def test_what_is_not_known_yet_stays_auto_until_it_is():

@@ -25,6 +25,7 @@ FIGURES = {
     "student_speed": 1,
     "teacher_cache": 1,
     "tune": 1,
+    "two_ranks": 1,
 }
 """How many figures each prints; `faults.py` prints a table."""
 
