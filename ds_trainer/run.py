@@ -17,6 +17,7 @@ from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import WholeCheckpoint, check_fits
+from ds_trainer.engine.rank_traffic import describe_traffic
 from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
@@ -72,7 +73,7 @@ def run(job: TrainJob) -> dict[str, Any]:
 
 
 def dry_run(job: TrainJob) -> None:
-    """Print both files resolved, the steps, the parameter groups, and what each rank will hold; train nothing."""
+    """Print both files resolved, the steps, the parameter groups, and what each rank will hold and send."""
     with joined():
         print_json(redacted({"recipe": job.recipe.model_dump()}))
         for description in rehearse_phases(job):
@@ -129,6 +130,7 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         del model, groups, objective  # or they would count as the process's own
         memory = measure_memory(plan)
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
+        description["traffic_per_step"] = describe_traffic(memory, plan.engine_config)
     return description
 
 

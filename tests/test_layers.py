@@ -18,11 +18,11 @@ BUDGETS = {
     "models": 2402,
     "tasks": 2159,
     "techniques": 2171,
-    "engine": 1641,
+    "engine": 1678,
     "report": 1160,
     "deploy": 1102,
     "tuning": 591,
-    "": 1212,
+    "": 1214,
     "cli": 890,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package

@@ -27,7 +27,9 @@ _STATES = {"sgd": 0, "lion": 1, "cpulion": 1, "fusedlion": 1, "adagrad": 1, "muo
 """The values that an optimizer keeps for each weight, where they are not the two of Adam; SGD has one with momentum."""
 _MOST_REDUCED_AT_ONCE = 500_000_000
 """Values: without ZeRO, gradients are reduced in copies of this size at most (`gradient_allreduce`)."""
-_DEFAULT_BUCKETS = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7}
+_DEFAULTS = {"reduce_bucket_size": 5e8, "prefetch_bucket_size": 5e7, "param_persistence_threshold": 1e5}
+_DEFAULTS |= {"max_reuse_distance": 1e9}
+"""DeepSpeed's, in values."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,15 @@ class ModelSizes:
     frozen: int
     largest: int
     """Those of the largest trained parameter."""
+    each: tuple[int, ...] = ()
+    """Those of every parameter, trained or frozen."""
 
     @classmethod
     def of(cls, model: nn.Module, groups: Iterable[Group]) -> ModelSizes:
         """Count the values of a model whose parameters are not yet partitioned."""
         trained = [parameter.numel() for group in groups for parameter in group.parameters.values()]
-        everything = sum(parameter.numel() for parameter in model.parameters())
-        return cls(sum(trained), everything - sum(trained), max(trained, default=0))
+        each = tuple(parameter.numel() for parameter in model.parameters())
+        return cls(sum(trained), sum(each) - sum(trained), max(trained, default=0), each)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
     if stage == 3:  # one buffer for the rank's gradients lasts from step to step
         held["gradients"], gradients = gradients, 0
         in_step = copies = flat
-        buffers += _gathered(sizes, config, width) if world > 1 else 0
+        if world > 1:  # while gradients are reduced, or where the backward begins
+            buffers = max(buffers + _gathered(sizes, config, width), width * min(everything, kept_gathered(config)))
     stays = stage == 3 or config[STEPS] > 1
     if stage == 2 and stays:  # a rank's share of a micro-batch is whole before it is added to the others
         buffers += share * width
@@ -198,7 +203,7 @@ def _states_of(config: Mapping[str, Any]) -> int:
 
 def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
     """Return the bytes of a bucket of gradients, or of a gradient that is larger, which has a bucket of its own."""
-    bucket = _bucket(config, "reduce_bucket_size")
+    bucket = zero_number(config, "reduce_bucket_size")
     double = 2 if flag_at(config, "zero_optimization.overlap_comm") else 1
     copies = 2 if zero_stage(config) == 3 else 1  # it splits a gradient among the ranks in a copy
     return width * max(double * min(bucket, sizes.trained), copies * sizes.largest)
@@ -206,10 +211,19 @@ def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int)
 
 def _gathered(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
     """Return the bytes of the weights that ZeRO-3 has gathered at once: those in use, and those fetched ahead."""
-    ahead = _bucket(config, "stage3_prefetch_bucket_size")
+    ahead = zero_number(config, "prefetch_bucket_size")
     return width * min(sizes.trained + sizes.frozen, sizes.largest + ahead)
 
 
-def _bucket(config: Mapping[str, Any], key: str) -> int:
-    size = value_at(config, f"zero_optimization.{key}")
-    return int(_DEFAULT_BUCKETS[key] if size is None else size)
+def kept_gathered(config: Mapping[str, Any]) -> int:
+    """Return how many values ZeRO-3 leaves gathered from the forward to the backward, since they come up again soon.
+
+    On its way to the backward a weight is passed by all later ones twice. What is prefetched is not released either.
+    """
+    return max(zero_number(config, "max_reuse_distance") // 2, zero_number(config, "prefetch_bucket_size"))
+
+
+def zero_number(config: Mapping[str, Any], key: str) -> int:
+    """Return a number of `zero_optimization`, also where the file calls it `stage3_...`, or DeepSpeed's default."""
+    values = [value_at(config, f"zero_optimization.{name}") for name in (key, f"stage3_{key}")]
+    return int(next((value for value in values if value is not None), _DEFAULTS[key]))

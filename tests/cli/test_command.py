@@ -196,13 +196,14 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
 
 
 def test_a_dry_run_is_for_any_number_of_ranks(command):
-    """The batch sizes and the memory are those of 4 ranks; without --dry_run the launcher says how many there are."""
+    """Batch sizes, memory and traffic are those of 4 ranks; without --dry_run the launcher says how many there are."""
     done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "--world", "4"))
     assert done.returncode == 0, done.stderr
     prune = json.loads(done.stdout[done.stdout.rindex('{\n  "phase"') :])
     assert prune["engine_file"]["train_micro_batch_size_per_gpu"] == 4
     trained = sum(g["parameters"] for g in prune["parameter_groups"])
     assert prune["memory_per_rank"]["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
+    assert prune["traffic_per_step"]["all_gather"] == 4 * trained // 4
     refused = run_script("launch/train.py", *arguments_of(command, "--world", "4"))
     assert refused.returncode == 2
     assert "--world is for --dry_run" in refused.stderr

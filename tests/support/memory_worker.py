@@ -23,6 +23,11 @@ BASE = Hyperparameters(1e-4)
 ACCUMULATIONS = (1, 2)
 
 
+VOCABULARY = 4000
+MANY_LAYERS = "3-fp32-1 without a large parameter"
+"""A case in which most memory is taken where the backward begins: ZeRO-3 has left the weights gathered."""
+
+
 def config_of(stage: int, precision: str, accumulation: int) -> dict:
     sizes = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000}
     return {
@@ -35,11 +40,11 @@ def config_of(stage: int, precision: str, accumulation: int) -> dict:
     }
 
 
-def counted(config: dict) -> tuple[int, int]:
+def counted(config: dict, vocabulary: int = VOCABULARY) -> tuple[int, int]:
     """The peak by arithmetic, and that of all tensors that live in the second step."""
     shape = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 256}
     with LiveMemory() as live:
-        model = BertForSequenceClassification(BertConfig(**shape, vocab_size=4000))
+        model = BertForSequenceClassification(BertConfig(**shape, vocab_size=vocabulary))
         groups = parameter_groups(model, [], [], BASE)
         sizes = ModelSizes.of(model, groups)
         ds_engine = engine.start_engine(model, groups, config, BASE, lambda step: 1.0)
@@ -58,6 +63,7 @@ def main(out: str) -> None:
     results = {}
     for stage, precision, accumulation in product(range(4), ("fp32", "bf16"), ACCUMULATIONS):
         results[f"{stage}-{precision}-{accumulation}"] = counted(config_of(stage, precision, accumulation))
+    results[MANY_LAYERS] = counted(config_of(3, "fp32", 1), vocabulary=50)
     if distributed.is_main():
         Path(out).write_text(json.dumps(results))
     distributed.stop()
