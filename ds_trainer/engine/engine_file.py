@@ -64,9 +64,11 @@ BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
     "param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-"""The values for "auto" in `zero_optimization`, in elements: those of Hugging Face's Trainer, made for large models, but
-for small ones with no smaller buckets than keep the latency of a collective below its time: 4 million elements are 8 to
-16 MB, which take half a millisecond at 25 GB/s. MiniLM's 384 * 384 cut a step's gradients into 81 sums."""
+"""The values for "auto" in `zero_optimization`, in elements, by the model's hidden size.
+
+They are those of Hugging Face's Trainer, except that the buckets of a narrow model are not smaller than what keeps the
+latency of a collective below its time: 4 million elements are 8 to 16 MB, which take half a millisecond at 25 GB/s.
+With MiniLM's 384 * 384 the gradients of a step were summed in 81 parts."""
 LOW_PRECISION = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),

@@ -104,6 +104,7 @@ def start(timeout: int = TIMEOUT) -> None:
             setattr(distributed_c10d, name, seconds)
         attempts.register()
         lock_kernels_by_process()
+        os.environ.setdefault("LOCAL_SIZE", str(local_world_size()))  # which torchrun does not set
         deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
         if not torch.cuda.is_available() and 1 < world_size() == local_world_size():
             from ds_trainer.ranks.shared_memory import share_memory

@@ -34,6 +34,7 @@ class SharedMemoryCollectives:
         """Sum a tensor over the ranks, in place."""
         if not (_can_sum(tensor, op, group) and tensor.is_contiguous()):
             return self._gloo["all_reduce"](tensor, op, group, async_op)
+        dist.barrier()  # the kernel would wait for ever for a rank that hangs or is gone; gloo has a time limit
         for part in tensor.view(-1).split(_LARGEST):
             self._sum(part, op)
         return _Works() if async_op else None
