@@ -17,7 +17,7 @@ BUDGETS = {
     "config": 1213,
     "models": 2402,
     "tasks": 2159,
-    "techniques": 2171,
+    "techniques": 2181,
     "engine": 1641,
     "report": 1160,
     "deploy": 1102,
