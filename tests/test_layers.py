@@ -20,7 +20,7 @@ BUDGETS = {
     "techniques": 2181,
     "engine": 1641,
     "report": 1160,
-    "deploy": 1102,
+    "deploy": 1103,
     "tuning": 591,
     "": 1212,
     "cli": 890,
