@@ -44,6 +44,7 @@ def export_trained(
 
     The weights are gathered to rank 0, one at a time.
     """
+    engine.empty_partition_cache()  # ZeRO-3 may still be fetching what it took to come next after an evaluation
     state = whole_state_dict(engine.module, keep=distributed.is_main())
     task.examples(task.splits[0])  # every rank takes part in this, unlike in what follows
     return distributed.on_main(partial(export_state_dict, state, rebuild, task, step, folder, change))

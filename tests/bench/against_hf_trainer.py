@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from figures import Figure, is_quick, report, use_threads
-from loop_overhead import LOG_EVERY, ROOT, ROWS, Loop, batches_of, planned, record_of
+from loop_overhead import LOG_EVERY, ROOT, Loop, batches_of, planned, record_of
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
+from ds_trainer.engine.keys import precision_of
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
@@ -52,6 +54,8 @@ class Turns(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % STEPS:
             return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what the Trainer has begun is its own; ours ends with a record, which waits
         start = time.perf_counter()
         self.theirs.append(start - self._since)
         for _ in range(STEPS // LOG_EVERY):
@@ -74,21 +78,24 @@ class RecordingCollator(DataCollatorWithPadding):
 def rows_of(plan: PhasePlan) -> list[dict[str, Any]]:
     """The phase's examples as the Trainer takes them, in memory, as lists of ints."""
     examples = plan.task.examples("train")
-    rows = []
-    for position, label in enumerate(examples.fields["labels"].tolist()):
+    labels, rows = examples.fields.get("labels"), []
+    for position in range(len(examples)):
         ids = examples.row(position)["input_ids"].tolist()
+        label = ids if labels is None else labels[position].item()  # a decoder learns the text itself
         rows.append(
             {"input_ids": ids, "token_type_ids": [0] * len(ids), "attention_mask": [1] * len(ids), "labels": label}
         )
     return rows
 
 
-def trainer_of(plan: PhasePlan, order: str, collator: RecordingCollator, turns: Turns, folder: Path) -> Trainer:
+def trainer_of(plan: PhasePlan, order: str, collator: RecordingCollator, turns: Turns, engine_file: Path) -> Trainer:
     """Hugging Face's Trainer on the same model, examples and engine file, in that `train_sampling_strategy`."""
     arguments = TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=str(ENGINE_FILE),
-        per_device_train_batch_size=ROWS,
+        output_dir=str(plan.folder / order),
+        deepspeed=str(engine_file),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=precision_of(plan.engine_config) == "bf16",
+        per_device_train_batch_size=plan.engine_config["train_batch_size"],
         max_steps=(WARMUP + ROUNDS) * STEPS,
         train_sampling_strategy=order,
         save_strategy="no",
@@ -110,17 +117,20 @@ def our_batches(plan: PhasePlan) -> list[list[int]]:
     return [lengths[batches.indices(step)].tolist() for step in range((WARMUP + ROUNDS) * STEPS)]
 
 
-def compared(order: str, plan: PhasePlan, folder: Path) -> float:
+def compared(order: str, plan: PhasePlan, engine_file: Path = ENGINE_FILE) -> float:
     """Our examples per second over those of the Trainer in that order, the median of turns."""
     with record_of(plan) as record, StopRequests() as stop:
-        turns = Turns(Loop(plan, record, stop))
+        record.open(0, 0)
+        loop = Loop(plan, record, stop)
+        turns = Turns(loop)
         collator = RecordingCollator(plan.task.tokenizer)
-        trainer_of(plan, order, collator, turns, folder / order).train()
+        trainer_of(plan, order, collator, turns, engine_file).train()
+        loop.close()
     for side, seconds, batches in (
         ("ours", turns.ours, our_batches(plan)),
         (f"Trainer ({order})", turns.theirs, collator.lengths),
     ):
-        rate = STEPS * ROWS / statistics.median(seconds[WARMUP:])
+        rate = STEPS * plan.engine_config["train_batch_size"] / statistics.median(seconds[WARMUP:])
         print(f"{side}: {rate:.1f} examples/s, {100 * padding_share(batches):.1f}% of the positions are padding")
     return statistics.median(a / b for a, b in zip(turns.theirs[WARMUP:], turns.ours[WARMUP:], strict=True))
 
@@ -131,7 +141,7 @@ def main() -> None:
     use_threads(2)
     with tempfile.TemporaryDirectory() as name:
         plan = planned(ENGINE_FILE, Path(name))
-        fair, default = (compared(order, plan, Path(name)) for order in ("group_by_length", "random"))
+        fair, default = (compared(order, plan) for order in ("group_by_length", "random"))
     report(
         Figure("against_hf_trainer_by_length", fair, 1.0, at_least=True),
         Figure("against_hf_trainer_at_random", default, 1.2, at_least=True),

@@ -17,15 +17,17 @@ import torch
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and its bar; `at_least` says on which side of it the value must be."""
+    """A measured value and its bar, if it has one; `at_least` says on which side of it the value must be."""
 
     name: str
     value: float
-    bar: float
+    bar: float | None = None
     at_least: bool = False
 
     @property
     def holds(self) -> bool:
+        if self.bar is None:
+            return True
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
 

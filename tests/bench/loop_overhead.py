@@ -10,6 +10,7 @@ docstrings), fp32, 2 threads, one rank, ZeRO 0, in one process: `python tests/be
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from functools import partial
 from itertools import islice
@@ -60,14 +61,26 @@ class Loop:
 
     def steps(self) -> None:
         """`LOG_EVERY` optimizer steps and the record of them."""
+        self.between_records()
+        self.watch.check()
+        flush(self.report, self.objective, self.engine)
+
+    def between_records(self) -> None:
+        """`LOG_EVERY` optimizer steps alone."""
         for _ in range(LOG_EVERY):
             seen = self.engine.global_samples
             indices = self.batches.between(seen, seen + self.engine.train_batch_size())
             train_step(self.objective, self.engine, indices, self.report, self.seed)
             self.watch.after_step()
             self.stop.check()
-        self.watch.check()
-        flush(self.report, self.objective, self.engine)
+
+    def close(self) -> None:
+        """Stop the engine and free what it held; this object is of no more use."""
+        for technique in self.objective.techniques:
+            technique.stop()
+        engine.stop_engine(self.engine)
+        del self.engine, self.watch, self.objective
+        gc.collect()  # DeepSpeed's objects know each other
 
 
 class BareLoop:
@@ -97,7 +110,7 @@ class BareLoop:
 
 
 def batches_of(plan: PhasePlan) -> BatchPlan:
-    return BatchPlan(plan.task.examples("train").lengths, ROWS, plan.length.seed)
+    return BatchPlan(plan.task.examples("train").lengths, plan.engine_config["train_batch_size"], plan.length.seed)
 
 
 def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = None, rows: int = ROWS) -> PhasePlan:
@@ -111,7 +124,15 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
     distributed.on_main(partial(create_folder, BERT, tokenizer, folder / "initial_model", seed=0))
     phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": rows, "learning_rate": 5e-5}
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
-    recipe = parse_recipe({"task": task, "phases": [phase], "cache_dir": str(folder / "cache")})
+    source = str(folder / "initial_model")
+    return plan_of({"task": task, "phases": [phase]}, engine_file, folder, source, distill and distill["teacher"])
+
+
+def plan_of(
+    words: dict[str, Any], engine_file: Path, folder: Path, source: str, teacher: str | None = None
+) -> PhasePlan:
+    """The only phase of a recipe, which starts from the model folder `source` and writes into `folder`."""
+    recipe = parse_recipe(words | {"cache_dir": str(folder / "cache")})
     job = TrainJob(
         command="",
         recipe=recipe,
@@ -127,7 +148,7 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
         trust=Trust(),
         debug_port=None,
     )
-    return plan_phase(job, recipe.phases[0], str(folder / "initial_model"), distill and distill["teacher"])
+    return plan_phase(job, recipe.phases[0], source, teacher)
 
 
 def record_of(plan: PhasePlan) -> Report:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 from support.exit_folders import ENTROPY, make_folder
-from support.launching import ROOT, SHARED, Done, run_script
+from support.launching import ROOT, SHARED, Done, environment, run_script
 
 FIGURES = {
     "against_hf_trainer": 2,
@@ -15,6 +18,7 @@ FIGURES = {
     "deployed_speed": 4,
     "exit_speed": 14,
     "faults": 0,
+    "gpu": 37,
     "length_grouping": 4 if SHARED.is_dir() else 0,
     "lm_head": 2,
     "loop_overhead": 1,
@@ -49,8 +53,8 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
 
 
 def test_none_is_forgotten():
-    """`figures.py` is what they share."""
-    assert {path.stem for path in (ROOT / "tests/bench").glob("*.py")} == {*FIGURES, "figures"}
+    """`figures.py` and `host_waits.py` are what they share."""
+    assert {path.stem for path in (ROOT / "tests/bench").glob("*.py")} == {*FIGURES, "figures", "host_waits"}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -59,3 +63,13 @@ def test_a_script_runs_to_its_end_and_prints_its_figures(name, outcomes):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
     assert len([json.loads(line)["value"] for line in lines]) == FIGURES[name], done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_script_says_so(tmp_path):
+    """With one message and the exit code of a user's mistake, before anything is installed."""
+    words, variables = ["bash", str(ROOT / "tests/gpu/run.sh"), str(tmp_path / "out")], {"PYTHON": sys.executable}
+    done = subprocess.run(words, env=environment() | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no torch that sees a GPU: install torch for CUDA" in done.stderr
+    assert not any((tmp_path / "out").iterdir())

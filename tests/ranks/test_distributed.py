@@ -99,7 +99,7 @@ def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, server, tmp_path
 
 
 def test_collectives_are_called_in_one_place():
-    """So the guarantees of `distributed.py` hold for all of them. The doctor runs elsewhere, and one is of DeepSpeed."""
+    """So the guarantees of `distributed.py` hold for all; the doctor runs elsewhere, and one module is of DeepSpeed."""
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
     elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):

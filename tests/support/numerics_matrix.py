@@ -248,7 +248,7 @@ def one_step(under: engine.Engine, step: int, factor: float) -> float:
     total = 0.0
     for micro in range(ACCUMULATION):
         generator = torch.Generator().manual_seed(100 * step + 10 * micro + distributed.rank())
-        rows = torch.randn(MICRO, 8, generator=generator).to(next(under.module.parameters()).dtype)
+        rows = torch.randn(MICRO, 8, generator=generator).to(under.device, next(under.module.parameters()).dtype)
         loss = under(rows) * factor
         under.backward(loss)
         under.step()

@@ -287,6 +287,8 @@ def engine_config(case: Case, world: int) -> dict:
     }
     if case.precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if case.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     if case.precision == "autocast":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return config
@@ -310,11 +312,11 @@ def under_engine(case: Case) -> dict[str, list]:
         technique.start(ds_engine.device)
     losses, readings = [], []
     for step in range(STEPS):
-        total = torch.zeros(())
+        total = torch.zeros((), device=ds_engine.device)
         for technique in techniques:
             technique.on_step(step)
         for micro in range(ACCUMULATION):
-            batch = rank_batch(step, micro, distributed.rank(), world)
+            batch = rank_batch(step, micro, distributed.rank(), world).to(ds_engine.device)
             loss, _ = objective(Forward(batch, ds_engine(**batch.inputs), step))
             ds_engine.backward(loss)
             ds_engine.step()

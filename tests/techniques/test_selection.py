@@ -13,6 +13,7 @@ from ds_trainer.techniques.prune.selection import (
     Cutoff,
     cutoff_at,
     just_below,
+    largest_on_device,
     largest_within,
     select_largest,
     standardised,
@@ -34,6 +35,8 @@ def check(chunks: list[Tensor], k: int) -> None:
     expected = torch.zeros_like(kept)
     expected[joined.sort(descending=True, stable=True).indices[:k]] = True
     assert torch.equal(kept, expected)
+    if len(chunks) == 1:
+        assert torch.equal(largest_on_device(chunks[0], k).flatten(), expected)
 
 
 @settings(max_examples=150 if exhaustive() else 50, deadline=None)

@@ -31,7 +31,12 @@ _LEAST_SHARE = 0.005
 
 
 def largest_weights(scores: Tensor, count: int) -> Mask:
-    """Keep the `count` largest scores; of equal ones the first in memory."""
+    """Keep the `count` largest scores; of equal ones the first in memory.
+
+    On a CPU the cutoff is found without a stored mask. A GPU would stand still at each of its comparisons.
+    """
+    if scores.is_cuda:
+        return GateMask(selection.largest_on_device(scores, count))
     return HardMask(selection.select_largest(lambda: [scores], [scores.numel()], count)[0])
 
 

@@ -86,6 +86,17 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cutoff]
     return cutoffs
 
 
+def largest_on_device(values: Tensor, k: int) -> Tensor:
+    """Mark the values that `select_largest` keeps of one chunk: bools, a byte each. Never waits for the device."""
+    if not 0 < k < values.numel():
+        return torch.full_like(values, k > 0, dtype=torch.bool)
+    flat = values.detach().flatten()
+    threshold = flat.topk(k, sorted=False).values.amin()
+    above, ties = flat > threshold, flat == threshold
+    first = ties.cumsum(0, dtype=torch.int32) <= k - above.sum()
+    return (above | ties & first).view(values.shape)
+
+
 def diverged() -> NonFiniteLossError:
     """Return the error to raise where scores hold NaN; every rank raises it, since all of them see the same scores."""
     return NonFiniteLossError("the scores hold NaN: the run has diverged; lower mask_scores_learning_rate")

@@ -1,0 +1,95 @@
+"""What a GPU-trained model becomes: cut, exported, run early, scored, timed, and with 2:4 kernels."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+from support.exit_models import FAMILIES, made, pad_of, texts
+from torch import nn
+from torch.sparse import to_sparse_semi_structured
+from transformers import BertConfig, BertModel
+
+from ds_trainer.cli.api import evaluate
+from ds_trainer.cli.benchmark import benchmark_command
+from ds_trainer.cli.command import run_command
+from ds_trainer.cli.train import train_command
+from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.deploy.latency import in_turns
+from ds_trainer.models.layers import encoder_linears
+from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.technique import PhaseLength
+
+HYBRID = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01}
+SOON = {"initial_warmup": 0, "final_warmup": 0.3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_exits_on_the_device_as_on_the_cpu(family, device):
+    """Every text after the same layer, with the same logits."""
+    model, (ids, mask) = made(family), texts(padding=pad_of(family))
+    expected, found = model(ids, mask), copy.deepcopy(model).to(device)(ids.to(device), mask.to(device))
+    assert found.exit_layers.tolist() == expected.exit_layers.tolist()
+    torch.testing.assert_close(found.logits.cpu(), expected.logits, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_by_the_command_scores_and_is_cut_as_it_was_trained(stage, tiny_recipe, tmp_path):
+    """Half of the heads and neurons: the folder has the masked model's logits and score, and can be timed."""
+    first, second = tiny_recipe["phases"]
+    second = second | {"techniques": {"prune": HYBRID | SOON}, "shrink": True}
+    recipe = tiny_recipe | {"phases": [first | {"max_steps": 30}, second], "report": False}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    out, files = tmp_path / "out", ["--recipe", str(tmp_path / "recipe.json")]
+    engine = ["--deepspeed_config", f"ds_configs/zero{stage}.json", "--set", "bf16.enabled=true"]
+    assert run_command(train_command, [*files, *engine, "--output_dir", str(out)]) == 0
+    results = json.loads((out / "all_results.json").read_text())["prune"]
+    assert results["weights"]["encoder"]["total"] * 2 == results["weights"]["before"]["encoder"]
+    scores = evaluate(out / "model", "--recipe", str(tmp_path / "recipe.json"))
+    assert scores["accuracy"] == pytest.approx(results["eval"]["accuracy"], abs=0.02)  # bf16 in training, fp32 here
+    benchmark_command([str(out / "finetune/model"), str(out / "model"), "--lengths", "8", "--batch_sizes", "4"])
+
+
+def test_too_large_a_batch_ends_with_a_code_and_a_cure(gpu, tiny_recipe, tmp_path, capfd):
+    """Exit code 6, what the rank held, and what to lower."""
+    large = {"max_steps": 1, "train_batch_size": 240, "learning_rate": 1e-3}
+    config = tiny_recipe["model"]["config"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    recipe = tiny_recipe | {"model": tiny_recipe["model"] | {"config": config}, "phases": [large]}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.mem_get_info()[1])
+    try:
+        code = run_command(train_command, [*files, "--output_dir", str(tmp_path / "out")])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    message = capfd.readouterr().err
+    assert code == 6, message[-3000:]
+    assert "the peak of the GPU's allocator since the last record is" in message
+    assert "Lower per_device_train_batch_size" in message
+
+
+def test_2_to_4_kernels_compute_what_the_dense_ones_do(gpu):
+    """The matrices that 2:4 leaves are of the pattern that sparse tensor cores take, and both are timed."""
+    torch.manual_seed(0)
+    spec = PruneSpec(granularity="2:4", pruning_method="magnitude", initial_warmup=0, final_warmup=0)
+    shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 1024}
+    prune, model = Prune(spec, PhaseLength(1, 0, seed=0), task=None), BertModel(BertConfig(**shape))
+    model = prune.attach(model).eval()
+    ids = torch.randint(100, 1000, (8, 64))
+    prune.on_step(1)
+    with torch.no_grad():
+        model(input_ids=ids)
+        dense = prune.fold(model).to(gpu, torch.float16)
+        sparse = copy.deepcopy(dense)
+        for linear in encoder_linears(sparse).values():
+            assert (linear.weight.view(-1, 4) != 0).sum(1).max() <= 2
+            linear.weight = nn.Parameter(to_sparse_semi_structured(linear.weight))
+        calls = [partial(one, input_ids=ids.to(gpu)) for one in (dense, sparse)]
+        expected, found = (call().last_hidden_state for call in calls)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=0)
+        times = in_turns({"dense": [calls[0]], "sparse": [calls[1]]}, 20.0, gpu)
+    assert all(times.values())
