@@ -35,7 +35,7 @@ from ds_trainer.engine.rank_memory import ModelSizes
 from ds_trainer.engine.rank_traffic import rank_traffic
 from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.objective import Objective
-from ds_trainer.ranks import distributed
+from ds_trainer.ranks import distributed, shared_memory
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.registry import build_techniques
@@ -228,6 +228,7 @@ def take_step(case: Case, techniques: Any, objective: Objective, ds_engine: Any,
 
 
 def main(out: str) -> None:
+    shared_memory.share_memory = lambda: None  # torch's dispatcher counts its own collectives
     distributed.start()
     results = {str(case): asdict(case) | measured(case) for case in CASES}
     if distributed.is_main():
