@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 657,
-    "files": 584,
+    "files": 586,
     "hosts": 531,
-    "config": 1213,
+    "config": 1238,
     "models": 2402,
-    "tasks": 2159,
+    "tasks": 2160,
     "techniques": 2171,
     "engine": 1641,
-    "report": 1160,
+    "report": 1161,
     "deploy": 1102,
-    "tuning": 591,
-    "": 1212,
-    "cli": 890,
+    "tuning": 946,
+    "": 1216,
+    "cli": 981,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""
