@@ -39,7 +39,7 @@ def run_trial(job: TrainJob, request: TrialRequest) -> None:
     """Measure a phase as the request says, and write the results on rank 0."""
     with joined(job.timeout):
         plan = _plan_of(job, request)
-        results = _foundations(plan) if request.memory_only else _timed(plan, request)
+        results = _timed(plan, request) if request.measure == "steps" else _foundations(plan, request)
         distributed.on_main(partial(write_json, request.results, results))
 
 
@@ -55,17 +55,21 @@ def _plan_of(job: TrainJob, request: TrialRequest) -> PhasePlan:
     return plan_phase(job, phase, source, teacher)
 
 
-def _foundations(plan: PhasePlan) -> dict[str, Any]:
-    """Return what holds for all trials: the memory model of the phase, its data, the hardware and the versions."""
-    memory, session = measure_memory(plan), machine.session()
-    gpus = torch.cuda.device_count()
-    return {
-        "memory": asdict(memory),
-        "hidden_size": plan.task.hidden_size(plan.source),
+def _foundations(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
+    """Return what holds for all trials: the phase's data, the hardware and the versions, and its memory if wanted."""
+    task, gpus = plan.task, torch.cuda.device_count()
+    facts = {
         "gpus": gpus,
+        "data": task.key("train"),
+        "held_out": len(task.examples(task.held_out_split)) if getattr(task.spec, "held_out", 0) else 0,
+        "machine": machine.session() | {"cores": len(os.sched_getaffinity(0))},
+    }
+    if request.measure == "facts":
+        return facts
+    return facts | {
+        "memory": asdict(measure_memory(plan)),
+        "hidden_size": task.hidden_size(plan.source),
         "bytes_of_a_gpu": torch.cuda.mem_get_info()[1] if gpus else 0,
-        "data": plan.task.key("train"),
-        "machine": session | {"cores": len(os.sched_getaffinity(0))},
     }
 
 

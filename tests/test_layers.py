@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 726,
-    "files": 584,
+    "files": 586,
     "hosts": 531,
-    "config": 1213,
+    "config": 1238,
     "models": 2402,
-    "tasks": 2159,
+    "tasks": 2160,
     "techniques": 2181,
     "engine": 1679,
-    "report": 1160,
+    "report": 1161,
     "deploy": 1103,
-    "tuning": 588,
-    "": 1214,
-    "cli": 890,
+    "tuning": 946,
+    "": 1218,
+    "cli": 981,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

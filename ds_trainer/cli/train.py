@@ -28,8 +28,8 @@ from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
-_FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
-_FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
+FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
+FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
 """The fields of the recipe that have a flag, by the flag."""
 
 
@@ -71,17 +71,12 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
     engine_file = mistakes.of(read_engine_file, flags.deepspeed_config) or {}
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
-    for setting in flags.set:
-        mistakes.of(apply_to_files, recipe_data, engine_config, setting)
-    for flag, field in _FIELDS.items():
-        if (value := getattr(flags, flag)) is not None:
-            mistakes.of(assign, recipe_data, field.split("."), value, f"--{flag}")
-
+    mistakes += apply_flags(flags, recipe_data, engine_config)
     recipe = mistakes.of(parse_recipe, recipe_data)
     phases = recipe.phases if recipe else [None]
     for phase in phases:
         mistakes += check_engine_file(engine_config, phase, world, name=flags.deepspeed_config)
-    mistakes += _source_mistakes(recipe, trust) if recipe else []
+    mistakes += source_mistakes(recipe, trust) if recipe else []
     mistakes += debug_port_mistakes(flags.debug_port)
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
@@ -138,6 +133,17 @@ def _print_schema(arguments: Sequence[str]) -> None:
     print(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
+def apply_flags(flags: argparse.Namespace, recipe: dict[str, Any], engine_config: dict[str, Any]) -> list[str]:
+    """Change what `--set` and the flags of fields change in both files; return the mistakes."""
+    mistakes = Mistakes()
+    for setting in flags.set:
+        mistakes.of(apply_to_files, recipe, engine_config, setting)
+    for flag, field in FIELDS.items():
+        if (value := getattr(flags, flag)) is not None:
+            mistakes.of(assign, recipe, field.split("."), value, f"--{flag}")
+    return mistakes
+
+
 def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
     """Change a field of the file that has a field of its name; UserError names the nearest of both files."""
     path, value = parse_setting(setting)
@@ -151,7 +157,7 @@ def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], settin
     assign(recipe if name in Recipe.model_fields else engine_config, path, value, source)
 
 
-def _source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
+def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
     """Return the mistakes in what a run reads: the data of its tasks, and its models and teachers."""
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:

@@ -3,10 +3,11 @@
 A field that is named like a flag takes that flag's value, and checks it; the command fills in the others.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, SavedExits, policy_of
@@ -61,8 +62,8 @@ class TrialRequest(BaseModel):
     """The JSON file that the trial writes; a trial without one has failed, whatever its exit code."""
     models: Path
     """A folder in which all trials keep the models that the run makes to start from."""
-    memory_only: bool = False
-    """Measure the activations on one rank, and take no step."""
+    measure: Literal["steps", "memory", "facts"] = "steps"
+    """The time of steps; or without a step the memory that the phase needs on one rank, or only where it would run."""
     batches: Annotated[int, Field(ge=1)] = 6
     seconds: Annotated[float, Field(gt=0)] = 1.0
     """How long the batches are timed over and over, at the least; twice in any case."""
@@ -117,6 +118,48 @@ class TuneJob(CommandJob):
     @property
     def tuned_phase(self) -> Phase:
         return next(phase for phase in self.train.recipe.phases if phase.name == self.phase)
+
+
+class ValueRange(BaseModel):
+    """The numbers between two, which are among them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    low: float
+    high: float
+    log: bool = False
+    """Draw numbers evenly by their logarithms."""
+    whole: bool = False
+    """Draw whole numbers only. It cannot be seen from the ends: the reader of JSON makes 1 of 1.0."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "ValueRange":
+        if self.low >= self.high or (self.log and self.low <= 0):
+            raise UserError("low must be below high, and above 0 with log")
+        if self.whole and not (self.low.is_integer() and self.high.is_integer()):
+            raise UserError("low and high must be whole numbers with whole")
+        return self
+
+    @property
+    def examples(self) -> list[float]:
+        """Both ends, and a number between them, by which a field that takes no fraction shows."""
+        if self.whole:
+            return [int(self.low), int(self.high)]
+        return [self.low, self.low + (self.high - self.low) / math.e, self.high]
+
+
+RecipeSpace = dict[str, list[Any] | ValueRange]
+"""The values to try, by the path of `--set`."""
+
+
+class RecipeTuneJob(TuneJob):
+    """A checked command that tunes a recipe; `phase` is its last one, whose model is scored."""
+
+    recipe_file: dict[str, Any]
+    """As the user wrote it, with the command's flags and `--set`."""
+    recipe_space: RecipeSpace
+    metric: str
+    """The name of a score."""
 
 
 class CalibrateJob(TaskJob):

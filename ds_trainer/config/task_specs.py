@@ -53,6 +53,7 @@ class TextSpec(TaskBase):
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
     max_seq_length: Length = 128
     held_out: Share = Field(0.0, description="share of the training set that no phase trains on, for calibrating exits")
+    score_held_out: bool = Field(False, description="score on these examples, in place of the evaluation set")
 
 
 class SquadSpec(TaskBase):

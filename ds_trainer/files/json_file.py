@@ -21,7 +21,12 @@ _MOST_BYTES = 2**20
 def read_json(path: str | Path, role: str) -> dict[str, Any]:
     """Read the object in a file, or raise UserError; `role` names the file in errors, e.g. "the recipe"."""
     name = f"{role} {path}"
-    data = _parsed(read_file(Path(path), name, _MOST_BYTES), name)
+    return parse_json(read_file(Path(path), name, _MOST_BYTES), name)
+
+
+def parse_json(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse an object, or raise UserError with its `name`."""
+    data = _parsed(raw, name)
     if not isinstance(data, dict):
         raise UserError(f"{name} holds {kind_of(data)}: it must be an object, {{...}}")
     if mistake := value_mistake(data):

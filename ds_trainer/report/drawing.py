@@ -95,8 +95,12 @@ def dress(axes: Axes, across: str, up: str) -> None:
 
 def score_name(metric: str) -> str:
     """Name a metric on an axis, with a note where lower values are better."""
-    lower = metric.rpartition("/")[2] in _LOWER_IS_BETTER
-    return f"{metric} (less is better)" if lower else metric
+    return f"{metric} (less is better)" if less_is_better(metric) else metric
+
+
+def less_is_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better."""
+    return metric.rpartition("/")[2] in _LOWER_IS_BETTER
 
 
 def limit_scores(axes: Axes, scores: Sequence[float]) -> None:

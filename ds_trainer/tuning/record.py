@@ -3,27 +3,28 @@
 import json
 from collections import defaultdict
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ds_trainer.config.jobs import TuneJob
 from ds_trainer.hosts.probe import source_hash
 from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.tasks.data import hash_of
-from ds_trainer.tuning.space import Candidate, Machine
-from ds_trainer.tuning.trials import HUNG, KILLED, Trial
+from ds_trainer.tuning.space import Candidate
+from ds_trainer.tuning.trials import HUNG, KILLED, TrialBase
 
 FILE = "trials.jsonl"
+T = TypeVar("T", bound=TrialBase)
 
 
-class TrialRecord:
+class TrialRecord(Generic[T]):
     """The trials of this configuration, code, data and hardware. Those of others stay in the file, and are not used."""
 
-    def __init__(self, job: TuneJob, machine: Machine) -> None:
+    def __init__(self, job: TuneJob, measured: Any, kind: type[T]) -> None:
+        """Read what is there. `measured` is JSON: what is tuned, and the data, the hardware and the versions."""
         train = job.train
         recipe = train.recipe.model_dump(exclude={"output_dir", "cache_dir"})
-        self._context = hash_of(
-            [train.engine_config, recipe, job.phase, source_hash(str(PROJECT)), machine.identity, job.arguments]
-        )
+        self._kind = kind
+        self._context = hash_of([train.engine_config, recipe, source_hash(str(PROJECT)), job.arguments, measured])
         self._path = job.output / FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -39,15 +40,15 @@ class TrialRecord:
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # the last line of a call that was killed
 
-    def take(self, candidate: Candidate) -> Trial | None:
+    def take(self, candidate: Candidate) -> T | None:
         """Return the next trial of a candidate that an earlier call has made; None where there is none left."""
         entries = self._kept.get(self._key(candidate))
         if not entries:
             return None
         entry = entries.pop(0)
-        return Trial(candidate, **{name: value for name, value in entry.items() if name != "label"})
+        return self._kind(candidate, **{name: value for name, value in entry.items() if name != "label"})
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: T) -> None:
         """Write a trial down."""
         entry = asdict(trial)
         named = {"key": self._key(trial.candidate), "label": trial.candidate.label}

@@ -56,19 +56,19 @@ def write_results(job: TuneJob, tuned: Tuned) -> None:
     distributed.info(f"\n{summary}\n{_memory_line(tuned)}\ntable: {job.output / TABLE}\ntrain with:\n  {command}")
 
 
-def training_command(job: TuneJob, winner: Candidate) -> str:
-    """Return the command that trains with `tuned.json`, and with the settings of the recipe: the user's, the winner's.
+def training_command(job: TuneJob, winner: Candidate, flag: str = "--deepspeed_config", file: str = TUNED) -> str:
+    """Return the command that trains with a file of the tuning in place of the user's own, which `flag` names.
 
-    The user's settings of the engine file are in `tuned.json` already.
+    It has the settings of the other file, the user's and the winner's; those of this file are in it already.
     """
     words = training_words(job, winner)
     pairs = [words[place : place + 2] for place, word in enumerate(words) if word == "--set"]
-    of_recipe = [pair for pair in pairs if pair[1].partition("=")[0].split(".")[0] in Recipe.model_fields]
+    of_recipe = {pair[1]: pair[1].partition("=")[0].split(".")[0] in Recipe.model_fields for pair in pairs}
     kept = [word for place, word in enumerate(words) if "--set" not in words[max(0, place - 1) : place + 1]]
-    kept[kept.index("--deepspeed_config") + 1] = str(job.output / TUNED)
+    kept[kept.index(flag) + 1] = str(job.output / file)
     hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(winner.ranks)]
     threads = [f"OMP_NUM_THREADS={winner.threads}"] if winner.threads else []
-    settings = [word for pair in of_recipe for word in pair]
+    settings = [word for pair in pairs if of_recipe[pair[1]] != (flag == "--recipe") for word in pair]
     command = ["deepspeed", *hosts, "launch/train.py", *kept, *settings, "--output_dir", "OUT"]
     return str(redacted(" ".join([*threads, shlex.join(command)])))
 

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from ds_trainer.config.jobs import TuneJob
-from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.config.recipe import Recipe, parse_recipe
 from ds_trainer.config.settings import assign
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
 from ds_trainer.engine.rank_memory import PhaseMemory
@@ -66,7 +66,7 @@ def apply_settings(file: dict[str, Any], settings: Settings, *, of_recipe: bool 
     """Return a copy of the engine file, or of the recipe, with those settings that belong to it."""
     changed = copy.deepcopy(file)
     for path, value in settings:
-        if path.startswith("phases.") == of_recipe:
+        if (path.partition(".")[0] in Recipe.model_fields) == of_recipe:
             assign(changed, path.split("."), value, f"the setting {path}")
     return changed
 
@@ -149,10 +149,7 @@ def resolve(candidate: Candidate, job: TuneJob, machine: Machine) -> Resolved:
     """Check a candidate and foretell its memory; a UserError says why it cannot be."""
     engine = apply_settings(job.train.engine_config, candidate.settings)
     recipe = apply_settings(job.train.recipe.model_dump(), candidate.settings, of_recipe=True)
-    phases = parse_recipe(recipe).phases
-    mistakes = [mistake for each in phases for mistake in check_engine_file(engine, each, candidate.ranks)]
-    if mistakes:
-        raise UserError(mistakes[0])
+    phases = checked_recipe(recipe, engine, candidate.ranks).phases
     phase = next(phase for phase in phases if phase.name == job.phase)
     config = resolve_engine_file(
         engine, phase, candidate.ranks, hidden_size=machine.hidden_size, total_steps=1, warmup_steps=0
@@ -160,6 +157,15 @@ def resolve(candidate: Candidate, job: TuneJob, machine: Machine) -> Resolved:
     described = machine.memory.describe(config, phase.gradient_checkpointing)
     peak = described["peak_of_the_gpu" if machine.gpus else "peak"]
     return Resolved(candidate, config[MICRO], phase.gradient_checkpointing, peak)
+
+
+def checked_recipe(recipe: dict[str, Any], engine: dict[str, Any], ranks: int) -> Recipe:
+    """Check a recipe, and an engine file for each of its phases; a UserError has the mistakes in either."""
+    parsed = parse_recipe(recipe)
+    mistakes = [mistake for phase in parsed.phases for mistake in check_engine_file(engine, phase, ranks)]
+    if mistakes:
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    return parsed
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
+from typing import Any
 
 from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
@@ -20,19 +21,29 @@ from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.reading import free_memory
 from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tuning.order import order_of
 from ds_trainer.tuning.record import TrialRecord
 from ds_trainer.tuning.results import Tuned, write_results
 from ds_trainer.tuning.space import Candidate, Machine, Resolved, candidates, default_space, resolve
-from ds_trainer.tuning.trials import KILLED, MEASURED, NO_MEMORY, REFUSED, SKIPPED, Trial, run_trial
+from ds_trainer.tuning.trials import (
+    KILLED,
+    MEASURED,
+    NO_MEMORY,
+    NO_TIME,
+    REFUSED,
+    SKIPPED,
+    Trial,
+    failure_of,
+    run_trial,
+)
 
 MARGIN = 0.15
 """How far the peak by arithmetic may be off: a candidate is skipped only where it would not fit even so."""
 _CLEARLY = 0.9
 """A speed below this part of another one is clearly slower."""
 _FINALISTS, _FINAL_ROUNDS = 3, 2
-_TOO_LARGE, _NO_TIME = "a smaller micro-batch did not fit", "the budget was used up"
+_TOO_LARGE = "a smaller micro-batch did not fit"
 _LACKS_MEMORY = (NO_MEMORY, KILLED)
 """Linux kills a process where the memory of a host is used up."""
 
@@ -43,8 +54,7 @@ def tune(job: TuneJob) -> Tuned:
     Raises NothingFitsError where memory suffices for no candidate, and TuningFailedError where none ran to its end.
     """
     until = time.monotonic() + job.budget
-    if job.hostfile:
-        _examine_hosts(job)
+    examine_hosts(job)
     machine = measure_machine(job)
     everything = list(candidates(job, machine, job.space or default_space(job, machine)))
     search = _Search(job, machine, everything[0], until)
@@ -57,14 +67,7 @@ def tune(job: TuneJob) -> Tuned:
 
 def measure_machine(job: TuneJob) -> Machine:
     """Measure on one rank what all candidates have in common; UserError in the trial's words where that fails."""
-    request = _request(job, "machine").model_copy(update={"memory_only": True})
-    alone = job.model_copy(update={"hostfile": None})
-    # batch sizes for several ranks may not suit one, and do not matter here
-    sizes_left_open = (*((key, "auto") for key in (TRAIN, MICRO, STEPS)), ("phases.*.train_batch_size", None))
-    trial = run_trial(alone, Candidate(1, settings=sizes_left_open), request, job.trial_timeout)
-    if trial.outcome != MEASURED:
-        raise UserError(f"phase {job.phase} cannot be measured on one rank ({trial.outcome}): {trial.reason}")
-    results = dict(trial.details)
+    results = dict(measured_on_one_rank(job, "memory"))
     memory, gpus = results.pop("memory"), results.pop("gpus")
     activations = tuple(Activations(**one) for one in memory.pop("activations"))
     sizes = ModelSizes(**memory.pop("sizes"))
@@ -73,13 +76,28 @@ def measure_machine(job: TuneJob) -> Machine:
     return Machine(phase_memory, results.pop("hidden_size"), gpus, free, results)
 
 
+def measured_on_one_rank(job: TuneJob, what: str) -> Mapping[str, Any]:
+    """Return what a trial without steps has found out, the "memory" or the "facts"; UserError where it fails."""
+    request = _request(job, "machine").model_copy(update={"measure": what})
+    alone = job.model_copy(update={"hostfile": None})
+    # batch sizes for several ranks may not suit one, and do not matter here
+    sizes_left_open = (*((key, "auto") for key in (TRAIN, MICRO, STEPS)), ("phases.*.train_batch_size", None))
+    trial = run_trial(alone, Candidate(1, settings=sizes_left_open), request, job.trial_timeout)
+    if trial.outcome != MEASURED:
+        raise UserError(f"phase {job.phase} cannot be measured on one rank ({trial.outcome}): {trial.reason}")
+    return trial.details
+
+
 def _request(job: TuneJob, name: str) -> TrialRequest:
     trials = job.output / "trials"
     results, models = trials / name / "results.json", trials / "models"
     return TrialRequest(phase=job.phase, results=results, models=models, seconds=job.trial_seconds)
 
 
-def _examine_hosts(job: TuneJob) -> None:
+def examine_hosts(job: TuneJob) -> None:
+    """Have the doctor examine the hosts of a tuning on several; UserError where they are not ready."""
+    if not job.hostfile:
+        return
     doctor = PROJECT / "launch" / "doctor.py"
     command = [sys.executable, str(doctor), "--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
     if subprocess.run(command, check=False).returncode:
@@ -91,7 +109,7 @@ class _Search:
 
     def __init__(self, job: TuneJob, machine: Machine, own: Candidate, until: float) -> None:
         self.job, self.machine, self.own, self.until = job, machine, own, until
-        self.record = TrialRecord(job, machine)
+        self.record = TrialRecord(job, [job.phase, machine.identity], Trial)
         self.trials: list[Trial] = []
         self._resolved: dict[Candidate, Resolved] = {}
 
@@ -103,7 +121,7 @@ class _Search:
         while not self._budget_is_used_up() and (candidate := order.ask()):
             order.tell(self._try(candidate).speed)
         for candidate in order.left:
-            self._note(Trial(candidate, SKIPPED, _NO_TIME))
+            self._note(Trial(candidate, SKIPPED, NO_TIME))
 
     def final(self) -> None:
         """Time the fastest candidates and the user's own again, in turns."""
@@ -119,7 +137,7 @@ class _Search:
         """Choose the winner: the fastest by the median of its trials, or the user's own where noise is larger."""
         measured = self._measured()
         if not measured:
-            raise self._failure()
+            raise failure_of(self.trials)
         speeds: dict[Candidate, list[float]] = {}
         for trial in measured:
             speeds.setdefault(trial.candidate, []).append(trial.speed)
@@ -131,16 +149,6 @@ class _Search:
         if medians.get(self.own, 0.0) >= medians[winner] * (1 - noise):
             winner = self.own
         return Tuned(winner, self.own, medians, noise, self.trials)
-
-    def _failure(self) -> Exception:
-        """Return the error of a search that has measured nothing."""
-        reasons = dict.fromkeys(f"{trial.outcome}: {trial.reason}" for trial in self.trials)
-        message = "no candidate could be measured:\n" + "\n".join(reasons)
-        outcomes = {trial.outcome for trial in self.trials}
-        if outcomes == {REFUSED}:
-            return UserError(message)
-        lacks_memory = NO_MEMORY in outcomes and outcomes <= {NO_MEMORY, KILLED, REFUSED, SKIPPED}
-        return NothingFitsError(message) if lacks_memory and _NO_TIME not in message else TuningFailedError(message)
 
     def _measured(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.outcome == MEASURED]

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 from ds_trainer.config.recipe import TextSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
-from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.text_data import read_split
 from ds_trainer.tasks.text.text_task import TextTask, held_out_and_rest
@@ -160,6 +160,16 @@ def test_the_held_out_part_is_scored_by_its_own_labels(build: Any) -> None:
     logits[3] = math.nan
     with pytest.raises(ValueError, match=r"held_out: .* not finite .* for 1 of 10 examples"):
         task.score("held_out", task.answers(SimpleNamespace(logits=logits), batch))
+
+
+def test_the_held_out_part_can_be_scored_in_place_of_the_evaluation_set(build: Any, tmp_path: Path) -> None:
+    """It is the only split to evaluate on, and the file of the evaluation set need not be there."""
+    (tmp_path / "dev.csv").unlink()
+    task = build(held_out=0.2, score_held_out=True)
+    assert task.splits == ("held_out",)
+    assert len(task.examples("held_out")) == 10
+    assert check_data_files(task.spec) == []
+    assert "dev.csv" in check_data_files(task.spec.model_copy(update={"score_held_out": False}))[0]
 
 
 def test_scores_of_a_regression_are_parted_with_their_texts(build: Any) -> None:

@@ -44,12 +44,13 @@ class TextSplit:
 def check_data_files(spec: TextSpec, splits: Sequence[str] | None = None) -> list[str]:
     """Return every mistake in the settings, and every missing folder, file or column.
 
-    `splits` defaults to training and all evaluation splits.
+    `splits` defaults to training and all evaluation splits that are scored.
     """
     mistakes = setting_mistakes(spec)
     if mistakes or spec.name == "docstrings":
         return mistakes
-    return mistakes_of(lambda split: _records(spec, split).check(), splits or ("train", *evaluation_splits(spec)))
+    scored = () if spec.score_held_out else evaluation_splits(spec)
+    return mistakes_of(lambda split: _records(spec, split).check(), splits or ("train", *scored))
 
 
 def training_texts(spec: TextSpec) -> list[str]:

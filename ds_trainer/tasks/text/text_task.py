@@ -4,7 +4,8 @@
 
 Labels have two orders. The cache holds them in the task's order. A batch, the model and its answers have the model's
 order, which differs if the trained head has the same class names in another order: so a downloaded MNLI model keeps its
-class ids. The split "held_out" is a share of the training rows, which the split "train" then lacks.
+class ids. The split "held_out" is a share of the training rows, which the split "train" then lacks. With
+`score_held_out` it is the split to evaluate on, and the evaluation set is not read.
 """
 
 import math
@@ -43,7 +44,7 @@ class TextTask(Task):
 
     def __init__(self, spec: TextSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)
-        self.splits = evaluation_splits(spec)
+        self.splits = (HELD_OUT,) if spec.score_held_out else evaluation_splits(spec)
         self.regression = is_regression(spec)
         head = text_model.trained_head(self.config)
         self._task_labels = () if self.regression else _task_labels(spec, head)
