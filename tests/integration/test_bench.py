@@ -29,7 +29,7 @@ FIGURES = {
     "student_speed": 1,
     "teacher_cache": 1,
     "tune": 1,
-    "two_ranks": 1,
+    "two_ranks": 2,
 }
 """How many figures each prints; `faults.py` prints a table."""
 
