@@ -138,7 +138,8 @@ def imbalance(world: int, rows: int = 8) -> list[float]:
 def measured(ranks: int, out: Path) -> dict[str, Any]:
     launcher = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())]
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(ROOT / "tests/support/traffic_worker.py"), str(out)]
+    quick = ["--quick"] if is_quick() else []
+    command = [*launcher, str(ROOT / "tests/support/traffic_worker.py"), *quick, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())

@@ -28,6 +28,7 @@ FIGURES = {
     "structured_speed": 11,
     "student_speed": 1,
     "teacher_cache": 1,
+    "traffic": 1,
     "tune": 1,
     "two_ranks": 2,
 }
