@@ -63,7 +63,8 @@ class TrialRequest(BaseModel):
     models: Path
     """A folder in which all trials keep the models that the run makes to start from."""
     measure: Literal["steps", "memory", "facts"] = "steps"
-    """The time of steps; or without a step the memory that the phase needs on one rank, or only where it would run."""
+    """`steps` times steps. `memory` takes none, and measures what the phase needs on one rank. `facts` only reads what
+    the data, the hardware and the versions are."""
     batches: Annotated[int, Field(ge=1)] = 6
     seconds: Annotated[float, Field(gt=0)] = 1.0
     """How long the batches are timed over and over, at the least; twice in any case."""

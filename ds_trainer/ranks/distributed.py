@@ -104,9 +104,8 @@ def start(timeout: int = TIMEOUT) -> None:
             setattr(distributed_c10d, name, seconds)
         attempts.register()
         lock_kernels_by_process()
-        os.environ.setdefault("LOCAL_SIZE", str(local_world_size()))  # which torchrun does not set
         deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
-        if not torch.cuda.is_available() and 1 < world_size() == local_world_size():
+        if not torch.cuda.is_available() and world_size() > 1:
             from ds_trainer.ranks.shared_memory import share_memory
 
             share_memory()
@@ -115,9 +114,9 @@ def start(timeout: int = TIMEOUT) -> None:
 class KernelLock:
     """A lock on the folder of a kernel, which ends with its process: torch would wait for ever for a killed compiler.
 
-    torch's own, the FileBaton, is a file that exists. Whoever finds it there waits until it is gone, then takes the
-    kernel for built. Here each process that needs the kernel holds the lock in turn and asks ninja, which builds it
-    only once.
+    torch's own, the FileBaton, is a file. A process that finds it waits until it is deleted and then assumes that the
+    kernel was built. If the builder was killed, the file is never deleted. Here each process that needs the kernel
+    holds the lock in turn and asks ninja, which builds what is missing.
     """
 
     def __init__(self, path: str, **_: object):
@@ -126,7 +125,8 @@ class KernelLock:
     def try_acquire(self) -> bool:
         """Wait for the lock; return True, which tells torch to ask ninja."""
         self._file = Path(self._path).with_suffix(".flock").open("a")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some file systems have no such locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         return True
 
     def release(self) -> None:
@@ -156,8 +156,12 @@ def stop() -> None:
 
 def free_shared_memory() -> None:
     """Remove the file of 69 MB that DeepSpeed's CPU kernel makes in shared memory for each rank, and never removes."""
-    place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
+    shared_memory_file(rank()).unlink(missing_ok=True)
+
+
+def shared_memory_file(of_rank: int) -> Path:
+    place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), of_rank)))
+    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}")
 
 
 def leave(code: int) -> NoReturn:

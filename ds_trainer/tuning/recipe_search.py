@@ -142,12 +142,16 @@ class _Search:
             self._try(settings)
 
     def conclude(self) -> TunedRecipe:
-        """Choose the winner: the best score, and of equal ones the first."""
-        measured = [trial for trial in self.trials if trial.outcome == MEASURED]
-        if not measured:
+        """Choose the winner; the error of a search that has none."""
+        winner = self._best()
+        if not winner:
             raise failure_of(self.trials)
-        winner = max(measured, key=lambda trial: self._sign * (trial.score or 0.0))
         return TunedRecipe(winner, self.trials, self.held_out)
+
+    def _best(self) -> RecipeTrial | None:
+        """Return the trial with the best score, and of equal ones the first."""
+        measured = [trial for trial in self.trials if trial.outcome == MEASURED]
+        return max(measured, key=lambda trial: self._sign * (trial.score or 0.0), default=None)
 
     def _try(self, settings: Settings) -> RecipeTrial:
         """Run a candidate, unless its files are wrong, or those of one that was tried, and tell the study."""
@@ -181,8 +185,9 @@ class _Search:
         return trial
 
     def _keep_models_of_the_front(self) -> None:
-        """Delete the models of the other runs, which would fill the disk."""
-        kept = [trial.run for front in fronts_of(self.trials, self._sign).values() for trial in front]
+        """Delete the models of the other runs, which would fill the disk, but never that of the best one."""
+        kept = {trial.run for front in fronts_of(self.trials, self._sign).values() for trial in front}
+        kept |= {best.run} if (best := self._best()) else set()
         for trial in self.trials:
             if trial.run and trial.run not in kept:
                 shutil.rmtree(self._runs / trial.run / "model", ignore_errors=True)

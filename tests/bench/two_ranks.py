@@ -70,7 +70,7 @@ class Contestant:
         first = self.processes[0].stdout or ()  # DeepSpeed writes there as well
         answer = next((line for line in first if line.startswith(WORD)), None)
         if answer is None:
-            raise RuntimeError((self.folder / "0.log").read_text())
+            raise RuntimeError("\n".join(log.read_text() for log in self.folder.glob("*.log")))
         return [float(value) for value in answer.removeprefix(WORD).split()]
 
     def end(self) -> None:
@@ -95,6 +95,7 @@ def serve_rank(folder: Path) -> None:
         for _ in sys.stdin:
             take(0)  # what was idle has left the caches
             print(WORD, *(take(index) for index in range(STEPS)), flush=True)
+    distributed.stop()
     distributed.leave(0)
 
 

@@ -29,7 +29,8 @@ install() {
     [ -x "$venv/bin/python" ] || "$python" -m venv --without-pip "$venv" || return
     # not --system-site-packages: where $python is of a virtual environment itself, that would skip its packages
     "$python" -c 'import site
-for path in site.getsitepackages(): print(f"import site; site.addsitedir({path!r})")' \
+import os, torch
+for path in [*site.getsitepackages(), os.path.dirname(os.path.dirname(torch.__file__))]: print(f"import site; site.addsitedir({path!r})")' \
         > "$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/machine.pth" || return
     "$venv/bin/python" -c 'import re, pathlib
 text = pathlib.Path("pyproject.toml").read_text()

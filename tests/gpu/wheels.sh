@@ -9,13 +9,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ ! -d .venv ] || export PATH="$PWD/.venv/bin:$PATH"
 mkdir -p tests/gpu/wheels
+export PYTHON_VERSION=${PYTHON_VERSION:-3.12}
 versions=$(python - "$@" <<'PYTHON'
+import os
 import re
 import sys
 from importlib.metadata import distribution, requires
 from packaging.requirements import Requirement
 
 skipped = re.compile(r"torch$|nvidia|triton|cuda")
+target = {"python_version": os.environ["PYTHON_VERSION"], "python_full_version": os.environ["PYTHON_VERSION"] + ".0"}
 todo, versions = ["ds_trainer", "pytest", "accelerate"], {}
 while todo:
     name = todo.pop().lower().replace("_", "-")
@@ -23,7 +26,7 @@ while todo:
         continue
     versions[name] = distribution(name).version
     needed = map(Requirement, requires(name) or ())
-    todo += [one.name for one in needed if not one.marker or one.marker.evaluate({"extra": ""})]
+    todo += [one.name for one in needed if not one.marker or one.marker.evaluate({"extra": "", **target})]
 del versions["ds-trainer"]
 wanted = [name.lower().replace("_", "-") for name in sys.argv[1:]] or versions
 print(*(f"{name}=={versions[name]}" for name in wanted), sep="\n")

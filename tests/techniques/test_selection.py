@@ -8,6 +8,7 @@ from support.exhaustive import exhaustive
 from torch import Tensor
 
 from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.techniques.prune.masks import CountedMask
 from ds_trainer.techniques.prune.selection import (
     AllowedCounts,
     Cutoff,
@@ -129,6 +130,7 @@ def test_nan_is_refused_not_ranked():
     """A sort would have it first."""
     values = [torch.tensor([1.0, torch.nan]), torch.ones(2)]
     for refuse in (
+        lambda: CountedMask(largest_on_device(values[0], 1), 1).kept,
         lambda: standardised(values),
         lambda: largest_within(values, values, [AllowedCounts()] * 2, 1.0),
     ):

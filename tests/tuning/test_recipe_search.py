@@ -224,6 +224,14 @@ def test_only_models_of_the_front_are_kept(monkeypatch, job):
     assert marks == {"0.9000": "MiB", "0.5000": "MiB", "0.4000": ""}
 
 
+def test_the_best_model_is_kept_where_nothing_has_a_cost(monkeypatch, job):
+    """A run without a report has no size and no latency, and so no front."""
+    monkeypatch.setattr(recipe_search, "fronts_of", lambda *_: {})
+    made = job({RATE: [1e-3, 2e-3]})
+    tuned, _ = run(monkeypatch, made, lambda values, _: [values.get(RATE, 0.5)])
+    assert [path.parent.name for path in (made.output / "trials").glob("*/model")] == [tuned.winner.run]
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1))
 def test_the_front_beats_all_others(points):
     """Whoever is not on it is beaten by one that is; of those on it none beats another."""

@@ -89,6 +89,20 @@ class GateMask(Mask):
 
 
 @dataclass(frozen=True)
+class CountedMask(GateMask):
+    """Gates of which `count` are open, unless a score was NaN; that shows when they are counted, at a record."""
+
+    count: int
+
+    @property
+    def kept(self) -> int:
+        """NonFiniteLossError where the scores held NaN."""
+        if super().kept != self.count:
+            raise diverged()
+        return self.count
+
+
+@dataclass(frozen=True)
 class SoftMask(Mask):
     """Hard-concrete gates in [0, 1] whose noise is drawn from `seed`, or that have no noise where it is None.
 

@@ -18,7 +18,7 @@ from ds_trainer.models.layers import gathered
 from ds_trainer.tasks.losses import L0_KEPT_ABOVE
 from ds_trainer.techniques.prune import selection
 from ds_trainer.techniques.prune.masked import MaskedLinear
-from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, Rule, SoftMask
+from ds_trainer.techniques.prune.masks import CountedMask, GateMask, HardMask, Mask, Rule, SoftMask
 from ds_trainer.techniques.prune.selection import AllowedCounts
 from ds_trainer.techniques.prune.sites import Site
 
@@ -36,7 +36,7 @@ def largest_weights(scores: Tensor, count: int) -> Mask:
     On a CPU the cutoff is found without a stored mask. A GPU would stand still at each of its comparisons.
     """
     if scores.is_cuda:
-        return GateMask(selection.largest_on_device(scores, count))
+        return CountedMask(selection.largest_on_device(scores, count), count)
     return HardMask(selection.select_largest(lambda: [scores], [scores.numel()], count)[0])
 
 

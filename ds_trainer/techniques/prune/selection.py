@@ -87,7 +87,10 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cutoff]
 
 
 def largest_on_device(values: Tensor, k: int) -> Tensor:
-    """Mark the values that `select_largest` keeps of one chunk: bools, a byte each. Never waits for the device."""
+    """Mark the values that `select_largest` keeps of one chunk: bools, a byte each. Never waits for the device.
+
+    Where a value is NaN, none is marked.
+    """
     if not 0 < k < values.numel():
         return torch.full_like(values, k > 0, dtype=torch.bool)
     flat = values.detach().flatten()
