@@ -18,7 +18,7 @@ BUDGETS = {
     "models": 2402,
     "tasks": 2160,
     "techniques": 2189,
-    "engine": 1679,
+    "engine": 1685,
     "report": 1161,
     "deploy": 1103,
     "tuning": 949,

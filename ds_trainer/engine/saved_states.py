@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    known.append((_member, "builtins.getattr"))  # by which Python 3.11.0 to 3.11.3 pickle the member of an enum
     try:
         with torch.serialization.safe_globals(known):
             return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
@@ -247,3 +249,9 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: it is missing or damaged, or holds objects that are neither weights, plain values "
             f"nor DeepSpeed's: use an older checkpoint"
         ) from error
+
+
+def _member(kind: type[Enum], name: str) -> Enum:
+    if not issubclass(kind, Enum):  # getattr of anything else could reach code
+        raise TypeError(f"{kind} is no enum")
+    return kind[name]

@@ -3,7 +3,8 @@
 MiniLM's shape (BERT of 6 layers x 384, random weights), 64 examples of SST-2 a step (without ../shared: the embedded
 docstrings), fp32, the engine files of `ds_configs/`, accumulation 1 and 4. The contestants of a case keep their
 processes. They take their steps in turns, the same batches each time and one before that is not timed, while the others
-wait for a line on their standard input: `python tests/bench/two_ranks.py`.
+wait for a line on their standard input. Two processes that train each for itself, on half of the examples, show what
+two ranks would reach if they exchanged nothing: `python tests/bench/two_ranks.py`.
 """
 
 from __future__ import annotations
@@ -38,56 +39,60 @@ ROWS, STEPS, ROUNDS = (8, 1, 1) if is_quick() else (64, 4, 4)
 
 
 class Contestant:
-    """The processes of one engine file on so many ranks, which take steps when they are told to."""
+    """The processes of one engine file, which take steps when they are told to.
 
-    def __init__(self, folder: Path, stage: int, accumulation: int, ranks: int) -> None:
-        self.folder = folder
+    They are so many trainings of so many ranks, which share the examples of a step.
+    """
+
+    def __init__(self, folder: Path, stage: int, accumulation: int, trainings: int, ranks: int) -> None:
+        self.folder, self.processes = folder, []
         folder.mkdir()
         config = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
         config["gradient_accumulation_steps"] = accumulation
         (folder / "engine.json").write_text(json.dumps(config))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(ranks)}
-        place |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": str(1 if is_quick() else 2 // ranks)}
-        command = [sys.executable, __file__, "--rank", str(folder), *(["--quick"] if is_quick() else [])]
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=PIPE,
-                stdout=PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=(folder / f"{rank}.log").open("w"),
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+        threads, rows = 1 if is_quick() else 2 // (trainings * ranks), ROWS // trainings
+        quick = ["--quick"] if is_quick() else []
+        for training in range(trainings):
+            (folder / str(training)).mkdir()
+            command = [sys.executable, __file__, *quick, "--rank", str(folder / str(training)), str(rows)]
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": distributed.free_port(), "OMP_NUM_THREADS": threads}
+            place |= {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
+            for rank in range(ranks):
+                of_rank = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                log = (folder / f"{training}-{rank}.log").open("w")
+                self.processes.append(
+                    subprocess.Popen(command, env=os.environ | of_rank, stdin=PIPE, stdout=PIPE, stderr=log, text=True)
+                )
 
     def steps(self) -> list[float]:
-        """Take the steps; return the seconds of each."""
+        """Take the steps; return the seconds of each, of the slowest process."""
         for process in self.processes:
             assert process.stdin
             process.stdin.write("\n")
             process.stdin.flush()
-        first = self.processes[0].stdout or ()  # DeepSpeed writes there as well
-        answer = next((line for line in first if line.startswith(WORD)), None)
-        if answer is None:
-            raise RuntimeError("\n".join(log.read_text() for log in self.folder.glob("*.log")))
-        return [float(value) for value in answer.removeprefix(WORD).split()]
+        return [max(times) for times in zip(*map(self._answer, self.processes), strict=True)]
+
+    def _answer(self, process: subprocess.Popen[str]) -> list[float]:
+        for line in process.stdout or ():  # DeepSpeed writes there as well
+            if line.startswith(WORD):
+                return [float(value) for value in line.removeprefix(WORD).split()]
+        raise RuntimeError("\n".join(log.read_text() for log in self.folder.glob("*.log")))
 
     def end(self) -> None:
         for process in self.processes:
             process.communicate()
 
 
-def serve_rank(folder: Path) -> None:
+def serve_rank(folder: Path, rows: int) -> None:
     """Be one rank of a contestant: take the steps at every line of standard input, until it is closed."""
     distributed.start()
-    plan = planned(folder / "engine.json", folder, rows=ROWS)
+    plan = planned(folder.parent / "engine.json", folder, rows=rows)
     with record_of(plan) as record:
         record.open(0, 0)
         model, groups, objective = plan.prepare()
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         ds_engine.train()
-        batches = trial_batches(plan.task.examples("train").lengths, ROWS, STEPS)[1:]
+        batches = trial_batches(plan.task.examples("train").lengths, rows, STEPS)[1:]
 
         def take(index: int) -> float:
             return seconds(lambda: train_step(objective, ds_engine, batches[index], record, 0), ds_engine.device)
@@ -99,28 +104,29 @@ def serve_rank(folder: Path) -> None:
     distributed.leave(0)
 
 
-def speeds_of(stage: int, accumulation: int) -> tuple[float, float, float]:
-    """Examples per second of one rank without ZeRO, of one rank, and of two, in turns."""
+def speeds_of(stage: int, accumulation: int) -> list[float]:
+    """Examples per second in turns: of one rank without ZeRO, of one rank, of two, and of two that exchange nothing."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
         contestants = []
-        for index, (own_stage, ranks) in enumerate(((0, 1), (stage, 1), (stage, 2))):
-            contestants.append(Contestant(Path(name) / str(index), own_stage, accumulation, ranks))
+        for index, (own_stage, trainings, ranks) in enumerate(((0, 1, 1), (stage, 1, 1), (stage, 1, 2), (stage, 2, 1))):
+            contestants.append(Contestant(Path(name) / str(index), own_stage, accumulation, trainings, ranks))
             ends.callback(contestants[-1].end)
             contestants[-1].steps()  # so that they start one after the other
         rounds = [[contestant.steps() for contestant in contestants] for _ in range(ROUNDS)]
     times = [map(statistics.median, zip(*own, strict=True)) for own in zip(*rounds, strict=True)]
-    plain, one, two = (ROWS * STEPS / sum(steps) for steps in times)
-    return plain, one, two
+    return [ROWS * STEPS / sum(steps) for steps in times]
 
 
 def main() -> None:
     figures = []
     for stage, accumulation in product(STAGES, ACCUMULATIONS):
-        plain, one, two = speeds_of(stage, accumulation)
+        plain, one, two, apart = speeds_of(stage, accumulation)
         case = f"zero{stage}_accumulation{accumulation}"
-        print(f"{case}: {two:.1f} examples/s on 2 ranks, {one:.1f} on 1, {plain:.1f} on 1 without ZeRO", flush=True)
+        print(f"{case}: {two:.1f} examples/s on 2 ranks, {one:.1f} on 1, {plain:.1f} on 1 without ZeRO, ", end="")
+        print(f"{apart:.1f} on 2 that exchange nothing", flush=True)
         bar = BARS.get((stage, accumulation), BAR)
         figures.append(Figure(f"two_ranks_{case}", two / one, bar, at_least=True))
+        figures.append(Figure(f"without_exchange_{case}", apart / one))
         if stage:
             figures.append(Figure(f"over_zero0_{case}", one / plain))
     report(*figures)
@@ -128,5 +134,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--rank" in sys.argv:
-        serve_rank(Path(sys.argv[sys.argv.index("--rank") + 1]))
+        folder_of_training, rows_of_step = sys.argv[sys.argv.index("--rank") + 1 :]
+        serve_rank(Path(folder_of_training), int(rows_of_step))
     main()

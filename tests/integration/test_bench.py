@@ -30,7 +30,7 @@ FIGURES = {
     "teacher_cache": 1,
     "traffic": 1,
     "tune": 1,
-    "two_ranks": 2,
+    "two_ranks": 3,
 }
 """How many figures each prints; `faults.py` prints a table."""
 

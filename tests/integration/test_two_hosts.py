@@ -104,6 +104,20 @@ def test_two_hosts_train_as_two_ranks_on_one_do(one_host, both_hosts):
     assert session["hosts"] == {f"host{number}": {machine.device_name(): 1} for number in (1, 2)}
 
 
+def test_a_tuning_measures_on_both_hosts(both_hosts, recipe_file, hosts, tmp_path):
+    """The doctor sees them first; the user's own file is tried on a rank of each; the command printed trains there."""
+    (tmp_path / "space.json").write_text('{"zero_optimization.stage": [1]}')
+    files = ["--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe_file)]
+    limits = ["--budget", "1s", "--trial_seconds", "0.1s", "--space", str(tmp_path / "space.json")]
+    where = ["--hostfile", str(hosts.hostfile), "--output_dir", str(tmp_path / "out")]
+    done = hosts.run(1, [sys.executable, "launch/tune.py", *files, *limits, *where], KEEP_ALIVE)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (trial,) = map(json.loads, (tmp_path / "out/trials.jsonl").read_text().splitlines())
+    assert (trial["outcome"], trial["label"].split(",")[0]) == ("measured", "2 ranks")
+    assert "host2: " in (tmp_path / "out/trials/000/output.log").read_text()
+    assert f"--hostfile {hosts.hostfile} launch/train.py" in done.stderr.split("train with:")[1]
+
+
 @pytest.fixture(scope="module")
 def power_cut(both_hosts, recipe_file, hosts, tmp_path_factory):
     """A run whose second host goes down in the middle, unannounced: its end, the seconds that took, what is left."""
