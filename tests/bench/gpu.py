@@ -28,11 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import torch
 from against_hf_trainer import compared
 from figures import Figure, bert_shape, is_quick, ratio, report
-from host_waits import host_waits, of
 from loop_overhead import LOG_EVERY, ROOT, Loop, plan_of, record_of
+from support.host_waits import host_waits, of
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.flops import encoder_flops

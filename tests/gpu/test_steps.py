@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_waits import host_waits, of
 from loop_overhead import LOG_EVERY, Loop, plan_of, record_of
+from support.host_waits import host_waits, of
 from support.words import WORDS
 
 from ds_trainer.engine.live_memory import LiveMemory

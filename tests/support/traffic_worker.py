@@ -10,17 +10,15 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import traceback
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from importlib.util import find_spec
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from support import zero_matrix
+from support.host_waits import host_waits, place
 from support.zero_matrix import BASE, ToyTask
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,9 +52,6 @@ OPERATIONS = {
     "reduce_": "reduce",
 }
 """torch's names of operations."""
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-"""Operations whose result the host must see; an index of bools is one more."""
-LIBRARIES = {name: f"{Path(find_spec(name).origin).parent}/" for name in ("ds_trainer", "deepspeed", "transformers")}
 _SCORES = {"initial_warmup": 0, "final_warmup": 0, "final_threshold": 0.5, "mask_init": "uniform"}
 _TEACHER = {"alpha_ce": 0.5, "alpha_distil": 0.5}
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -103,11 +98,11 @@ CASES += [
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the bytes of every collective of torch, as DeepSpeed's log does, and the host's reads of single values."""
+    """Counts the bytes of every collective of torch, as DeepSpeed's log does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.waits = Counter[str](), Counter[str]()
+        self.bytes = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -115,31 +110,19 @@ class Collectives(TorchDispatchMode):
             at = 1 if name.endswith(("gather_base_", "scatter_base_")) else 0
             sizes = [t.nbytes for t in tree_leaves(args[at]) if isinstance(t, torch.Tensor)]
             self.bytes[OPERATIONS.get(name, name)] += sum(sizes)
-        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
-        if func in READS or any(one is not None and one.dtype == torch.bool for one in indices):
-            self.waits[place()] += 1
         return func(*args, **(kwargs or {}))
 
 
-class Reads(TorchFunctionMode):
+class Copies(TorchFunctionMode):
     """Counts the calls that copy a tensor to the host: they do nothing on a CPU, and so are not dispatched."""
 
-    def __init__(self, waits: Counter[str]) -> None:
-        self.waits = waits
+    def __init__(self) -> None:
+        self.waits = Counter[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy):
             self.waits[place()] += 1
         return func(*args, **(kwargs or {}))
-
-
-def place() -> str:
-    """The function of this library, of DeepSpeed or of transformers that called, whichever is the innermost."""
-    for frame in traceback.extract_stack()[::-1]:
-        for name, folder in LIBRARIES.items():
-            if frame.filename.startswith(folder):
-                return f"{name}/{frame.filename.removeprefix(folder)}:{frame.name}"
-    return "elsewhere"
 
 
 @cache
@@ -197,23 +180,24 @@ def measured(case: Case) -> dict[str, Any]:
     for technique in techniques:
         technique.start(ds_engine.device)
     stop = StopRequests()
-    for step in range(STEPS):
-        comms_logger.comms_dict.clear()
-        seen = Collectives()
-        with ExitStack() as counting:
-            if step == STEPS - 1:
-                counting.enter_context(seen)
-                counting.enter_context(Reads(seen.waits))
-            take_step(case, techniques, objective, ds_engine, step)
-            watch.after_step()
-            stop.check()
+
+    def take(step: int) -> None:
+        take_step(case, techniques, objective, ds_engine, step)
+        watch.after_step()
+        stop.check()
+
+    for step in range(STEPS - 1):
+        take(step)
+    comms_logger.comms_dict.clear()
+    with Collectives() as seen, Copies() as copies:
+        waits = host_waits(partial(take, STEPS - 1), ds_engine.device) + copies.waits
     log = {NAMES.get(op, op): sum(size * n[0] for size, n in of.items()) for op, of in comms_logger.comms_dict.items()}
     calls = {NAMES.get(op, op): sum(n[0] for n in of.values()) for op, of in comms_logger.comms_dict.items()}
     foretold = rank_traffic(sizes, config, world, gathered_by_technique(case, techniques))
     for technique in techniques:
         technique.stop()
     engine.stop_engine(ds_engine)
-    return {"foretold": foretold, "log": log, "calls": calls, "dispatched": seen.bytes, "waits": seen.waits}
+    return {"foretold": foretold, "log": log, "calls": calls, "dispatched": seen.bytes, "waits": waits}
 
 
 def take_step(case: Case, techniques: Any, objective: Objective, ds_engine: Any, step: int) -> None:

@@ -41,7 +41,7 @@ def _reported(waits: Counter[str]) -> Iterator[None]:
 
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            waits[_place()] += 1
+            waits[place()] += 1
 
     torch.cuda.synchronize()
     with warnings.catch_warnings():
@@ -64,11 +64,11 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_mask = function is _ATEN.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if by_mask or function.overloadpacket in _READS:
-            self._waits[_place()] += 1
+            self._waits[place()] += 1
         return function(*args, **(kwargs or {}))
 
 
-def _place() -> str:
+def place() -> str:
     """The innermost line of one of OWNERS' packages on the stack, as `ds_trainer/loop.py:96 train_step`."""
     roots = {f"{sys.modules[name].__path__[0]}/": name for name in OWNERS if name in sys.modules}
     frame = sys._getframe(1)
