@@ -6,29 +6,28 @@ or less and is better in one of them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.config.jobs import RecipeTuneJob
 from ds_trainer.files.messages import shown
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.tables import Row, markdown
-from ds_trainer.files.writing import write_json, write_whole
+from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import drawing
 from ds_trainer.tuning.recipe_trials import RecipeTrial
-from ds_trainer.tuning.results import training_command
+from ds_trainer.tuning.results import training_command, write_page
 from ds_trainer.tuning.space import Settings, apply_settings
 from ds_trainer.tuning.trials import MEASURED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TUNED, TABLE, FIGURE = "tuned_recipe.json", "tuned_recipe.md", "tuned_recipe.png"
+TUNED, TABLE = "tuned_recipe.json", "tuned_recipe.md"
 OWN = "the user's own recipe"
 
 
@@ -50,10 +49,7 @@ def write_results(job: RecipeTuneJob, tuned: TunedRecipe) -> None:
     summary = summary_of(tuned, job.metric)
     lines = [f"# The settings with the best {job.metric}", summary, f"```\n{command}\n```"]
     lines += [markdown(list(table(tuned, job.metric)))]
-    with contextlib.suppress(UserError):  # Matplotlib is an extra
-        drawing.save(draw(tuned, job.metric), job.output / FIGURE)
-        lines.append(f"![score against cost]({FIGURE})")
-    write_whole(job.output / TABLE, "\n\n".join(lines) + "\n")
+    write_page(job.output / TABLE, lines, "score against cost", partial(draw, tuned, job.metric))
     distributed.info(f"\n{summary}\ntable: {job.output / TABLE}\ntrain with:\n  {command}")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_trainer.config.jobs import TuneJob
@@ -22,7 +24,7 @@ from ds_trainer.tuning.trials import MEASURED, Trial, training_words
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TUNED, TABLE, FIGURE = "tuned.json", "tuned.md", "tuned.png"
+TUNED, TABLE = "tuned.json", "tuned.md"
 _MIB = 2**20
 
 
@@ -47,13 +49,18 @@ def write_results(job: TuneJob, tuned: Tuned) -> None:
     summary = _summary(tuned)
     lines = [f"# The fastest settings for phase {job.phase}", summary, f"```\n{command}\n```", _memory_line(tuned)]
     lines += [markdown(list(table(tuned.trials)))]
+    write_page(job.output / TABLE, lines, "speed against memory", partial(draw, tuned))
+    distributed.info(f"\n{summary}\n{_memory_line(tuned)}\ntable: {job.output / TABLE}\ntrain with:\n  {command}")
+
+
+def write_page(path: Path, lines: Sequence[str], name: str, draw: Callable[[], Figure]) -> None:
+    """Write paragraphs of Markdown, and below them the figure of this name, where Matplotlib is installed."""
     with contextlib.suppress(UserError):  # Matplotlib is an extra
         from ds_trainer.report import drawing
 
-        drawing.save(draw(tuned), job.output / FIGURE)
-        lines.append(f"![speed against memory]({FIGURE})")
-    write_whole(job.output / TABLE, "\n\n".join(lines) + "\n")
-    distributed.info(f"\n{summary}\n{_memory_line(tuned)}\ntable: {job.output / TABLE}\ntrain with:\n  {command}")
+        drawing.save(draw(), path.with_suffix(".png"))
+        lines = [*lines, f"![{name}]({path.stem}.png)"]
+    write_whole(path, "\n\n".join(lines) + "\n")
 
 
 def training_command(job: TuneJob, winner: Candidate, flag: str = "--deepspeed_config", file: str = TUNED) -> str:
