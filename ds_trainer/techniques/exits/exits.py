@@ -100,9 +100,11 @@ class Exits(Technique):
             terms["exits.heads"] = self._weighted(values)
         if "distill" in self.spec.terms:
             (teacher,) = self.task.logits(forward.out, forward.batch)
-            teacher, temperature = teacher.detach(), self.spec.temperature
-            # each head has a copy of the teacher's logits, which the loss overwrites
-            values = [soft_target_loss(self.task, one, teacher.clone(), temperature) for one in logits.values()]
+            values = []
+            for one in logits.values():
+                (rows,) = self.task.logits(SimpleNamespace(logits=one), forward.batch)
+                # each head has a copy of the teacher's logits, which the loss overwrites
+                values.append(soft_target_loss(self.task, rows, teacher.detach().clone(), self.spec.temperature))
             terms["exits.distill"] = self._weighted(values)
         return terms
 
@@ -136,10 +138,13 @@ class Exits(Technique):
 
     def save(self, folder: Path) -> None:
         (pooling,) = {head.pooling for head in self.heads.values()}
+        tokenizer = self.task.tokenizer  # its token for unknown words stands for a part of the text
+        special = [] if pooling else sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
         saved = SavedExits(
             layers=self.layers,
             pooling=pooling,
             policy=policy_of(self.spec, len(self.layers), self.task.regression),
+            special_tokens=special,
             held_out=getattr(self.task.spec, "held_out", 0.0),
             held_out_key=self.task.held_out_key(),
         )
