@@ -14,10 +14,10 @@ BUDGETS = {
     "ranks": 739,
     "files": 586,
     "hosts": 531,
-    "config": 1238,
-    "models": 2402,
-    "tasks": 2160,
-    "techniques": 2189,
+    "config": 1248,
+    "models": 2472,
+    "tasks": 2370,
+    "techniques": 2191,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
@@ -101,7 +101,7 @@ def test_techniques_and_tasks_do_not_know_each_other():
         for family in families:
             text = "".join(path.read_text() for path in family.rglob("*.py"))
             others = [f"ds_trainer.{kind}.{other.name}." for other in families if other != family]
-            others += [f"ds_trainer.tasks.{name}." for name in ("text", "squad", "lm") if kind == "techniques"]
+            others += [f"ds_trainer.tasks.{name}." for name in ("text", "squad", "lm", "token") if kind == "techniques"]
             assert [other for other in others if other in text] == []
 
 
