@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from ds_trainer.config.fields import Count, Fraction, Positive, Share, Strict
+from ds_trainer.config.fields import Column, Count, Fraction, Positive, Share, Strict
 from ds_trainer.ranks.failures import UserError
 
 Length = Annotated[int, Field(strict=True, ge=4)]
@@ -54,8 +54,9 @@ class TextSpec(LabelledSpec):
     """
 
     name: str = "docstrings"
-    text_columns: list[str] | None = Field(None, min_length=1, max_length=2)
-    label_column: str | None = None
+    text_columns: list[Column] | None = Field(None, min_length=1, max_length=2)
+    label_column: Column | None = None
+    header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
     regression: bool = False
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
     max_seq_length: Length = 128

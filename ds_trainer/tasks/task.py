@@ -92,7 +92,7 @@ class Task(ABC):
 
     head: the head that a model of this task has.
     splits: the splits to evaluate on.
-    held_out_split: the name of the split with training examples that no phase trains on; only labelled text has it.
+    held_out_split: the name of the split with training examples that no phase trains on; it takes a `LabelledSpec`.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
@@ -197,7 +197,7 @@ class Task(ABC):
         return None
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """Return JSON files by name that users of this task expect beside its scores, such as predictions."""
+        """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""
         return {}
 
     # What all families share

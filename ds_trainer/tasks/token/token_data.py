@@ -3,10 +3,10 @@
 The module loads neither torch nor numpy before sentences are read, and does not tokenise.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TokenSpec
@@ -14,7 +14,6 @@ from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, lines, mistakes_of
 
-_BLANKS = re.compile(r"[ \t]+")
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
 
@@ -31,35 +30,28 @@ class Sentence(NamedTuple):
 class ConllRecords(FileRecords):
     """The sentences of a CoNLL file: a line for each word, and blank lines between sentences.
 
-    A line with a tab is cut at its tabs, any other at its spaces. The first column is the word and the last its tag;
-    all lines have as many columns.
+    A line with a tab is cut at its tabs, any other at its spaces. The first field is the word and the last its tag; all
+    lines have as many fields as the first one.
     """
 
     def _read(self) -> Iterator[tuple[int, Record]]:
-        words, columns = list[tuple[str, str]](), 0
-        number = start = 0
-        for number, line in enumerate(lines(self.path), 1):
-            cells = [cell.strip(" ") for cell in line.rstrip().split("\t")]
-            if len(cells) == 1:
-                cells = _BLANKS.split(cells[0])
-            if not line.strip() or cells[0] == _DOCUMENT:
-                if words:
-                    yield start, self._sentence(words)
-                words = []
+        rows = list[tuple[str, str]]()
+        start = expected = 0
+        for number, line in enumerate(chain(map(str.rstrip, lines(self.path)), [""]), 1):
+            fields = [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
+            if not line or fields[0] == _DOCUMENT:
+                if rows:
+                    yield start, dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
+                rows = []
                 continue
-            columns = columns or len(cells)
-            if len(cells) < 2 or len(cells) != columns or not cells[0]:
-                expected = "a word and its tag" if columns < 2 else f"the {columns} columns of the lines before"
+            expected = expected or max(2, len(fields))
+            if len(fields) != expected:
                 raise UserError(
-                    f"{self.place(number)}: {quoted(line.rstrip())}, where {expected} are expected, with tabs between"
+                    f"{self.place(number)}: {len(fields)} fields where {expected} are expected ({quoted(line)}): write "
+                    f"the word first and its tag last, with a tab between"
                 )
-            start = start if words else number
-            words.append((cells[0], cells[-1]))
-        if words:
-            yield start, self._sentence(words)
-
-    def _sentence(self, words: Sequence[tuple[str, str]]) -> Record:
-        return dict(zip(self.columns, map(list, zip(*words, strict=True)), strict=True))
+            start = start if rows else number
+            rows.append((fields[0], fields[-1]))
 
 
 def check_data_files(spec: TokenSpec, splits: Sequence[str] | None = None) -> list[str]:

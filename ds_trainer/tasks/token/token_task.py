@@ -5,6 +5,7 @@ and its answer at its first piece; with `label_all_tokens` all its pieces have a
 makes no piece is in no window, and its answer is O. `token_data.py` reads the sentences, `entities.py` scores them.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,14 +146,11 @@ class TokenTask(Task):
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return the sentences as CoNLL, each line a word, its tag and the predicted one, apart by tabs."""
-        blocks = [
-            "".join(f"{word}\t{tag}\t{predicted}\n" for word, tag, predicted in zip(*columns, strict=True))
-            for columns in (
-                (sentence.words, sentence.tags, predicted)
-                for sentence, predicted in zip(self.sentences(split), self._predicted(split, answers), strict=True)
-            )
-        ]
-        return {"predictions.conll": "\n".join(blocks)}
+        lines = []
+        for sentence, predicted in zip(self.sentences(split), self._predicted(split, answers), strict=True):
+            words = [re.sub(r"\s", "_", word) for word in sentence.words]
+            lines += ["\t".join(row) for row in zip(words, sentence.tags, predicted, strict=True)] + [""]
+        return {"predictions.conll": "\n".join(lines)}
 
     def _predicted(self, split: str, answers: Mapping[int, Any]) -> list[list[str]]:
         """Join the windows of each sentence to a tag for each of its words."""
