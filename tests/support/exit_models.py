@@ -49,12 +49,12 @@ NEVER = ExitPolicy(criterion="entropy", thresholds=[0.0] * 3)
 AT_ONCE = ExitPolicy(criterion="entropy", thresholds=[9.0] * 3)
 
 
-def classifier(family: str, num_labels: int = 3, **fields: Any) -> Any:
+def classifier(family: str, num_labels: int = 3, auto: Any = AutoModelForSequenceClassification, **fields: Any) -> Any:
     """A model whose answers depend on every token: weights are large for its size."""
     kind, settings = FAMILIES[family]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, num_labels=num_labels, **settings | fields)
-    return randomise(AutoModelForSequenceClassification.from_config(config), 0.25).eval()
+    return randomise(auto.from_config(config), 0.25).eval()
 
 
 def randomise(module: Any, width: float) -> Any:

@@ -79,7 +79,7 @@ def policies(model: EarlyExitModel, curves: dict[str, Any]) -> list[tuple[ExitPo
 def test_what_all_heads_say_comes_in_the_order_of_the_split(task: Task, classifier: Path) -> None:
     """However batches are sorted and padded; the last head is the model's own."""
     model = exiting(task, classifier)
-    heads = all_heads(model, task, "validation", batch_size=7, patience=None)
+    heads = all_heads(model, task, "validation", 7, model.policy)
     assert (len(heads.answers), heads.doubts.keys()) == (4, {"entropy", "confidence", "patience"})
     examples = task.examples("validation")
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_what_is_found_offline_is_what_the_model_does(task: Task, classifier: Pa
         logits, layers = run_early(exiting(task, classifier, policy), task, "validation")
         assert point["mean_layers"] == pytest.approx(layers.float().mean().item())
         assert point["scores"] == score_of(task, "validation", logits)
-    offline = exit_at(model.policy, all_heads(model, task, "validation", 8, None).doubts["entropy"])
+    offline = exit_at(model.policy, all_heads(model, task, "validation", 8, model.policy).doubts["entropy"])
     assert early["exit_counts"] == {str(n): int((offline == n - 1).sum()) for n in range(1, 5)}
 
 

@@ -98,9 +98,9 @@ def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec)
 def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpec) -> tuple[ExitPolicy, dict[str, Any]]:
     """Return the policy that reaches the target on the held-out examples, and a record of the choice; collective.
 
-    The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion (by default that of the model's
-    policy) and, for a regression, the patience. ValueError where no threshold reaches the target, the criterion does
-    not suit the task, or nothing is held out.
+    The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion and the `sequence_uncertainty` (by
+    default those of the model's policy) and, for a regression, the patience. ValueError where no threshold reaches the
+    target, the criterion does not suit the task, or nothing is held out.
     """
     criterion = spec.chosen_criterion or model.policy.criterion
     if model.regression and spec.patience is None:
@@ -109,7 +109,9 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
     if mistakes:
         raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
-    heads = all_heads(model, task, task.held_out_split, batch_size, spec.patience)
+    over_tokens = spec.sequence_uncertainty or model.policy.sequence_uncertainty
+    rule = model.policy.model_copy(update={"patience": spec.patience, "sequence_uncertainty": over_tokens})
+    heads = all_heads(model, task, task.held_out_split, batch_size, rule)
 
     def chosen() -> tuple[ExitPolicy, dict[str, Any]]:
         assert heads is not None, "rank 0 has them"
@@ -136,13 +138,13 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     return distributed.on_main(chosen)
 
 
-def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None) -> AllHeads | None:
+def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, rule: ExitPolicy) -> AllHeads | None:
     """Return what every head says about every example of a split; one pass, collective; only rank 0 gets it.
 
-    Doubts are taken over the tokens of a sequence as the model's policy does it.
+    All criteria have the patience and the `sequence_uncertainty` of `rule`.
     """
     criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
-    over_tokens = model.policy.sequence_uncertainty
+    over_tokens = rule.sequence_uncertainty
 
     def run(batch: Batch) -> Iterator[Any]:
         """Yield for each example its doubts (criteria, heads - 1), and its answers by head."""
@@ -164,7 +166,7 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, pa
         layers=model.layers,
         score=partial(task.score, split),
         regression=model.regression,
-        patience=patience or DEFAULT_PATIENCE,
+        patience=rule.patience or DEFAULT_PATIENCE,
         over_tokens=over_tokens,
     )
 
@@ -194,7 +196,7 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
 
 
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
-    heads = all_heads(model, task, split, batch_size, model.policy.patience)
+    heads = all_heads(model, task, split, batch_size, model.policy)
 
     def run(batch: Batch) -> Iterator[Any]:
         """Yield for each example its exit layer, and its answer."""
