@@ -19,17 +19,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
-from ds_trainer.config.task_specs import (  # noqa: F401
-    FAMILIES,
-    AnyTask,
-    LabelledSpec,
-    LmSpec,
-    SquadSpec,
-    TaskSpec,
-    TextSpec,
-    TokenSpec,
-    family,
-)
+from ds_trainer.config.task_specs import FAMILIES, AnyTask, LabelledSpec, TaskSpec, TextSpec, TokenSpec, family
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
