@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 739,
-    "files": 586,
+    "files": 589,
     "hosts": 531,
-    "config": 1248,
+    "config": 1255,
     "models": 2472,
-    "tasks": 2370,
+    "tasks": 2380,
     "techniques": 2191,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
     "tuning": 949,
     "": 1218,
-    "cli": 981,
+    "cli": 982,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -109,10 +109,10 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
     columns = (*(spec.text_columns or ()), spec.label_column)
     wrong = [column for column in columns if isinstance(column, int if spec.header else str)]
     if wrong:
-        allowed = "names" if spec.header else "numbers, from 0"
-        mistakes.append(f"column {listed(wrong)}: header is {shown(spec.header)}, so that columns have {allowed}")
-    sources = [name for name in (spec.dataset, spec.train_file, spec.validation_file) if name]
-    named = [name for name in sources if not name.lower().endswith((".csv", ".tsv"))]
+        what = "names" if spec.header else "numbers, from 0"
+        mistakes.append(f"column {listed(wrong)}: header is {shown(spec.header)}, so that columns have {what}")
+    sources = filter(None, (spec.dataset, spec.train_file, spec.validation_file))
+    named = [source for source in sources if not source.lower().endswith((".csv", ".tsv"))]
     if named and not spec.header:
         mistakes.append(f"header is false, and the columns of {listed(named)} have names: drop header")
     return mistakes + spec.source_mistakes()

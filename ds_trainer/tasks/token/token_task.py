@@ -174,7 +174,7 @@ class TokenTask(Task):
                     where = token_data.origin(self.spec, source_split(self.spec, split))
                     allowed = ", ".join(map(repr, self.label_names))
                     raise UserError(
-                        f"{where}, sentence from {sentence.place}: unknown tag {tag!r}: allowed are {allowed}"
+                        f"{where}, sentence at {sentence.place}: unknown tag {tag!r}: allowed are {allowed}"
                     )
                 pieces = pieces_of[word][:room]
                 if len(window) + len(pieces) > room:
@@ -195,14 +195,14 @@ class TokenTask(Task):
         def encoded(texts: list[str], special: bool) -> list[list[int]]:
             return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
-        # byte-level tokenizers know a word's beginning by the space before it; others drop it, or make a token of it
-        bare, spaced = encoded(["a", " a"], False)
-        space = " " if len(bare) == len(spaced) else ""
+        # byte-level tokenizers know a word by the space before it, of which others would make a token of its own
+        both, first, second = encoded(["b a", "b", "a"], False)
+        space = "" if both == first + second else " "
         ordered = sorted(words)
         pieces = dict(zip(ordered, encoded([space + word for word in ordered], False), strict=True))
-        ((whole,), (inner,)) = encoded(["a"], True), encoded(["a"], False)
-        start = whole.index(inner[0])
-        special = whole[:start], whole[start + len(inner) :]
+        (whole,) = encoded(["a"], True)
+        start = whole.index(second[0])
+        special = whole[:start], whole[start + len(second) :]
         before, behind = ([(token, 0, 0) for token in tokens] for tokens in special)
         return pieces, before, behind
 
