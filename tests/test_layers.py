@@ -14,16 +14,16 @@ BUDGETS = {
     "ranks": 739,
     "files": 589,
     "hosts": 531,
-    "config": 1255,
+    "config": 1265,
     "models": 2472,
     "tasks": 2380,
-    "techniques": 2191,
+    "techniques": 2235,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
     "tuning": 949,
     "": 1218,
-    "cli": 982,
+    "cli": 985,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -71,11 +71,7 @@ class ExitsSpec(Strict):
     terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
-    sequence_uncertainty: SequenceUncertainty | None = Field(
-        None,
-        description="for tags of words: a sequence leaves when its least certain token is sure, which is the default, "
-        "or by the mean over its tokens",
-    )
+    sequence_uncertainty: SequenceUncertainty | None = Field(None, description="of tagged words; least_certain")
     criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
     early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
     early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
@@ -177,8 +173,8 @@ def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
     if value is None:
         value = 0.9 if criterion == "confidence" else 0.1
     thresholds = value if isinstance(value, list) else [value] * heads
-    over_tokens = spec.sequence_uncertainty or "least_certain"
-    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience, sequence_uncertainty=over_tokens)
+    over = spec.sequence_uncertainty or "least_certain"
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience, sequence_uncertainty=over)
     check_policy(policy, heads, regression)
     return policy
 

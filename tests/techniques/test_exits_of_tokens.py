@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from support.exhaustive import chosen
 from support.exit_folders import TAGS, exiting, json_of, make_tagger, tags_spec
 from support.exit_models import NEVER, between, classifier, early_exit, pad_of, texts
@@ -13,9 +14,12 @@ from support.exit_training import LENGTH
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
+from ds_trainer.cli.benchmark import read_benchmark_job
 from ds_trainer.cli.calibrate import calibrate_command
 from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.export import export_command
 from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
+from ds_trainer.deploy.benchmark import measure
 from ds_trainer.models.folders import save_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward, Task
@@ -170,8 +174,7 @@ def test_the_rule_and_the_special_tokens_stay_with_the_folder(
     """Through the calibrating command, a reload, and thresholds that an evaluation gives in place of the folder's."""
     model = tmp_path / "model"
     shutil.copytree(folder, model)
-    task = ["--task_name", "ner", "--data_dir", str(folder), "--cache_dir", str(cache), "--set", "held_out=0.25"]
-    task += ["--set", 'train_file="train.conll"', "--set", 'validation_file="dev.conll"', "--set", "max_seq_length=24"]
+    task = flags_of(folder, cache)
     aim = ["--target_speedup", "1.2", "--per_head", "--sequence_uncertainty", "mean"]
     calibrate_command([str(model), *aim, *task])
     told = json_of(capsys.readouterr().out)
@@ -183,6 +186,13 @@ def test_the_rule_and_the_special_tokens_stay_with_the_folder(
     assert (early.policy, early.special_tokens.tolist()) == (saved.policy, [0, 2, 3, 4])
     job = read_evaluate_job([str(model), "--early_exit_entropy", "0.5", *task])
     assert job.exit_policy(saved).sequence_uncertainty == "mean"
+
+
+def flags_of(folder: Path, cache: Path) -> list[str]:
+    """The flags of its task."""
+    files = ["--set", 'train_file="train.conll"', "--set", 'validation_file="dev.conll"', "--set", "max_seq_length=24"]
+    common = ["--task_name", "ner", "--data_dir", str(folder), "--cache_dir", str(cache)]
+    return [*common, *files, "--set", "held_out=0.25"]
 
 
 def test_heads_learn_from_labelled_tokens_alone(task: Task, folder: Path, tmp_path: Path) -> None:
@@ -211,3 +221,20 @@ def test_heads_learn_from_labelled_tokens_alone(task: Task, folder: Path, tmp_pa
     early = load_for_inference(tmp_path / "out")
     torch.testing.assert_close(early.all_logits(**batch.inputs), torch.stack([*said, forward.out.logits.detach()]))
     assert early(**batch.inputs).logits.shape == (*batch.mask.shape, len(TAGS))
+
+
+def test_it_is_shrunk_and_measured_with_its_exits(folder: Path, cache: Path, task: Task, tmp_path: Path) -> None:
+    """The shrunk folder has heads and policy; the benchmark runs and scores both both ways, as the model is run."""
+    source, shrunk = tmp_path / "source", str(tmp_path / "shrunk")
+    shutil.copytree(folder, source)
+    weights = load_file(source / "model.safetensors")
+    weights["bert.encoder.layer.0.output.dense.weight"][:, 8:] = 0  # neurons that do nothing
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    export_command([str(source), "--shrink", "--output_dir", shrunk])
+    flags = ["--batch_sizes", "8", "--threads", "1", "--devices", "cpu", "--backends", "torch", "--seconds", "0.01"]
+    *_, told = measure(read_benchmark_job([str(source), shrunk, "--names", "a", "b", *flags, *flags_of(folder, cache)]))
+    (one,) = told["measurements"]
+    assert one["folders"].keys() | one["notes"].keys() == {"a", "a, early exit", "b", "b, early exit"}
+    scores, _ = run_early(exiting(task, source), task, "validation")
+    for described in told["folders"].values():
+        assert described["scores"]["torch, early exit"] == scores != described["scores"]["torch"]

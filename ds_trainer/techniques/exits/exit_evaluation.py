@@ -5,7 +5,7 @@ Thresholds are chosen on the held-out part of the training set, never on a split
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -146,14 +146,14 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, ru
     criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
     over_tokens = rule.sequence_uncertainty
 
-    def run(batch: Batch) -> Iterator[Any]:
-        """Yield for each example its doubts (criteria, heads - 1), and its answers by head."""
+    def run(batch: Batch) -> Iterable[Any]:
+        """Return for each example its doubts (criteria, heads - 1), and its answers by head."""
         logits = model.all_logits(**batch.inputs)
         counted = model.counted(batch.inputs["input_ids"], batch.inputs.get("attention_mask"))
         doubts = torch.stack([doubts_of_all(name, over_tokens, logits, counted) for name in criteria])
         answers = [task.answers(SimpleNamespace(logits=one), batch) for one in logits]
-        for id, each in zip(batch.ids.tolist(), doubts.permute(2, 0, 1).tolist(), strict=True):
-            yield each, [answer[id] for answer in answers]
+        by_example = ([answer[id] for answer in answers] for id in batch.ids.tolist())
+        return zip(doubts.permute(2, 0, 1).tolist(), by_example, strict=True)
 
     rows = _by_example(run, task, split, batch_size)
     if rows is None:
@@ -198,12 +198,11 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
     heads = all_heads(model, task, split, batch_size, model.policy)
 
-    def run(batch: Batch) -> Iterator[Any]:
-        """Yield for each example its exit layer, and its answer."""
+    def run(batch: Batch) -> Iterable[Any]:
+        """Return for each example its exit layer, and its answer."""
         out = model(**batch.inputs)
         answers = task.answers(out, batch)
-        for id, layer in zip(batch.ids.tolist(), out.exit_layers.tolist(), strict=True):
-            yield layer, answers[id]
+        return zip(out.exit_layers.tolist(), map(answers.get, batch.ids.tolist()), strict=True)
 
     rows = _by_example(run, task, split, batch_size)
 

@@ -93,7 +93,8 @@ class Exits(Technique):
         terms = {}
         if "heads" in self.spec.terms:
             values = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
-            self._loss_sums = self._loss_sums + torch.stack(values).detach().double()
+            share = forward.shares.get(self.task.loss_unit, 1.0)  # as of the term in the objective
+            self._loss_sums = self._loss_sums + share * torch.stack(values).detach().double()
             self._loss_count += 1
             if self.spec.training == "joint":
                 values.append(self.task.loss(forward.out, forward.batch))
@@ -109,7 +110,7 @@ class Exits(Technique):
         return terms
 
     def readings(self) -> dict[str, float]:
-        """Return each head's loss on the labels, its mean over all ranks since the last readings; collective."""
+        """Return each head's loss, its mean over the labels of all ranks since the last readings; collective."""
         if not self._loss_count:
             return {}
         means = (distributed.mean(self._loss_sums) / self._loss_count).tolist()

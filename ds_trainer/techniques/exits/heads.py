@@ -1,7 +1,5 @@
 """Exit heads: classifiers of the same form as the model's own head, applied to the output of an earlier layer.
 
-A head of a sequence classifier pools the states of the tokens, a head of a token classifier takes each.
-
 No model code is copied: `model_head` takes the parts of the model's own head by the names that `transformers` gives
 them, and runs the model to check that they are its head. The input of the next layer counts as the output of a layer,
 also where something lies between the two (the convolution of DeBERTa).
@@ -32,9 +30,9 @@ HEADS_FILE = "exit_heads.safetensors"
 class ExitHead(nn.Module):
     """Map states (batch, length, width) and their mask (batch, length), or None, to logits (batch, classes).
 
-    `steps` are applied to the pooled state (batch, width); without pooling to every state, and the logits are (batch,
-    length, classes). With `takes_tokens` they get it as a sequence of one token,
-    because the pooler or head of some models picks the first token itself.
+    `steps` are applied to the pooled state (batch, width). With `takes_tokens` they get it as a sequence of one token,
+    because the pooler or head of some models picks the first token itself. A head without pooling classifies each
+    token: its logits are (batch, length, classes).
     """
 
     def __init__(
