@@ -26,7 +26,7 @@ from ds_trainer.tasks.task import Forward, Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
 from ds_trainer.techniques.exits.exit_evaluation import all_heads, calibrate, evaluate_exits
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.exits.heads import read_exits
+from ds_trainer.techniques.exits.heads import read_exits, write_exits
 from ds_trainer.techniques.exits.policy import doubt, doubts_of_all
 
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert")
@@ -230,6 +230,8 @@ def test_it_is_shrunk_and_measured_with_its_exits(folder: Path, cache: Path, tas
     weights = load_file(source / "model.safetensors")
     weights["bert.encoder.layer.0.output.dense.weight"][:, 8:] = 0  # neurons that do nothing
     save_file(weights, source / "model.safetensors", {"format": "pt"})
+    policy = ExitPolicy(criterion="entropy", thresholds=[1.4] * 3)
+    write_exits(source, read_exits(source).model_copy(update={"policy": policy}))
     export_command([str(source), "--shrink", "--output_dir", shrunk])
     flags = ["--batch_sizes", "8", "--threads", "1", "--devices", "cpu", "--backends", "torch", "--seconds", "0.01"]
     *_, told = measure(read_benchmark_job([str(source), shrunk, "--names", "a", "b", *flags, *flags_of(folder, cache)]))
