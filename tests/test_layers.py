@@ -16,7 +16,7 @@ BUDGETS = {
     "hosts": 531,
     "config": 1255,
     "models": 2472,
-    "tasks": 2380,
+    "tasks": 2383,
     "techniques": 2191,
     "engine": 1685,
     "report": 1161,

@@ -245,7 +245,7 @@ def test_tags_of_no_entities_have_an_accuracy_alone(build: Any) -> None:
     assert task.score("validation", {0: [0, 0]}) == {"accuracy": 0.5}
     with pytest.raises(ValueError, match=r"the tags 'NOUN', 'U-per' name no entity, and others do: write O, or B-"):
         build("the\tU-per\nrain\tNOUN\nin\tB-loc\n")
-    with pytest.raises(ValueError, match=r"a\.conll has only the tag 'O': at least two are needed"):
+    with pytest.raises(ValueError, match=r"a\.conll has the tags 'O': at least two are needed"):
         build("the\tO\n")
 
 
