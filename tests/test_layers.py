@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 589,
     "hosts": 531,
     "config": 1255,
-    "models": 2472,
+    "models": 2473,
     "tasks": 2383,
     "techniques": 2191,
     "engine": 1685,

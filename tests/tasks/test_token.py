@@ -91,7 +91,7 @@ def test_a_conll_file_is_read_as_stated(case: str, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, text)
     assert read(spec) == expected
     assert check_data_files(spec) == []
-    assert training_texts(spec) == [" ".join(words) for words, _ in expected]
+    assert training_texts(spec) == ["".join(f" {word}" for word in words) for words, _ in expected]
 
 
 @pytest.mark.parametrize("case", BROKEN)
