@@ -47,6 +47,9 @@ _GLOBAL = "techniques.prune.global_topk"
 GLOBAL = {_GLOBAL: True, f"{_GLOBAL}_frequency_compute": 7}
 HYBRID = GLOBAL | {"techniques.prune.granularity": "hybrid"}
 CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL, "hybrid-zero3-fp32": HYBRID}
+NER = {"name": "ner", "train_file": "train.conll", "validation_file": "validation.conll", "max_seq_length": 32}
+TAGGED = {"task": NER, "techniques.distill": None, "techniques.exits": {"training": "joint"}}
+CASES |= {f"ner-zero{stage}-bf16": TAGGED for stage in range(4)}
 _SIZES = ("num_hidden_layers", "num_attention_heads")
 HEADS = {"techniques": {"exits": {"layers": [1]}}, "loss": {"task": 0.0, "exits.heads": 1.0}}
 L0 = {
@@ -76,7 +79,9 @@ OTHERS = {
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
-_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
+_REPRESENT = (
+    "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 ner-zero2-bf16 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
+)
 _REPRESENT += "static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
@@ -119,6 +124,8 @@ class StopAfter:
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
     changes = {"eval_steps": EVALUATE, **changes_of(case)}
+    if "task" in changes:
+        changes["task"] |= {"data_dir": json.loads(Path(recipe).read_text())["task"]["data_dir"]}
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
