@@ -56,7 +56,10 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def csv_folder(tmp_path_factory) -> Path:
-    """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate."""
+    """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate.
+
+    The texts are in `train.txt` and `validation.txt` as well, one a line.
+    """
     folder = tmp_path_factory.mktemp("csv")
     rng = random.Random(0)
     for name, rows in (("train.csv", 240), ("validation.csv", 61)):
@@ -68,6 +71,8 @@ def csv_folder(tmp_path_factory) -> Path:
             rng.shuffle(words)
             lines.append(" ".join(words) + f",{kind}")
         (folder / name).write_text("\n".join(lines) + "\n")
+        texts = [line.partition(",")[0] for line in lines[1:]]
+        (folder / name).with_suffix(".txt").write_text("\n".join(texts) + "\n")
     return folder
 
 

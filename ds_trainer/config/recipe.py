@@ -20,7 +20,14 @@ from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedE
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
-from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
+from ds_trainer.config.technique_specs import (  # noqa: F401
+    DistillSpec,
+    LayerSkipSpec,
+    PruneSpec,
+    StudentSpec,
+    Techniques,
+    loss_weights,
+)
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError
@@ -155,6 +162,8 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        if self.techniques.layer_skip and "layer_skip.exits" not in self.loss:
+            raise UserError('layer_skip has no weight: set loss["layer_skip.exits"], e.g. 1.0 beside "task": 1.0')
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
         if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
@@ -210,6 +219,9 @@ class Recipe(Strict):
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
+            name = (phase.task or self.task).name
+            if phase.techniques.layer_skip and name != "clm":
+                raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
             if distill:
                 self._check_family(phase, "teaches", distill.teacher, before)
             if phase.cut and phase.cut.judges_answers:

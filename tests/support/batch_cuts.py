@@ -1,4 +1,5 @@
-"""The gradient of one global batch of language modelling, distilled, for many ways to cut it in micro-batches.
+"""The gradient of one global batch of language modelling, distilled or with exits of LayerSkip, for many ways to cut it
+in micro-batches.
 
 `zero_matrix.py` runs `gradients` under the engine, on one rank and on two.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from support.exhaustive import chosen
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
 from ds_trainer.config.recipe import parse_recipe, task_of
 from ds_trainer.engine import engine
@@ -48,7 +49,7 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm", "clm-skip"), range(4), CUTS[world])]
     return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
 
 
@@ -76,10 +77,14 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
 
 
 def _plan(cut: Cut, folder: Path) -> PhasePlan:
-    task, _, everywhere = cut.task.partition("-")
+    task, _, way = cut.task.partition("-")
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
     if task == "mlm":
-        distill["restrict_ce_to_mask"] = not everywhere
+        distill["restrict_ce_to_mask"] = not way
+    techniques: dict = {"distill": distill}
+    loss = {f"distill.{term}": weight for term, weight in WEIGHTS.items()}
+    if way == "skip":
+        techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
     recipe = parse_recipe(
         {
             "task": {"name": task, "data_dir": str(folder), "train_file": "text.txt", "validation_file": "text.txt"}
@@ -87,15 +92,15 @@ def _plan(cut: Cut, folder: Path) -> PhasePlan:
             "phases": [
                 {
                     "max_steps": 1,
-                    "techniques": {"distill": distill},
-                    "loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in WEIGHTS.items()},
+                    "techniques": techniques,
+                    "loss": {"task": 1.0} | loss,
                 }
             ],
             "cache_dir": str(folder / "cache"),
         }
     )
     (phase,) = recipe.phases
-    student = folder / task / "student"
+    student = folder / task / ("llama" if way == "skip" else "student")
     config = {
         "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
         "gradient_accumulation_steps": cut.accumulation,
@@ -126,4 +131,8 @@ def _folders() -> str:
         for task, auto, config in (("mlm", AutoModelForMaskedLM, bert), ("clm", AutoModelForCausalLM, gpt2)):
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)
+    shape = SMALL | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32}
+    llama = LlamaConfig(**shape, **vocabulary, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(llama).save_pretrained(folder / "clm" / "llama")
+    tokenizer.save_pretrained(folder / "clm" / "llama")
     return str(folder)
