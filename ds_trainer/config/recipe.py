@@ -20,14 +20,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedE
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
-from ds_trainer.config.technique_specs import (  # noqa: F401
-    DistillSpec,
-    LayerSkipSpec,
-    PruneSpec,
-    StudentSpec,
-    Techniques,
-    loss_weights,
-)
+from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError

@@ -8,9 +8,9 @@ that, and its text is that of all layers. Training differs in two ways. Layers l
     early exits: `layer_skip.exits` is the mean of the task's losses of the norm and head on the outputs of layers
 
 The layers of the mean are those of the step, by the curriculum, and their weights are e(l) = 0 + 1 + ... + (l-1). So
-the first layer, which weighs 0, has no exit; nor has the last, whose loss is the task's. The paper's e_scale is the
-weight of the term in the loss table. A skipped sample is computed and then dropped, since under ZeRO-3 every rank must
-take part in every layer: dropout saves no time here.
+the first layer, which weighs 0, has no exit; nor has the last, whose loss is the task's. The weight of the term in the
+loss table takes the place of the paper's e_scale. A skipped sample is computed and then dropped, since under ZeRO-3
+every rank must take part in every layer: dropout saves no time here.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.recipe import LayerSkipSpec
+from ds_trainer.config.technique_specs import LayerSkipSpec
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.ranks.failures import UserError
