@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ds_trainer.ranks import distributed
 WIKITEXT = Path(__file__).resolve().parents[3] / "shared/data/wikitext-2"
 LAYERS, WIDTH, VOCABULARY = (4, 32, 128) if is_quick() else (16, 256, 8192)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = (2, 4, 6) if is_quick() else (200, 32, 48)
-CHOSEN_ON = 1 if is_quick() else 10
+CHOSEN_ON, ROUNDS = (1, 1) if is_quick() else (10, 10)
 EXITS, DRAFTS = ([2], [3]) if is_quick() else ([2, 3, 4, 6, 8], [3, 5, 8])
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -63,62 +64,70 @@ def prompts_of(data: Path, tokenizer: Any) -> list[torch.Tensor]:
 
 
 class Generation:
-    """Greedy continuations of prompts, one at a time; with `exit_layer` they are drafted by so many layers."""
+    """At every call, greedy continuations of the next part of the prompts, drafted by the first `exit_layer` layers."""
 
-    def __init__(self, model: Any, prompts: list[torch.Tensor], exit_layer: int | None = None, drafts: int = 0) -> None:
-        self.model, self.prompts, self.exit_layer, self.drafts = model, prompts, exit_layer, drafts
+    def __init__(self, model: Any, parts: list[list[torch.Tensor]], exit_layer: int = 0, drafts: int = 0) -> None:
+        self.model, self.parts, self.exit_layer, self.drafts = model, iter(parts), exit_layer, drafts
         self.texts: list[list[int]] = []
+        self.calls = {"first": 0, "last": 0}
+        """How often the first and the last layer were run: for every drafted token, and for every verification."""
 
     def __call__(self) -> None:
-        settings = self.model.generation_config
+        settings, layers = self.model.generation_config, self.model.model.layers
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = self.drafts or None, "constant"
         wanted = {"do_sample": False, "min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
         if self.exit_layer:
             wanted["assistant_early_exit"] = self.exit_layer
-        outs = [self.model.generate(ids, attention_mask=torch.ones_like(ids), **wanted) for ids in self.prompts]
-        self.texts = [out[0].tolist() for out in outs]
-
-    def acceptance(self) -> float:
-        """The share of the drafted tokens that all layers agree with."""
-        calls = {"first": 0, "last": 0}
-
-        def counter(name: str) -> Any:
-            return lambda *_: calls.__setitem__(name, calls[name] + 1)
-
-        layers = self.model.model.layers
-        hooks = [layers[index].register_forward_hook(counter(name)) for name, index in (("first", 0), ("last", -1))]
-        self()
+        hooks = [
+            layers[index].register_forward_hook(self.counter(name)) for name, index in (("first", 0), ("last", -1))
+        ]
+        for ids in next(self.parts):
+            self.texts.append(self.model.generate(ids, attention_mask=torch.ones_like(ids), **wanted)[0].tolist())
         for hook in hooks:
             hook.remove()
-        kept = len(self.prompts) * NEW_TOKENS - calls["last"]  # each verification gives one token of its own
-        return kept / max(1, calls["first"] - calls["last"])
+
+    def counter(self, name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self.calls[name] += 1
+
+        return count
+
+    @property
+    def acceptance(self) -> float:
+        """The share of the drafted tokens that all layers agree with; each verification gives one of its own."""
+        kept = len(self.texts) * NEW_TOKENS - self.calls["last"]
+        return kept / max(1, self.calls["first"] - self.calls["last"])
 
 
 def fastest(model: Any, prompts: list[torch.Tensor]) -> tuple[int, int]:
     """The exit layer and the number of drafted tokens with which these prompts take least time."""
     seconds = {}
     for setting in itertools.product(EXITS, DRAFTS):
-        start = time.perf_counter()
-        Generation(model, prompts, *setting)()
+        generation, start = Generation(model, [prompts], *setting), time.perf_counter()
+        generation()
         seconds[setting] = time.perf_counter() - start
-        print(f"  exit {setting[0]}, {setting[1]} drafted: {seconds[setting]:.2f} s", flush=True)
+        print(
+            f"  exit {setting[0]}, {setting[1]} drafted, {generation.acceptance:.2f} kept: {seconds[setting]:.2f} s",
+            flush=True,
+        )
     return min(seconds, key=seconds.__getitem__)
 
 
 def figures_of(name: str, folder: Path, prompts: list[torch.Tensor]) -> list[Figure]:
     model: Any = load_model(folder)
     print_curve(name, model, prompts)
-    settings = fastest(model, prompts[PROMPTS:])
-    whole, drafted = Generation(model, prompts[:PROMPTS]), Generation(model, prompts[:PROMPTS], *settings)
-    speed, *seconds = ratio(whole, drafted, rounds=3, warmup=0)
+    settings, size = fastest(model, prompts[PROMPTS:]), PROMPTS // ROUNDS
+    parts = [prompts[begin : begin + size] for begin in range(0, PROMPTS, size)]
+    whole, drafted = Generation(model, parts), Generation(model, parts, *settings)
+    speed, *seconds = ratio(whole, drafted, rounds=ROUNDS, warmup=0)
     same = sum(one == other for one, other in zip(whole.texts, drafted.texts, strict=True))
-    rates = [PROMPTS * NEW_TOKENS / taken for taken in seconds]
+    rates = [size * NEW_TOKENS / taken for taken in seconds]
     print(f"{name}: exit {settings[0]}, {settings[1]} drafted: {rates[0]:.1f} and {rates[1]:.1f} tokens/s")
-    print(f"{name}: {drafted.texts[0]}")
+    print(f"{name}: {drafted.texts[0]}", flush=True)
     return [
         Figure(f"speculation/{name}/same_texts", same, PROMPTS, at_least=True),
         Figure(f"speculation/{name}/speed_up", speed, 1.0 if name == "layer_skip" else None, at_least=True),
-        Figure(f"speculation/{name}/acceptance", drafted.acceptance()),
+        Figure(f"speculation/{name}/acceptance", drafted.acceptance),
     ]
 
 
