@@ -1,4 +1,5 @@
-"""The gradient of one global batch of labels of tokens, distilled, for many ways to cut it in micro-batches.
+"""The gradient of one global batch of labels of tokens, distilled or with exits of LayerSkip, for many ways to cut it
+in micro-batches.
 
 `zero_matrix.py` runs `gradients` under the engine, on one rank and on two.
 """
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForTokenClassification,
     BertConfig,
     GPT2Config,
+    LlamaConfig,
 )
 
 from ds_trainer.config.recipe import parse_recipe, task_of
@@ -55,7 +57,7 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm", "ner"), range(4), CUTS[world])]
+    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm", "clm-skip", "ner"), range(4), CUTS[world])]
     return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
 
 
@@ -83,26 +85,30 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
 
 
 def _plan(cut: Cut, folder: Path) -> PhasePlan:
-    task, _, everywhere = cut.task.partition("-")
+    task, _, way = cut.task.partition("-")
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
     file, shortest = ("tags.conll", {}) if task == "ner" else ("text.txt", {"min_seq_length": 2})
     if task == "mlm":
-        distill["restrict_ce_to_mask"] = not everywhere
+        distill["restrict_ce_to_mask"] = not way
+    techniques: dict = {"distill": distill}
+    loss = {f"distill.{term}": weight for term, weight in WEIGHTS.items()}
+    if way == "skip":
+        techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
     recipe = parse_recipe(
         {
             "task": {"name": task, "data_dir": str(folder), "train_file": file, "validation_file": file} | shortest,
             "phases": [
                 {
                     "max_steps": 1,
-                    "techniques": {"distill": distill},
-                    "loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in WEIGHTS.items()},
+                    "techniques": techniques,
+                    "loss": {"task": 1.0} | loss,
                 }
             ],
             "cache_dir": str(folder / "cache"),
         }
     )
     (phase,) = recipe.phases
-    student = folder / task / "student"
+    student = folder / task / ("llama" if way == "skip" else "student")
     config = {
         "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
         "gradient_accumulation_steps": cut.accumulation,
@@ -138,4 +144,8 @@ def _folders() -> str:
         for task, (auto, config) in (kinds | {"ner": (AutoModelForTokenClassification, tags)}).items():
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)
+    shape = SMALL | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32}
+    llama = LlamaConfig(**shape, **vocabulary, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(llama).save_pretrained(folder / "clm" / "llama")
+    tokenizer.save_pretrained(folder / "clm" / "llama")
     return str(folder)

@@ -35,13 +35,8 @@ from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
 from ds_trainer.cli.report import report_command
-<<<<<<< HEAD
 from ds_trainer.config.recipe import parse_task
-from ds_trainer.config.task_specs import LmSpec, SquadSpec, TextSpec
-=======
-from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
-from ds_trainer.config.task_specs import TokenSpec
->>>>>>> b212d812e12c1c658162fea5ea481b0e169072b3
+from ds_trainer.config.task_specs import LmSpec, SquadSpec, TextSpec, TokenSpec
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
