@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from itertools import product
@@ -33,6 +34,17 @@ LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10
 """Documents of 3 to 30 words: a micro-batch of the longest has many times the tokens of one of the shortest."""
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "attn_implementation": "eager"}
 WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3, "attention": 20.0}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[CLS]{{ m.content }}[SEP]{% endfor %}{% if add_generation_prompt %}[CLS]{% endif %}"
+)
+VARIANTS = {
+    "mlm": {},
+    "mlm-everywhere": {},
+    "clm": {},
+    "clm-packed": {"packing": True, "max_seq_length": 32, "train_file": "more.txt"},
+    "clm-chat": {"packing": True, "max_seq_length": 64, "messages_column": "messages", "train_file": "chat.jsonl"},
+}
+"""What a task has beyond its name; rows of packed documents have many labels or few, too."""
 CUTS = {1: (1, 8), 2: (1, 4)}
 """The numbers of micro-batches a rank, by the number of ranks."""
 
@@ -48,8 +60,11 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
-    return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
+    every = [Cut(*each) for each in product(VARIANTS, range(4), CUTS[world])]
+    return chosen(
+        every,
+        lambda cut: cut.stage == (0 if world == 1 else 3) or (cut.task == "clm-chat" and cut.accumulation > 1),
+    )
 
 
 def gradients() -> dict[str, dict[str, Tensor]]:
@@ -76,14 +91,14 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
 
 
 def _plan(cut: Cut, folder: Path) -> PhasePlan:
-    task, _, everywhere = cut.task.partition("-")
+    task, _, variant = cut.task.partition("-")
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
     if task == "mlm":
-        distill["restrict_ce_to_mask"] = not everywhere
+        distill["restrict_ce_to_mask"] = variant != "everywhere"
     recipe = parse_recipe(
         {
             "task": {"name": task, "data_dir": str(folder), "train_file": "text.txt", "validation_file": "text.txt"}
-            | {"min_seq_length": 2},
+            | {"min_seq_length": 2, **VARIANTS[cut.task]},
             "phases": [
                 {
                     "max_steps": 1,
@@ -115,7 +130,12 @@ def _folders() -> str:
     """The text, and of each task a student and a wider teacher, without dropout."""
     folder = Path(tempfile.mkdtemp())
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
+    (folder / "more.txt").write_text("\n".join(LINES * 3) + "\n")
+    asked = [{"role": "user", "content": "the dog"}]
+    chats = [{"messages": [*asked, {"role": "assistant", "content": line}] * 2} for line in LINES * 2]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
     tokenizer = train_tokenizer(LINES * 5, 60, True)
+    tokenizer.chat_template = CHAT_TEMPLATE
     vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(3)
     for name, width in (("student", 16), ("teacher", 24)):

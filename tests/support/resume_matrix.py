@@ -19,6 +19,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from support import hyperparameters
 from support.exhaustive import chosen
+from support.words import WORDS
 
 from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
@@ -67,6 +68,14 @@ JOINT = {
     },
 }
 STATIC = {"techniques": {"prune": {"final_threshold": 0.3, "train_weights": False, "initial_warmup": 0}}}
+PACKED = {
+    "task": {"name": "clm", "max_seq_length": 24, "min_seq_length": 2, "packing": True},
+    "student": {"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}},
+    "techniques": {"prune": {"final_threshold": 0.3, "initial_warmup": 0}},
+}
+"""Its 60 rows, in which 4 epochs end after step 15, hold the documents of `DOCUMENTS`."""
+DOCUMENTS = [" ".join(WORDS[kind].split()[: 1 + n % 4]) for n in range(106) for kind in WORDS]
+CASES["packed-zero1-bf16"] = PACKED
 OTHERS = {
     "all": (JOINT, "zero0-fp32 zero1-bf16 zero2-autocast zero3-fp32 zero3-bf16"),
     "heads": (HEADS, "zero2-fp16 zero3-fp16"),
@@ -77,7 +86,9 @@ OTHERS = {
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
 _REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
-_REPRESENT += "static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
+_REPRESENT += (
+    "packed-zero1-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
+)
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
 """Their steps, and how often they save."""
@@ -119,6 +130,9 @@ class StopAfter:
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
     changes = {"eval_steps": EVALUATE, **changes_of(case)}
+    if "task" in changes:
+        files = dict.fromkeys(("train_file", "validation_file"), "packed.txt")
+        changes["task"] = changes["task"] | {"data_dir": str(Path(recipe).parent), **files}
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
@@ -179,6 +193,7 @@ def main(recipe: str, out: Path) -> None:
     loop.SETTLE_EVERY = 3  # other steps than those of the records, and of the stops
     distributed.start_logging()
     distributed.start()
+    distributed.on_main(lambda: (Path(recipe).parent / "packed.txt").write_text("\n".join(DOCUMENTS)))
     first = job_of(recipe, "zero0-fp32", out / "teacher")
     models = StartingModels(first.recipe, out / "starting")
     distributed.on_main(lambda: first.output.mkdir(parents=True))
