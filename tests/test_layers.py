@@ -16,7 +16,7 @@ BUDGETS = {
     "hosts": 531,
     "config": 1247,
     "models": 2402,
-    "tasks": 2327,
+    "tasks": 2328,
     "techniques": 2189,
     "engine": 1685,
     "report": 1161,

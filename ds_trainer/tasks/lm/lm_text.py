@@ -42,11 +42,16 @@ def check_data_files(spec: LmSpec, splits: Sequence[str] | None = None) -> list[
 
 
 def training_texts(spec: LmSpec) -> list[str]:
-    """Return every document of the training split; the roles and contents of a conversation are one text."""
-    return list(documents(spec, "train", lambda messages: "\n".join(f"{m['role']}\n{m['content']}" for m in messages)))
+    """Return every document of the training split."""
+    return list(documents(spec, "train"))
 
 
-def documents(spec: LmSpec, split: str, read: Read | None = None) -> Iterator[Any]:
+def as_text(messages: list[Message]) -> str:
+    """Return the roles and contents of a conversation, a line each."""
+    return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
+
+
+def documents(spec: LmSpec, split: str, read: Read = as_text) -> Iterator[Any]:
     """Yield the texts of a split, except blank ones, or with messages_column what `read` makes of its conversations.
 
     An error in a file is raised when its line is reached.
@@ -93,10 +98,10 @@ def files(spec: LmSpec, split: str) -> list[Path]:
 def _check_split(spec: LmSpec, split: str) -> None:
     for path in files(spec, split):
         if path.suffix.lower() == ".jsonl":
-            next(_parsed(spec, FileRecords(path, [spec.column]), lambda messages: None))
+            next(_parsed(spec, FileRecords(path, [spec.column]), as_text))
 
 
-def _of_file(spec: LmSpec, path: Path, read: Read | None) -> Iterable[Any]:
+def _of_file(spec: LmSpec, path: Path, read: Read) -> Iterable[Any]:
     if path.suffix.lower() == ".jsonl":
         return _parsed(spec, FileRecords(path, [spec.column]), read)
     if spec.line_by_line:
@@ -104,12 +109,11 @@ def _of_file(spec: LmSpec, path: Path, read: Read | None) -> Iterable[Any]:
     return ["".join(records.lines(path))]
 
 
-def _parsed(spec: LmSpec, source: Records, read: Read | None) -> Iterator[Any]:
+def _parsed(spec: LmSpec, source: Records, read: Read) -> Iterator[Any]:
     def parse(record: records.Record) -> Any:
-        if not spec.messages_column:
-            return records.text_in(record, spec.text_column)
-        assert read is not None, "a conversation is no text by itself"
-        return read(_messages_in(record, spec.messages_column))
+        if spec.messages_column:
+            return read(_messages_in(record, spec.messages_column))
+        return records.text_in(record, spec.text_column)
 
     return (document for _, document in source.parsed(parse))
 
