@@ -39,6 +39,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positi
 
 def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     task = {"text": lambda: text_task, "squad": lambda: squad_files(folder)}.get(name, lambda: lm_files(name, folder))()
+    task |= {"packing": True} if name == "clm" else {}
     common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}

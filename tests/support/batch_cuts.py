@@ -6,6 +6,7 @@ in micro-batches.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from itertools import product
@@ -42,6 +43,18 @@ LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10
 TAGS = {"the": "O", "old": "B-age", "dog": "B-animal"}
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "attn_implementation": "eager"}
 WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3, "attention": 20.0}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[CLS]{{ m.content }}[SEP]{% endfor %}{% if add_generation_prompt %}[CLS]{% endif %}"
+)
+_LM = {"train_file": "text.txt", "min_seq_length": 2}
+_PACKED = {"packing": True, "min_seq_length": 2}
+VARIANTS = {
+    **dict.fromkeys(("mlm", "mlm-everywhere", "clm", "clm-skip"), _LM),
+    "clm-packed": _PACKED | {"max_seq_length": 32, "train_file": "more.txt"},
+    "clm-chat": _PACKED | {"max_seq_length": 64, "messages_column": "messages", "train_file": "chat.jsonl"},
+    "ner": {"train_file": "tags.conll"},
+}
+"""What a task has beyond its name. Rows of packed documents have many labels or few, too."""
 CUTS = {1: (1, 8), 2: (1, 4)}
 """The numbers of micro-batches a rank, by the number of ranks."""
 
@@ -57,8 +70,11 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm", "clm-skip", "ner"), range(4), CUTS[world])]
-    return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
+    every = [Cut(*each) for each in product(VARIANTS, range(4), CUTS[world])]
+    return chosen(
+        every,
+        lambda cut: cut.stage == (0 if world == 1 else 3) or (cut.task == "clm-chat" and cut.accumulation > 1),
+    )
 
 
 def gradients() -> dict[str, dict[str, Tensor]]:
@@ -85,18 +101,18 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
 
 
 def _plan(cut: Cut, folder: Path) -> PhasePlan:
-    task, _, way = cut.task.partition("-")
+    task, _, variant = cut.task.partition("-")
+    own = VARIANTS[cut.task]
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
-    file, shortest = ("tags.conll", {}) if task == "ner" else ("text.txt", {"min_seq_length": 2})
     if task == "mlm":
-        distill["restrict_ce_to_mask"] = not way
+        distill["restrict_ce_to_mask"] = variant != "everywhere"
     techniques: dict = {"distill": distill}
     loss = {f"distill.{term}": weight for term, weight in WEIGHTS.items()}
-    if way == "skip":
+    if variant == "skip":
         techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
     recipe = parse_recipe(
         {
-            "task": {"name": task, "data_dir": str(folder), "train_file": file, "validation_file": file} | shortest,
+            "task": {"name": task, "data_dir": str(folder), "validation_file": own["train_file"], **own},
             "phases": [
                 {
                     "max_steps": 1,
@@ -108,7 +124,7 @@ def _plan(cut: Cut, folder: Path) -> PhasePlan:
         }
     )
     (phase,) = recipe.phases
-    student = folder / task / ("llama" if way == "skip" else "student")
+    student = folder / task / ("llama" if variant == "skip" else "student")
     config = {
         "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
         "gradient_accumulation_steps": cut.accumulation,
@@ -130,7 +146,12 @@ def _folders() -> str:
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
     tagged = ["\n".join(f"{word}\t{TAGS[word]}" for word in line.split()) for line in LINES]
     (folder / "tags.conll").write_text("\n\n".join(tagged) + "\n")
+    (folder / "more.txt").write_text("\n".join(LINES * 3) + "\n")
+    asked = [{"role": "user", "content": "the dog"}]
+    chats = [{"messages": [*asked, {"role": "assistant", "content": line}] * 2} for line in LINES * 2]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
     tokenizer = train_tokenizer(LINES * 5, 60, True)
+    tokenizer.chat_template = CHAT_TEMPLATE
     vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(3)
     for name, width in (("student", 16), ("teacher", 24)):
