@@ -23,7 +23,7 @@ Kind = Literal["forward", "reverse", "js"]
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """How many logits are processed at a time: as many as fit into a core's cache, or keep a GPU busy."""
 _SMALLEST = 1e-30
-"""The least mass of the other classes that is divided by, relative to the student's likeliest class."""
+"""The least probability of an outcome by the student, which is divided by."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TopK:
         scaled = logits.float() / temperature
         top, ids = scaled.topk(k)
         log_sum = scaled.logsumexp(-1, keepdim=True)
-        rest = scaled.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        rest = scaled.scatter_(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         return cls(ids, torch.cat([top, rest], -1) - log_sum)
 
 
@@ -71,8 +71,8 @@ class _Divergence(torch.autograd.Function):
             value, slopes = _compared(student_log, teacher_log, kind)
             total += value
             if gradient is not None:
-                own = student_log.exp_().mul_(slopes.sum(-1, keepdim=True))
-                gradient[part] = slopes.sub_(own).mul_(temperature / rows)
+                sums = slopes.sum(-1, keepdim=True)
+                gradient[part] = slopes.addcmul_(student_log.exp_(), sums, value=-1).mul_(temperature / rows)
         ctx.gradient = gradient
         return total * (temperature**2 / rows)
 
@@ -85,42 +85,41 @@ class _Divergence(torch.autograd.Function):
 
 
 class _TopKDivergence(torch.autograd.Function):
-    """With e = exp(z - max z) and its sums, over all classes and over the others, the gradient by an outcome's logit is
+    """With q the student's probabilities, Q their sum over the other classes, the gradient by the logit of a class is
 
-    slope - probability * (sum of slopes)             for each of the k classes, and
-    e / sum over others * (slope of the others) - e / sum over all * (sum of slopes)    for each of the others.
+    slope - q * (sum of slopes)                           for each of the k classes, and
+    q * (slope of the others / Q - sum of slopes)         for each of the others.
 
-    The latter is e times a number for each row, so that `forward` makes e and `backward` multiplies it.
+    The latter is q times a number for each row: `forward` keeps q, and `backward` multiplies it.
     """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, ids: Tensor, teacher_log: Tensor, temperature: float, kind: Kind) -> Tensor:
-        powers = _gradient_memory(student) if ctx.needs_input_grad[0] else None
-        rows, top, others = max(1, len(student)), torch.empty_like(teacher_log[:, 1:]), []
+        shares = _gradient_memory(student) if ctx.needs_input_grad[0] else None
+        held = shares if shares is not None and shares.dtype == torch.float32 else None
+        rows, outcomes = max(1, len(student)), torch.empty_like(teacher_log)
         for part in _chunks(student):
-            scaled = student[part].float() / temperature
-            scaled -= scaled.amax(-1, keepdim=True)
-            torch.gather(scaled, -1, ids[part], out=top[part])
-            scaled.exp_().scatter_(-1, ids[part], 0)  # so that the small mass of the others is no difference
-            others.append(scaled.sum(-1, keepdim=True))
-            if powers is not None:
-                powers[part] = scaled
-        rest = torch.cat(others).clamp_(min=_SMALLEST)
-        total = top.exp().sum(-1, keepdim=True) + rest
-        student_log = torch.cat([top, rest.log()], -1) - total.log()
-        value, slopes = _compared(student_log, teacher_log, kind)
-        if powers is not None:
+            logits = student[part].float()
+            scaled = logits if temperature == 1 else logits / temperature
+            own = torch.softmax(scaled, -1, out=None if held is None else held[part])
+            outcomes[part, :-1] = own.gather(-1, ids[part])
+            own.scatter_(-1, ids[part], 0)  # so that the small mass of the others is no difference
+            outcomes[part, -1] = own.sum(-1)
+            if shares is not None and held is None:
+                shares[part] = own
+        outcomes.clamp_(min=_SMALLEST)
+        value, slopes = _compared(outcomes.log(), teacher_log.clone(), kind)
+        if shares is not None:
             sums, scale = slopes.sum(-1, keepdim=True), temperature / rows
-            of_others = (slopes[:, -1:] / rest - sums / total) * scale
-            of_top = (slopes - student_log.exp() * sums)[:, :-1] * scale
-            ctx.save_for_backward(ids, of_top, of_others)
-        ctx.powers = powers
+            of_top, of_others = (slopes - outcomes * sums)[:, :-1], slopes[:, -1:] / outcomes[:, -1:] - sums
+            ctx.save_for_backward(ids, of_top * scale, of_others * scale)
+        ctx.shares = shares
         return value * (temperature**2 / rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None, None]:
-        gradient, ctx.powers = ctx.powers, None
+        gradient, ctx.shares = ctx.shares, None
         assert gradient is not None, "differentiated once already"
         ids, of_top, of_others = ctx.saved_tensors
         gradient.mul_(of_others * slope).scatter_(-1, ids, (of_top * slope).to(gradient.dtype))
@@ -131,11 +130,11 @@ def _compared(student_log: Tensor, teacher_log: Tensor, kind: Kind) -> tuple[Ten
     """Return the divergence summed over all rows, and its slopes by `student_log`, both (rows, outcomes).
 
     A multiple of the student's probabilities, the same in a row, may be missing in the slopes: the gradient by the
-    logits, slope - probability * (sum of slopes), is then the same.
+    logits, slope - probability * (sum of slopes), is then the same. May overwrite `teacher_log`.
     """
     if kind == "forward":
         share = teacher_log.exp()
-        return torch.sum(share * (teacher_log - student_log)), share.neg_()
+        return torch.sum(share * teacher_log.sub_(student_log)), share.neg_()
     own = student_log.exp()
     if kind == "reverse":
         slopes = own.mul_(student_log - teacher_log)

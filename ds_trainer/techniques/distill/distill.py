@@ -193,8 +193,10 @@ class Distill(Technique):
     def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor | TopK]]) -> None:
         """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
         for student, teacher in [] if self.task.regression else pairs:
-            likeliest = teacher.ids[:, 0] if isinstance(teacher, TopK) else teacher.argmax(-1)
-            same = (student.argmax(-1) == likeliest).sum()
+            if isinstance(teacher, TopK):  # the largest logit is found faster than its place: a tie counts as the same
+                same = (student.gather(-1, teacher.ids[:, :1])[:, 0] == student.amax(-1)).sum()
+            else:
+                same = (student.argmax(-1) == teacher.argmax(-1)).sum()
             # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
             counts = torch.stack([same, torch.full_like(same, len(student))])
             self._counts = self._counts.to(same.device) + counts
