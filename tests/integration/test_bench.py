@@ -30,6 +30,7 @@ FIGURES = {
     "structured_speed": 11,
     "student_speed": 1,
     "teacher_cache": 1,
+    "top_k_cache": 8,
     "traffic": 1,
     "tune": 1,
     "two_ranks": 3,
