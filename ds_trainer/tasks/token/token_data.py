@@ -65,8 +65,11 @@ def check_data_files(spec: TokenSpec, splits: Sequence[str] | None = None) -> li
 
 
 def training_texts(spec: TokenSpec) -> list[str]:
-    """Return every sentence of the training split as a text, including held-out ones."""
-    return [" ".join(sentence.words) for sentence in read_sentences(spec, "train")]
+    """Return every sentence of the training split as a text, including held-out ones.
+
+    A space is before every word, also the first one: byte-level tokenizers have other tokens where there is none.
+    """
+    return ["".join(f" {word}" for word in sentence.words) for sentence in read_sentences(spec, "train")]
 
 
 def read_sentences(spec: TokenSpec, split: str) -> list[Sentence]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import TokenSpec
+from ds_trainer.files.messages import listed
 from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, check_fits
 from ds_trainer.ranks import distributed
@@ -172,7 +173,7 @@ class TokenTask(Task):
             for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
                 if tag not in classes:
                     where = token_data.origin(self.spec, source_split(self.spec, split))
-                    allowed = ", ".join(map(repr, self.label_names))
+                    allowed = listed(self.label_names)
                     raise UserError(
                         f"{where}, sentence at {sentence.place}: unknown tag {tag!r}: allowed are {allowed}"
                     )
@@ -226,5 +227,7 @@ def _tags(spec: TokenSpec, head: Sequence[str] | None) -> tuple[str, ...]:
 def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
     tags = {tag for sentence in token_data.read_sentences(spec, split) for tag in sentence.tags}
     if len(tags) < 2:
-        raise UserError(f"{token_data.origin(spec, split)} has only the tag {tags.pop()!r}: at least two are needed")
+        raise UserError(
+            f"{token_data.origin(spec, split)} has the tags {listed(tags) or 'none'}: at least two are needed"
+        )
     return tuple(sorted(tags, key=lambda tag: (tag != OUTSIDE, tag)))
