@@ -17,7 +17,7 @@ BUDGETS = {
     "config": 1265,
     "models": 2473,
     "tasks": 2383,
-    "techniques": 2235,
+    "techniques": 2234,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
