@@ -58,7 +58,8 @@ def own_cache(tmp_path_factory):
 def csv_folder(tmp_path_factory) -> Path:
     """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate.
 
-    In CoNLL files of the same names the words of the labels are tagged.
+    In CoNLL files of the same names the words of the labels are tagged; `train.txt` and `validation.txt` have the
+    texts, one a line.
     """
     folder = tmp_path_factory.mktemp("csv")
     rng = random.Random(0)
@@ -73,6 +74,8 @@ def csv_folder(tmp_path_factory) -> Path:
         (folder / name).write_text("\n".join(lines) + "\n")
         tagged = [[f"{word}\t{tag_of(word)}" for word in line.split(",")[0].split()] for line in lines[1:]]
         (folder / name).with_suffix(".conll").write_text("\n\n".join("\n".join(rows) for rows in tagged) + "\n")
+        texts = [line.partition(",")[0] for line in lines[1:]]
+        (folder / name).with_suffix(".txt").write_text("\n".join(texts) + "\n")
     return folder
 
 

@@ -155,6 +155,8 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        if self.techniques.layer_skip and "layer_skip.exits" not in self.loss:
+            raise UserError('layer_skip has no weight: set loss["layer_skip.exits"], e.g. 1.0 beside "task": 1.0')
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
         if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
@@ -210,6 +212,9 @@ class Recipe(Strict):
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
+            name = (phase.task or self.task).name
+            if phase.techniques.layer_skip and name != "clm":
+                raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
             if distill:
                 self._check_family(phase, "teaches", distill.teacher, before)
             if phase.cut and phase.cut.judges_answers:
