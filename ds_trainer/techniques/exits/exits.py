@@ -93,8 +93,8 @@ class Exits(Technique):
         terms = {}
         if "heads" in self.spec.terms:
             values = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
-            share = forward.shares.get(self.task.loss_unit, 1.0)  # as of the term in the objective
-            self._loss_sums = self._loss_sums + share * torch.stack(values).detach().double()
+            weighted = torch.stack(values).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
+            self._loss_sums = self._loss_sums + weighted.double()
             self._loss_count += 1
             if self.spec.training == "joint":
                 values.append(self.task.loss(forward.out, forward.batch))

@@ -41,8 +41,8 @@ def doubt(
     """Return the doubt of a head about each sample: (batch, classes) or (batch, length, classes) -> (batch,), fp64.
 
     It is the entropy, the negative confidence, or by patience the distance from the answer of the head before, whose
-    logits are `before`; classes are 0 or 1 apart. It is infinite at the first head, and in place of NaN: such a sample
-    never leaves. `counted` (batch, length) has the tokens whose doubts count; None where logits are of whole samples.
+    logits are `before`; classes are 0 or 1 apart, and at the first head it is infinite. `counted` (batch, length) has
+    the tokens whose doubts count; None where logits are of whole samples.
     """
     if criterion == "entropy":
         values = entropy(logits)
@@ -55,16 +55,18 @@ def doubt(
     else:
         values = (logits.argmax(-1) != before.argmax(-1)).double()
     if counted is not None and over == "mean" and criterion != "patience":
-        values = values.where(counted, 0.0).sum(-1) / counted.sum(-1)
-    elif counted is not None:
-        values = values.where(counted, -math.inf).amax(-1)
-    return torch.where(values.isnan(), math.inf, values)
+        return values.where(counted, 0.0).sum(-1) / counted.sum(-1)
+    return values if counted is None else values.where(counted, -math.inf).amax(-1)
 
 
 def doubts_of_all(criterion: Criterion, over: SequenceUncertainty, logits: Tensor, counted: Tensor | None) -> Tensor:
-    """Return the doubts of all exit heads, (heads - 1, batch), by the logits of all heads, the model's own last."""
+    """Return the doubts of all exit heads, (heads - 1, batch), by the logits of all heads, the model's own last.
+
+    NaN, by which no sample leaves, becomes infinity.
+    """
     pairs = zip(logits[:-1], [None, *logits], strict=False)
-    return torch.stack([doubt(criterion, over, one, before, counted) for one, before in pairs])
+    doubts = torch.stack([doubt(criterion, over, one, before, counted) for one, before in pairs])
+    return torch.where(doubts.isnan(), math.inf, doubts)
 
 
 class RunningPolicy:
