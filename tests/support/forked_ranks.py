@@ -2,7 +2,7 @@
 
 They are real processes with the real engine, and start in a tenth of a second, so that a test can afford many, and can
 afford to kill them. As a script, this is the process they are forked from: it reads requests as JSON lines and answers
-with the ids of the ranks, then with how they ended.
+with the ids of the ranks, then with how they ended. `OwnForks` forks them from the process that uses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +28,7 @@ from support.launching import ROOT, environment, forget_port, free_port
 
 LOADED_ONCE = (
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's check of an optimizer: 2 s of torch.compile
+    "torchmetrics.functional",
     "transformers.models.bert.modeling_bert",
     "ds_trainer.cli.train",
     "ds_trainer.run",
@@ -90,11 +90,14 @@ class ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self.process.kill()
+        self.process.wait()
+
+    def _end(self) -> None:
         for pid in self.running:  # of a test that failed
             if _state(pid) not in ("", "Z"):
                 os.kill(pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
         for port in self.ports:
             forget_port(port)
 
@@ -149,6 +152,28 @@ class ForkServer:
         return json.loads(self.process.stdout.readline())
 
 
+class OwnForks(ForkServer):
+    """The same without a server, for scripts: this process is forked itself, and must have computed nothing before."""
+
+    def __enter__(self) -> OwnForks:
+        import torch
+
+        _load()
+        torch.set_num_threads(1)  # as `environment` does where torch is not yet loaded
+        os.chdir(ROOT)
+        self.ports, self.running = [], set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _ask(self, request) -> None:
+        self.answers = _answers(request)
+
+    def _answer(self):
+        return next(self.answers)
+
+
 def _state(pid: int) -> str:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -175,6 +200,15 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
+    _load()
+    say("ready")
+    for line in sys.stdin:
+        for answer in _answers(json.loads(line)):
+            say(answer)
+
+
+def _load() -> None:
+    """Load what a run loads."""
     for name in LOADED_ONCE:
         importlib.import_module(name)
     from deepspeed.comm.torch import build_shm_op
@@ -187,20 +221,20 @@ def _serve() -> None:
     get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
     gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
-    say("ready")
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "end" in request:
-            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]])
-        elif "script" in request:
-            pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
-            say(pids)
-            say(_end_of(pids, request["timeout"]))
-        else:
-            say([_fork(_be_rank, request, rank) for rank in range(request["ranks"])])
+
+def _answers(request: dict) -> Iterator[object]:
+    if "end" in request:
+        yield [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]]
+    elif "script" in request:
+        pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
+        yield pids
+        yield _end_of(pids, request["timeout"])
+    else:
+        yield [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
 
 
 def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:
+    sys.stdout.flush()  # what it holds is not the fork's to write
     pid = os.fork()
     if not pid:
         become(request, rank)
