@@ -51,7 +51,7 @@ if sabotaged(2):
 
 @pytest.fixture(scope="module")
 def words(taught_recipe, tmp_path_factory) -> list[str]:
-    """The tuning of a phase with masks and a teacher: the user's files, which print an error, and micro-batches that go wrong."""
+    """The tuning of a phase with masks and a teacher: user's files that print an error, micro-batches that go wrong."""
     folder = tmp_path_factory.mktemp("tune")
     (folder / "sabotage.py").write_text(SABOTAGE)
     (folder / "recipe.json").write_text(json.dumps(taught_recipe))
