@@ -10,7 +10,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
 from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
-from ds_trainer.files.writing import write_json
+from ds_trainer.files.writing import write_artifact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
@@ -51,7 +51,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
             distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             if job.predictions_dir:
                 for name, value in files.items():
-                    write_json(job.predictions_dir / saved.path.name / name, value)
+                    write_artifact(job.predictions_dir / saved.path.name / name, value)
         if not rows:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
@@ -90,4 +90,4 @@ def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[st
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
         for name, value in files.items():
-            write_json(job.predictions_dir / name, value)
+            write_artifact(job.predictions_dir / name, value)

@@ -11,11 +11,11 @@ import torch
 
 from ds_trainer import Task
 from ds_trainer.config.task_specs import TaskBase
+from ds_trainer.models.classifiers import load_model
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.tasks.data import pack
 from ds_trainer.tasks.records import FileRecords, file_of, in_data_dir
 from ds_trainer.tasks.task import Batch, check_finite
-from ds_trainer.tasks.text.text_model import load_model
 
 
 class MultilabelSpec(TaskBase):
@@ -39,7 +39,7 @@ class MultilabelTask(Task):
         return replace(pack([ids], {"input_ids": np.int32}), fields={"labels": labels})
 
     def build_model(self, folder: Any) -> Any:
-        model: Any = load_model(folder, self.spec.labels, self.pad_token_id)  # from safetensors, and without its code
+        model: Any = load_model(folder, CLASSIFIER, self.spec.labels, self.pad_token_id)  # runs no code of it
         model.config.problem_type = "multi_label_classification"
         return model
 

@@ -12,7 +12,7 @@ import pytest
 from support.exhaustive import EXHAUSTIVE
 from support.forked_ranks import ForkServer, close_warm_server, warm_server
 from support.launching import SHARED
-from support.words import WORDS
+from support.words import WORDS, tag_of
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,7 +56,11 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def csv_folder(tmp_path_factory) -> Path:
-    """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate."""
+    """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate.
+
+    In CoNLL files of the same names the words of the labels are tagged; `train.txt` and `validation.txt` have the texts,
+    one a line.
+    """
     folder = tmp_path_factory.mktemp("csv")
     rng = random.Random(0)
     for name, rows in (("train.csv", 240), ("validation.csv", 61)):
@@ -68,7 +72,18 @@ def csv_folder(tmp_path_factory) -> Path:
             rng.shuffle(words)
             lines.append(" ".join(words) + f",{kind}")
         (folder / name).write_text("\n".join(lines) + "\n")
+        tagged = [[f"{word}\t{tag_of(word)}" for word in line.split(",")[0].split()] for line in lines[1:]]
+        (folder / name).with_suffix(".conll").write_text("\n\n".join("\n".join(rows) for rows in tagged) + "\n")
+        texts = [line.partition(",")[0] for line in lines[1:]]
+        (folder / name).with_suffix(".txt").write_text("\n".join(texts) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tagged_recipe(tiny_recipe, csv_folder) -> dict:
+    """The tiny recipe with the CoNLL files of the CSV task."""
+    files = {"train_file": "train.conll", "validation_file": "validation.conll"}
+    return tiny_recipe | {"task": {"name": "ner", "data_dir": str(csv_folder), "max_seq_length": 32, **files}}
 
 
 @pytest.fixture(scope="session")

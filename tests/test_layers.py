@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 739,
-    "files": 586,
+    "files": 589,
     "hosts": 531,
-    "config": 1238,
-    "models": 2402,
-    "tasks": 2160,
-    "techniques": 2189,
+    "config": 1282,
+    "models": 2473,
+    "tasks": 2383,
+    "techniques": 2346,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
     "tuning": 949,
     "": 1218,
-    "cli": 981,
+    "cli": 985,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""
@@ -101,7 +101,7 @@ def test_techniques_and_tasks_do_not_know_each_other():
         for family in families:
             text = "".join(path.read_text() for path in family.rglob("*.py"))
             others = [f"ds_trainer.{kind}.{other.name}." for other in families if other != family]
-            others += [f"ds_trainer.tasks.{name}." for name in ("text", "squad", "lm") if kind == "techniques"]
+            others += [f"ds_trainer.tasks.{name}." for name in ("text", "squad", "lm", "token") if kind == "techniques"]
             assert [other for other in others if other in text] == []
 
 

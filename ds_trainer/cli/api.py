@@ -92,9 +92,9 @@ def cut(model: str | Path, output_dir: str | Path, spec: float | Mapping[str, An
 def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
     """Load the model of a model folder or a checkpoint, in evaluation mode, in fp32.
 
-    With exit heads in the folder, its forward exits early: `logits` (rows, classes), and `exit_layers` (rows,), the
-    layers that each sample went through. Raises UserError where the folder holds no trained model. By default weights
-    are safetensors, and no code of the folder is run; `config/trust.py` says what the two permissions are.
+    With exit heads in the folder, its forward exits early: `logits` as the model gives them, and `exit_layers` (rows,),
+    the layers that each sample went through. Raises UserError where the folder holds no trained model. By default
+    weights are safetensors, and no code of the folder is run; `config/trust.py` says what the two permissions are.
     """
     from ds_trainer.techniques.exits.early_exit import load_for_inference
 

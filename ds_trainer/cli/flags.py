@@ -38,7 +38,7 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
 def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
     """Add the flags of every command that has a task, training included."""
     add = parser.add_argument
-    add("--task_name", help="a GLUE task, docstrings, text, squad, mlm or clm")
+    add("--task_name", help="a GLUE task, docstrings, text, ner, token, squad, mlm or clm")
     add("--data_dir", help="folder of the task's files")
     add("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
     add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")

@@ -17,6 +17,7 @@ from ds_trainer.cli.train import FIELDS, apply_flags, apply_to_files, read_train
 from ds_trainer.config.jobs import RecipeSpace, RecipeTuneJob, TrainJob, TuneJob, ValueRange
 from ds_trainer.config.recipe import Recipe, TextSpec
 from ds_trainer.config.settings import assign
+from ds_trainer.config.task_specs import LabelledSpec
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import parse_json, read_json
@@ -200,8 +201,8 @@ def _held_out_mistakes(recipe: Recipe) -> list[str]:
     for phase in recipe.phases:
         task, path = phase.task or recipe.task, f"phases.{phase.name}.task" if phase.task else "task"
         shares.add(getattr(task, "held_out", 0.0))
-        if not isinstance(task, TextSpec):
-            text = "only labelled text has held-out examples, on which the trials of a recipe are scored"
+        if not isinstance(task, LabelledSpec):
+            text = "only labelled text and tagged words have held-out examples, on which trials are scored"
             mistakes.append(f"phase {phase.name} has the task {task.name}: {text}")
         elif not task.held_out:
             way_out = f"set it in the recipe, or give --set {path}.held_out=0.1"

@@ -18,6 +18,7 @@ MOST_CONFIDENCE = 1 + 1e-6
 """A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
+SequenceUncertainty = Literal["least_certain", "mean"]
 ExitTerm = Literal["heads", "distill"]
 Patience = Annotated[int, Field(strict=True, ge=1, le=1000)]
 
@@ -70,6 +71,7 @@ class ExitsSpec(Strict):
     terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
+    sequence_uncertainty: SequenceUncertainty | None = Field(None, description="of tagged words; least_certain")
     criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
     early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
     early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
@@ -85,6 +87,8 @@ class ExitsSpec(Strict):
             raise UserError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
         if self.per_head and not self.calibrated:
             raise UserError("per_head refines a calibration: set target_speedup or max_drop, or write a list")
+        if self.sequence_uncertainty == "mean" and self.chosen_criterion == "patience":
+            raise UserError('sequence_uncertainty is "mean", and by patience every token must agree: drop one of them')
         aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
         for name in self._thresholds_set():
             if self.calibrated and name != "patience":  # calibrating a regression picks its tolerance, not its patience
@@ -110,12 +114,13 @@ class ExitPolicy(Strict):
     """The rule by which a sample leaves.
 
     `thresholds` has one entry per head. By patience only a regression has thresholds: the tolerances within which two
-    scores agree.
+    scores agree. `sequence_uncertainty` is how a sequence is judged by its tokens, where heads classify tokens.
     """
 
     criterion: Criterion
     thresholds: list[Rate] = Field(default_factory=list)
     patience: Patience | None = None
+    sequence_uncertainty: SequenceUncertainty = "least_certain"
 
     @property
     def of_regression(self) -> bool:
@@ -124,12 +129,16 @@ class ExitPolicy(Strict):
 
 
 class SavedExits(Strict):
-    """The content of `exits.json`: the layers with an exit head beside the model's own, and the exit policy."""
+    """The content of `exits.json`: the layers with an exit head beside the model's own, and the exit policy.
+
+    Heads without `pooling` classify every token. Whether a sequence leaves does not depend on its `special_tokens`.
+    """
 
     version: Literal[1] = 1
     layers: LayerNumbers
-    pooling: Pooling
+    pooling: Pooling | None
     policy: ExitPolicy
+    special_tokens: list[int] = Field(default_factory=list, description="ids of tokens that are no part of a text")
     held_out: Share = Field(0.0, description="share of the training set that was kept out of training")
     held_out_key: str = Field("", description="hash that identifies the examples that were kept out of training")
     calibration: dict[str, Any] | None = None
@@ -164,7 +173,8 @@ def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
     if value is None:
         value = 0.9 if criterion == "confidence" else 0.1
     thresholds = value if isinstance(value, list) else [value] * heads
-    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
+    over = spec.sequence_uncertainty or "least_certain"
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience, sequence_uncertainty=over)
     check_policy(policy, heads, regression)
     return policy
 

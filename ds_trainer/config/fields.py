@@ -17,6 +17,13 @@ def _whole_or_fraction(value: Any) -> Any:
     raise UserError("write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
 
 
+def _name_or_number(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
+    if whole or isinstance(value, str):
+        return value
+    raise UserError("write the name of a column, or in a file without a header its number, from 0")
+
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
 """A part of a whole that is not all of it."""
@@ -24,6 +31,8 @@ Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
 Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
 """An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
+Column = Annotated[str | int, BeforeValidator(_name_or_number)]
+"""A column of a table: a str is its name, an int its number, from 0."""
 Positive = Annotated[int, Field(strict=True, gt=0, lt=_TOO_LARGE)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=_TOO_LARGE)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]

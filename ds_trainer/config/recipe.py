@@ -19,7 +19,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
-from ds_trainer.config.task_specs import FAMILIES, AnyTask, LmSpec, SquadSpec, TaskSpec, TextSpec, family  # noqa: F401
+from ds_trainer.config.task_specs import FAMILIES, AnyTask, LabelledSpec, TaskSpec, TextSpec, TokenSpec, family
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
@@ -155,6 +155,8 @@ class Phase(Strict):
             for term in spec.terms if spec else []:
                 if f"{name}.{term}" not in self.loss:
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
+        if self.techniques.layer_skip and "layer_skip.exits" not in self.loss:
+            raise UserError('layer_skip has no weight: set loss["layer_skip.exits"], e.g. 1.0 beside "task": 1.0')
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
         if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
@@ -210,6 +212,9 @@ class Recipe(Strict):
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
+            name = (phase.task or self.task).name
+            if phase.techniques.layer_skip and name != "clm":
+                raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
             if distill:
                 self._check_family(phase, "teaches", distill.teacher, before)
             if phase.cut and phase.cut.judges_answers:
@@ -230,10 +235,12 @@ class Recipe(Strict):
 
     def _check_exits(self, phase: Phase) -> None:
         """Allow exits on labelled text only, and calibration only on examples that no phase has trained on."""
-        task = phase.task or self.task
-        if not isinstance(task, TextSpec):
+        task, exits = phase.task or self.task, phase.techniques.exits
+        if not isinstance(task, LabelledSpec):
             raise UserError(f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text')
-        exits = phase.techniques.exits
+        unsuited = "pooling" if isinstance(task, TokenSpec) else "sequence_uncertainty"
+        if getattr(exits, unsuited):
+            raise UserError(f'phase "{phase.name}" has exits.{unsuited}, which the heads of {task.name} lack: drop it')
         if exits and exits.calibrated and not task.held_out:
             raise UserError(
                 f'phase "{phase.name}" calibrates its exits, and no training examples are held out for that: set '
@@ -241,7 +248,7 @@ class Recipe(Strict):
             )
         data = ("name", "data_dir", "dataset", "train_file")
         for other in (other.task or self.task for other in self.phases):
-            if not isinstance(other, TextSpec) or any(getattr(other, f) != getattr(task, f) for f in data):
+            if not isinstance(other, LabelledSpec) or any(getattr(other, f) != getattr(task, f) for f in data):
                 continue
             if other.held_out != task.held_out:
                 raise UserError(

@@ -1,7 +1,7 @@
-"""The task section of a recipe: labelled text, extractive question answering, language modelling.
+"""The task section of a recipe: labelled text, tags of words, extractive question answering, language modelling.
 
-The name selects the family: "squad" is question answering, "mlm" and "clm" are language modelling, all others are
-labelled text. Whether the files exist is checked in `tasks/`.
+The name selects the family: "squad" is question answering, "mlm" and "clm" are language modelling, "ner" and "token"
+are tags of words, all others are labelled text. Whether the files exist is checked in `tasks/`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from ds_trainer.config.fields import Count, Fraction, Positive, Share, Strict
+from ds_trainer.config.fields import Column, Count, Fraction, Positive, Share, Strict
 from ds_trainer.ranks.failures import UserError
 
 Length = Annotated[int, Field(strict=True, ge=4)]
@@ -40,20 +40,39 @@ class TaskBase(Strict):
         return []
 
 
-class TextSpec(TaskBase):
+class LabelledSpec(TaskBase):
+    """A task some of whose training examples can be held out."""
+
+    held_out: Share = Field(0.0, description="share of the training set that no phase trains on, for calibrating exits")
+    score_held_out: bool = Field(False, description="score on these examples, in place of the evaluation set")
+
+
+class TextSpec(LabelledSpec):
     """A labelled-text task: a GLUE name, "docstrings" (embedded), or "text" with files or a hub data set.
 
     The files of "text" are .csv, .tsv, .jsonl or .parquet.
     """
 
     name: str = "docstrings"
-    text_columns: list[str] | None = Field(None, min_length=1, max_length=2)
-    label_column: str | None = None
+    text_columns: list[Column] | None = Field(None, min_length=1, max_length=2)
+    label_column: Column | None = None
+    header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
     regression: bool = False
     metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
     max_seq_length: Length = 128
-    held_out: Share = Field(0.0, description="share of the training set that no phase trains on, for calibrating exits")
-    score_held_out: bool = Field(False, description="score on these examples, in place of the evaluation set")
+
+
+class TokenSpec(LabelledSpec):
+    """Tags of words, such as named entities: "ner" reads CoNLL files, "token" .jsonl or .parquet files.
+
+    Both read a hub data set where `dataset` names one.
+    """
+
+    name: Literal["ner", "token"]
+    tokens_column: str = Field("tokens", description="words of a sentence; CoNLL files have no columns by name")
+    tags_column: str = Field("tags", description="a tag for each word")
+    label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
+    max_seq_length: Length = Field(128, description="the words beyond it go into further windows")
 
 
 class SquadSpec(TaskBase):
@@ -125,7 +144,7 @@ class LmSpec(TaskBase):
         return self
 
 
-TaskSpec = TextSpec | SquadSpec | LmSpec
+TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec
 
 
 class Family(NamedTuple):
@@ -149,6 +168,9 @@ FAMILIES: dict[str, Family] = {
         SquadSpec, "ds_trainer.tasks.squad.squad_task:SquadTask", "ds_trainer.tasks.squad.squad_file", ("squad",)
     ),
     "lm": Family(LmSpec, "ds_trainer.tasks.lm.lm_task:LmTask", "ds_trainer.tasks.lm.lm_text", ("mlm", "clm")),
+    "token": Family(
+        TokenSpec, "ds_trainer.tasks.token.token_task:TokenTask", "ds_trainer.tasks.token.token_data", ("ner", "token")
+    ),
 }
 """Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take
 effect once its models are rebuilt (`model_rebuild(force=True)`)."""

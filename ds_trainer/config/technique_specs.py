@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.fields import Count, Rate, Strict
+from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.ranks.failures import UserError
 
@@ -51,10 +51,26 @@ class DistillSpec(Strict):
         return self
 
 
+class LayerSkipSpec(Strict):
+    """Layer dropout and early-exit losses of a decoder, as in LayerSkip (arXiv 2404.16710), for the task "clm"."""
+
+    layer_dropout: Share = Field(0.1, description="chance that a sample skips the last layer; 0 at the first layer")
+    dropout_schedule: Literal["constant", "exponential"] = Field(
+        "constant", description='over the phase; "exponential" grows from 0, for training from scratch'
+    )
+    curriculum: Literal["rotational", "gradual"] = Field(
+        "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
+    )
+    rotation: Positive | None = Field(
+        None, description="each step trains every so many-th exit; 1 is all of them; by default one exit a step"
+    )
+
+
 class Techniques(Strict):
     exits: ExitsSpec | None = None
     prune: PruneSpec | None = None
     distill: DistillSpec | None = None
+    layer_skip: LayerSkipSpec | None = None
     keep_zeros: Literal[True] | None = Field(
         None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
     )

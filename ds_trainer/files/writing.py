@@ -28,6 +28,12 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
+def write_artifact(path: Path, value: Any) -> None:
+    """Write text as it is, and any other value as JSON; missing folders above the file are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, value) if isinstance(value, str) else write_json(path, value)
+
+
 @contextlib.contextmanager
 def file_aside(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to; the file is renamed to `path` at the end, or removed after an error."""

@@ -64,7 +64,8 @@ MASKED_LM = _kind(
     "masked language model", transformers.AutoModelForMaskedLM, (f"{name}ForPreTraining" for name in _PRE_TRAINED)
 )
 CAUSAL_LM = _kind("causal language model", transformers.AutoModelForCausalLM)
-TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM)
+TOKEN_CLASSIFIER = _kind("token classifier", transformers.AutoModelForTokenClassification)
+TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM, TOKEN_CLASSIFIER)
 """The heads that this library trains."""
 
 

@@ -35,6 +35,7 @@ _DISTILBERT = {
     "BertForPreTraining": "DistilBertForMaskedLM",
     "BertForSequenceClassification": "DistilBertForSequenceClassification",
     "BertForQuestionAnswering": "DistilBertForQuestionAnswering",
+    "BertForTokenClassification": "DistilBertForTokenClassification",
 }
 _DISTILBERT_CONFIG = {
     "hidden_size": "dim",

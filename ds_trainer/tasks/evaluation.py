@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.files.writing import write_json
+from ds_trainer.files.writing import write_artifact
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
@@ -30,7 +30,7 @@ class Evaluation:
     answers: dict[str, Answers] = field(default_factory=dict)
 
     def files(self, task: Task) -> dict[str, Any]:
-        """Return the JSON files that are written beside the scores, such as predictions, by name."""
+        """Return the files that are written beside the scores, such as predictions, by name: text or JSON values."""
         return {
             f"{split_prefix(task, split)}{name}": value
             for split, answers in self.answers.items()
@@ -42,7 +42,7 @@ class Evaluation:
 
         def write_files() -> None:
             for name, value in self.files(task).items():
-                write_json(folder / name, value)
+                write_artifact(folder / name, value)
 
         distributed.on_main(write_files)
 

@@ -81,8 +81,8 @@ class Records(ABC):
 class FileRecords(Records):
     """The records of a file, whose ending says how to read it.
 
-    `header` names the columns of a TSV file without a header line. With `skip_malformed`, rows with a wrong number of
-    fields (GLUE's QQP has some) are passed over.
+    `header` names the columns of a table without a header line; where it is empty, they are numbered from 0. With
+    `skip_malformed`, rows with a wrong number of fields (GLUE's QQP has some) are passed over.
     """
 
     path: Path
@@ -109,7 +109,11 @@ class FileRecords(Records):
         raise UserError(f"{self.path}: the ending {quoted(suffix)} is unknown: use .csv, .tsv, .jsonl or .parquet")
 
     def _table(self, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, Record]]:
-        header = self.header or next(rows, (1, []))[1]
+        header = self.header
+        if not header:
+            first = next(rows, (1, []))
+            header = first[1] if header is None else list(map(str, range(len(first[1]))))
+            rows = rows if self.header is None else chain([first], rows)
         self._check_columns(f"{self.path}, line 1", header)
         for number, cells in rows:
             if len(cells) == len(header):
@@ -155,7 +159,7 @@ class FileRecords(Records):
 class HubRecords(Records):
     """The records of a hub data set "name", "owner/name" or "owner/name/configuration".
 
-    A class, which the hub stores as a number, is given by its name; None where it has none.
+    A class, which the hub stores as a number, is given by its name, also in a list; None where it has none.
     """
 
     name: str
@@ -188,12 +192,19 @@ class HubRecords(Records):
     def _read(self) -> Iterator[tuple[int, Record]]:
         self._check_columns(self.origin, self._dataset.column_names)
         features = getattr(self._dataset, "features", {})
-        classes = {name: features[name].names for name in self.columns if hasattr(features.get(name), "names")}
+        kinds = {name: getattr(kind, "feature", kind) for name, kind in features.items()}  # a list's is of its values
+        classes = {name: kinds[name].names for name in self.columns if hasattr(kinds.get(name), "names")}
         for number, record in enumerate(self._dataset.select_columns(list(self.columns)), 1):
             for column, names in classes.items():
                 value = record[column]
-                record[column] = names[value] if value is not None and 0 <= value < len(names) else None
+                record[column] = (
+                    [_name(names, one) for one in value] if isinstance(value, list) else _name(names, value)
+                )
             yield number, record
+
+
+def _name(names: Sequence[str], value: int | None) -> str | None:
+    return names[value] if value is not None and 0 <= value < len(names) else None
 
 
 def lines(path: Path) -> Iterator[str]:

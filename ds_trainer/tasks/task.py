@@ -92,14 +92,16 @@ class Task(ABC):
 
     head: the head that a model of this task has.
     splits: the splits to evaluate on.
-    held_out_split: the name of the split with training examples that no phase trains on; only labelled text has it.
+    held_out_split: the name of the split with training examples that no phase trains on; it takes a `LabelledSpec`.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
-        whose columns are its tokens. "position": one entry of `inputs["head_positions"]`.
+        whose columns are its tokens. "position": one entry of `head_positions` among the inputs or the
+        others of a batch.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
     Spec: the class of the task's section in the recipe; only tasks of a plugin need it.
+    over_vocabulary: whether the classes of `logits` are the tokens of the vocabulary.
     inputs_vary: whether an example's inputs differ from one `draw` to the next.
     own_inputs: inputs that a model of `build_model` takes beyond those of its architecture.
     """
@@ -114,6 +116,7 @@ class Task(ABC):
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
     loss_unit: ClassVar[Unit] = "example"
     logits_unit: Unit = "example"
+    over_vocabulary: ClassVar[bool] = False
     inputs_vary: bool = False
     own_inputs: ClassVar[frozenset[str]] = frozenset()
 
@@ -194,7 +197,7 @@ class Task(ABC):
         return None
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """Return JSON files by name that users of this task expect beside its scores, such as predictions."""
+        """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""
         return {}
 
     # What all families share

@@ -4,15 +4,22 @@ from ds_trainer.config.recipe import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits
+from ds_trainer.techniques.layer_skip.layer_skip import LayerSkip
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
-TECHNIQUES: dict[str, type[Technique]] = {"exits": Exits, "prune": Prune, "keep_zeros": KeepZeros, "distill": Distill}
+TECHNIQUES: dict[str, type[Technique]] = {
+    "exits": Exits,
+    "layer_skip": LayerSkip,
+    "prune": Prune,
+    "keep_zeros": KeepZeros,
+    "distill": Distill,
+}
 """The order is that in which techniques are attached, and in which each hook is called for them.
 
-Exits must come before prune. A new exit head is made like the model's own head, and to check this the model is run,
-before anything is masked. And the views of exits read the hidden states of the model's latest forward, which the view
+Exits and layer_skip must come before prune. Both find out how the model's own head works, and to check this the model
+is run, before anything is masked. And their views read the hidden states of the model's latest forward, which the view
 of prune replaces when it runs the model at another threshold.
 """
 

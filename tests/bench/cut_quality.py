@@ -1,10 +1,10 @@
 """What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
 
-`python tests/bench/cut_quality.py {sst2,squad,cola,rte} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed three runs of
-`ds_trainer.train` in bf16: the dense model, the cuts from it, and from it the masked phases of the older recipe. It
-prints a table of scores, mean and spread, with the seconds of the cut and of training, and each bar as a figure. A
-second call with the same folder goes on where the first one stopped. Bars are points lost against the dense model, or
-scores.
+`python tests/bench/cut_quality.py {sst2,squad,cola,rte,wnut17} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed three
+runs of `ds_trainer.train` in bf16: the dense model, the cuts from it, and from it the masked phases of the older
+recipe. It prints a table of scores, mean and spread, with the seconds of the cut and of training, and each bar as a
+figure. A second call with the same folder goes on where the first one stopped. Bars are points lost against the dense
+model, or scores.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ COMPARISONS = {
     ),
     "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=3.0),), task={"name": "cola"}),
     "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
+    "wnut17": Comparison("wnut17_cut", "f1", "wnut17"),
 }
 """The bars of CoLA and RTE are one standard error of their validation sets, of 1,043 and 277 examples."""
 

@@ -124,6 +124,9 @@ def test_heads_alone_go_with_no_other_technique(others, named):
     assert phase_of(joint(others=others)).techniques.exits.training == "joint"
 
 
+TAGS = {"name": "ner", "train_file": "train.conll", "validation_file": "dev.conll"}
+
+
 def calibrated(**held_out: Any) -> dict[str, Any]:
     return with_exits(task={"name": "sst2"} | held_out, target_speedup=1.5)
 
@@ -151,6 +154,12 @@ def calibrated(**held_out: Any) -> dict[str, Any]:
             ["target_speedup and max_drop are both set"],
         ),
         (with_exits(task={"name": "squad"}), ["has exits, and its task is squad", "labelled text"]),
+        (with_exits(task=TAGS, pooling="mean"), ["exits.pooling, which the heads of ner lack"]),
+        (with_exits(sequence_uncertainty="mean"), ["exits.sequence_uncertainty, which the heads of docstrings lack"]),
+        (
+            with_exits(task=TAGS, sequence_uncertainty="mean", patience=2),
+            ['sequence_uncertainty is "mean"', "drop one of them"],
+        ),
     ],
 )
 def test_mistakes_are_told_with_their_place(data, words):

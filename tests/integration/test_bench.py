@@ -25,6 +25,7 @@ FIGURES = {
     "mask_cost": 4,
     "memory_model": 2,
     "openmp_spinning": 2,
+    "speculation": 8,
     "structured_speed": 11,
     "student_speed": 1,
     "teacher_cache": 1,

@@ -1,4 +1,5 @@
-"""Exits by the command, on 2 ranks, with the real engine: in a second stage, and jointly with pruning and a teacher."""
+"""Exits by the command, on 2 ranks, with the real engine: in a second stage, of heads that tag words, and jointly with
+pruning and a teacher."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support.launching import run_deepspeed
 from support.trained_runs import becomes_model
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ds_trainer.cli.evaluate import read_evaluate_job
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
@@ -39,9 +40,9 @@ def recipe_for(case: str, tiny: dict) -> dict:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def run(request, tiny_recipe, tmp_path_factory) -> tuple[str, Path]:
+def run(request, tiny_recipe, tagged_recipe, tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    recipe = recipe_for(request.param, tiny_recipe)
+    recipe = recipe_for(request.param, tagged_recipe if request.param == "stages" else tiny_recipe)
     (folder / "recipe.json").write_text(json.dumps(recipe))
     train(request.param, folder)
     return request.param, folder / "out"
@@ -117,7 +118,8 @@ def test_the_folder_is_a_model_that_exits(run):
     weights = [head.steps[-1].weight for head in early.heads]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    plain, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    kind = AutoModelForTokenClassification if case == "stages" else AutoModelForSequenceClassification
+    plain, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
     if case == "all":
         kept = json.loads((output / "all_results.json").read_text())["heads"]["weights"]["encoder"]
@@ -127,7 +129,7 @@ def test_the_folder_is_a_model_that_exits(run):
     with torch.no_grad():
         own = plain.float().eval()(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(early.all_logits(ids, mask)[-1], own, atol=1e-5, rtol=0)
-    assert early(ids, mask).logits.shape == (2, 3)
+    assert early(ids, mask).logits.shape == own.shape == ((2, 5, 4) if case == "stages" else (2, 3))
 
 
 def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):

@@ -150,6 +150,7 @@ CUTS = {
     "sst2_cut": {"half": 0.5, "quarter": 0.25, "eighth": 0.125, "sparse": 0.15},
     "squad_cut": {"half": 0.5, "quarter": 0.25, "sparse": 0.15},
     "glue_cut": {"half": 0.5, "quarter": 0.25},
+    "wnut17_cut": {"half": 0.5, "quarter": 0.25},
 }
 
 

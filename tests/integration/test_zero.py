@@ -73,7 +73,7 @@ def test_the_reference_learns(method):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gradient_of_a_global_batch_does_not_depend_on_how_it_is_cut(ranks, outputs):
-    """MLM, CLM and all their terms of distillation, with documents of 3 to 30 words, under ZeRO 0 to 3."""
+    """MLM, CLM, tags and all their terms of distillation, with documents of 3 to 30 words, under ZeRO 0 to 3."""
     gradients = torch.load(f"{outputs(ranks)}.pt")
     whole = torch.load(f"{outputs(1)}.pt")
     for cut in cuts(ranks):

@@ -38,7 +38,8 @@ SAME_FAMILY = [
     ("llama", "ForCausalLM"),
     ("qwen2", "ForCausalLM"),
 ]
-TO_DISTILBERT = ["Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForQuestionAnswering"]
+TO_DISTILBERT = ["Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification"]
+TO_DISTILBERT += ["ForQuestionAnswering", "ForTokenClassification"]
 
 
 @pytest.fixture(scope="module")

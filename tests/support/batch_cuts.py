@@ -1,4 +1,5 @@
-"""The gradient of one global batch of language modelling, distilled, for many ways to cut it in micro-batches.
+"""The gradient of one global batch of labels of tokens, distilled or with exits of LayerSkip, for many ways to cut it
+in micro-batches.
 
 `zero_matrix.py` runs `gradients` under the engine, on one rank and on two.
 """
@@ -13,7 +14,14 @@ from pathlib import Path
 import torch
 from support.exhaustive import chosen
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+)
 
 from ds_trainer.config.recipe import parse_recipe, task_of
 from ds_trainer.engine import engine
@@ -31,6 +39,7 @@ from ds_trainer.techniques.technique import PhaseLength
 EXAMPLES = 8
 LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10)]
 """Documents of 3 to 30 words: a micro-batch of the longest has many times the tokens of one of the shortest."""
+TAGS = {"the": "O", "old": "B-age", "dog": "B-animal"}
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "attn_implementation": "eager"}
 WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3, "attention": 20.0}
 CUTS = {1: (1, 8), 2: (1, 4)}
@@ -48,7 +57,7 @@ class Cut:
 
 
 def cuts(world: int) -> list[Cut]:
-    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm"), range(4), CUTS[world])]
+    every = [Cut(*each) for each in product(("mlm", "mlm-everywhere", "clm", "clm-skip", "ner"), range(4), CUTS[world])]
     return chosen(every, lambda cut: cut.stage == (0 if world == 1 else 3))
 
 
@@ -76,26 +85,30 @@ def _gradient(cut: Cut, folder: Path) -> dict[str, Tensor]:
 
 
 def _plan(cut: Cut, folder: Path) -> PhasePlan:
-    task, _, everywhere = cut.task.partition("-")
+    task, _, way = cut.task.partition("-")
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*WEIGHTS], "layer_pairs": [[1, 1], [-1, -1]]}
+    file, shortest = ("tags.conll", {}) if task == "ner" else ("text.txt", {"min_seq_length": 2})
     if task == "mlm":
-        distill["restrict_ce_to_mask"] = not everywhere
+        distill["restrict_ce_to_mask"] = not way
+    techniques: dict = {"distill": distill}
+    loss = {f"distill.{term}": weight for term, weight in WEIGHTS.items()}
+    if way == "skip":
+        techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
     recipe = parse_recipe(
         {
-            "task": {"name": task, "data_dir": str(folder), "train_file": "text.txt", "validation_file": "text.txt"}
-            | {"min_seq_length": 2},
+            "task": {"name": task, "data_dir": str(folder), "train_file": file, "validation_file": file} | shortest,
             "phases": [
                 {
                     "max_steps": 1,
-                    "techniques": {"distill": distill},
-                    "loss": {"task": 1.0} | {f"distill.{term}": weight for term, weight in WEIGHTS.items()},
+                    "techniques": techniques,
+                    "loss": {"task": 1.0} | loss,
                 }
             ],
             "cache_dir": str(folder / "cache"),
         }
     )
     (phase,) = recipe.phases
-    student = folder / task / "student"
+    student = folder / task / ("llama" if way == "skip" else "student")
     config = {
         "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
         "gradient_accumulation_steps": cut.accumulation,
@@ -115,6 +128,8 @@ def _folders() -> str:
     """The text, and of each task a student and a wider teacher, without dropout."""
     folder = Path(tempfile.mkdtemp())
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
+    tagged = ["\n".join(f"{word}\t{TAGS[word]}" for word in line.split()) for line in LINES]
+    (folder / "tags.conll").write_text("\n\n".join(tagged) + "\n")
     tokenizer = train_tokenizer(LINES * 5, 60, True)
     vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(3)
@@ -123,7 +138,14 @@ def _folders() -> str:
         bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         gpt2 = GPT2Config(n_embd=width, n_positions=128, **SMALL, **vocabulary, **no_dropout)
-        for task, auto, config in (("mlm", AutoModelForMaskedLM, bert), ("clm", AutoModelForCausalLM, gpt2)):
+        # the head of each is trained, as far as its folder says
+        tags = BertConfig(**bert.to_dict() | {"id2label": dict(enumerate(TAGS.values()))})
+        kinds = {"mlm": (AutoModelForMaskedLM, bert), "clm": (AutoModelForCausalLM, gpt2)}
+        for task, (auto, config) in (kinds | {"ner": (AutoModelForTokenClassification, tags)}).items():
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)
+    shape = SMALL | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32}
+    llama = LlamaConfig(**shape, **vocabulary, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(llama).save_pretrained(folder / "clm" / "llama")
+    tokenizer.save_pretrained(folder / "clm" / "llama")
     return str(folder)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
@@ -20,10 +22,13 @@ from ds_trainer.techniques.exits.heads import new_heads, read_exits, save_heads,
 WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
 LAYERS = 4
 CLASSES = ["fruit", "tool", "bird"]  # not in the task's order
+TAGS = ["B-FRUIT", "O", "I-FRUIT", "B-TOOL", "I-TOOL"]
 ENTROPY = ExitPolicy(criterion="entropy", thresholds=[0.75] * 3)
 
 
-def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: float = 0.25) -> Path:
+def make_folder(
+    folder: Path, classes: list[str], policy: ExitPolicy, kind: Any = BertForSequenceClassification, **saved: Any
+) -> Path:
     """A BERT of 4 layers with random heads after 1, 2 and 3, which differ in what they say and how sure they are."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(WORDS * 5, 90, True)
@@ -40,7 +45,7 @@ def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: 
     if classes:
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: place for place, name in enumerate(classes)}
-    model = BertForSequenceClassification(config).eval()
+    model = kind(config).eval()
     heads = new_heads(model, range(1, LAYERS), None)
     for module in (model, heads):
         for parameter in module.parameters():
@@ -48,7 +53,8 @@ def make_folder(folder: Path, classes: list[str], policy: ExitPolicy, held_out: 
                 torch.nn.init.normal_(parameter, std=0.35)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_heads(folder, heads, SavedExits(layers=[1, 2, 3], pooling="first", policy=policy, held_out=held_out))
+    fields = {"layers": [1, 2, 3], "pooling": heads["1"].pooling, "policy": policy, "held_out": 0.25} | saved
+    save_heads(folder, heads, SavedExits(**fields))
     return folder
 
 
@@ -62,6 +68,35 @@ def make_classifier(folder: Path, csv_folder: Path, cache: Path) -> Path:
 
 def make_regressor(folder: Path) -> Path:
     return make_folder(folder, [], ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=1))
+
+
+def make_tagger(folder: Path, cache: Path) -> Path:
+    """That model with a head at every token, and the files of its task beside it."""
+    rng = random.Random(0)
+    for name, count in (("train", 160), ("dev", 50)):
+        sentences = [rng.choices(WORDS, k=rng.randint(1, 12)) for _ in range(count)]
+        lines = [[f"{word}\t{tag_of(word, before)}" for before, word in pairs(words)] for words in sentences]
+        (folder / f"{name}.conll").write_text("\n\n".join(map("\n".join, lines)) + "\n")
+    make_folder(folder, TAGS, ENTROPY, BertForTokenClassification, special_tokens=[0, 2, 3, 4])
+    key = build_task(tags_spec(folder), folder, cache).held_out_key()
+    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
+    return folder
+
+
+def pairs(words: list[str]) -> list[tuple[str, str]]:
+    """Each word after the one before it."""
+    return list(zip(["", *words], words, strict=False))
+
+
+def tag_of(word: str, before: str) -> str:
+    kinds = [0 if each in WORDS[:4] else 1 if each in WORDS[4:8] else None for each in (before, word)]
+    name = (None, "FRUIT", "TOOL")[0 if kinds[1] is None else kinds[1] + 1]
+    return "O" if name is None else f"{'I' if kinds[0] == kinds[1] else 'B'}-{name}"
+
+
+def tags_spec(folder: Path, **fields: Any) -> TokenSpec:
+    files = {"data_dir": str(folder), "train_file": "train.conll", "validation_file": "dev.conll"}
+    return TokenSpec.model_validate({"name": "ner", "max_seq_length": 24, "held_out": 0.25} | files | fields)
 
 
 def spec_of(csv_folder: Path, **fields: Any) -> TextSpec:

@@ -12,7 +12,7 @@ from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
 from ds_trainer.techniques.exits.heads import new_heads
-from ds_trainer.techniques.exits.policy import confidence, entropy
+from ds_trainer.techniques.exits.policy import confidence, doubts_of_all, entropy, exit_at
 
 WIDTH, LAYERS, BUCKETS = 32, 4, 8
 SMALL = {
@@ -49,12 +49,12 @@ NEVER = ExitPolicy(criterion="entropy", thresholds=[0.0] * 3)
 AT_ONCE = ExitPolicy(criterion="entropy", thresholds=[9.0] * 3)
 
 
-def classifier(family: str, num_labels: int = 3, **fields: Any) -> Any:
+def classifier(family: str, num_labels: int = 3, auto: Any = AutoModelForSequenceClassification, **fields: Any) -> Any:
     """A model whose answers depend on every token: weights are large for its size."""
     kind, settings = FAMILIES[family]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, num_labels=num_labels, **settings | fields)
-    return randomise(AutoModelForSequenceClassification.from_config(config), 0.25).eval()
+    return randomise(auto.from_config(config), 0.25).eval()
 
 
 def randomise(module: Any, width: float) -> Any:
@@ -99,6 +99,11 @@ def split_by(model: EarlyExitModel, criterion: str, ids: Tensor, mask: Tensor) -
     share = 0.35 if criterion == "entropy" else 0.65
     model.policy = ExitPolicy(criterion=criterion, thresholds=[between(values, share) for values in measured])
     return model
+
+
+def left_at(policy: ExitPolicy, logits: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The index of the head at which each sample leaves, by the logits of all heads."""
+    return exit_at(policy, doubts_of_all(policy.criterion, policy.sequence_uncertainty, logits, counted))
 
 
 def between(values: Tensor, share: float) -> float:

@@ -47,6 +47,9 @@ _GLOBAL = "techniques.prune.global_topk"
 GLOBAL = {_GLOBAL: True, f"{_GLOBAL}_frequency_compute": 7}
 HYBRID = GLOBAL | {"techniques.prune.granularity": "hybrid"}
 CASES |= {"global-zero2-fp32": GLOBAL, "global-zero3-fp32": GLOBAL, "hybrid-zero3-fp32": HYBRID}
+NER = {"name": "ner", "train_file": "train.conll", "validation_file": "validation.conll", "max_seq_length": 32}
+TAGGED = {"task": NER, "techniques.distill": None, "techniques.exits": {"training": "joint"}}
+CASES |= {f"ner-zero{stage}-bf16": TAGGED for stage in range(4)}
 _SIZES = ("num_hidden_layers", "num_attention_heads")
 HEADS = {"techniques": {"exits": {"layers": [1]}}, "loss": {"task": 0.0, "exits.heads": 1.0}}
 L0 = {
@@ -66,6 +69,17 @@ JOINT = {
         "config": {"model_type": "bert", **dict.fromkeys(_SIZES, 2), "hidden_size": 16, "intermediate_size": 32}
     },
 }
+SKIP = {
+    "techniques": {"layer_skip": {"layer_dropout": 0.5, "dropout_schedule": "exponential"}},
+    "loss": {"task": 1.0, "layer_skip.exits": 0.5},
+    "student": {
+        "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+        | {"num_attention_heads": 2}
+    },
+    "gradient_checkpointing": True,
+    "task": {"name": "clm", "train_file": "train.txt", "validation_file": "validation.txt", "min_seq_length": 2},
+}
+CASES |= {f"skip-zero{stage}-bf16": SKIP for stage in range(4)}
 STATIC = {"techniques": {"prune": {"final_threshold": 0.3, "train_weights": False, "initial_warmup": 0}}}
 OTHERS = {
     "all": (JOINT, "zero0-fp32 zero1-bf16 zero2-autocast zero3-fp32 zero3-bf16"),
@@ -76,8 +90,9 @@ OTHERS = {
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
-_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 all-zero2-autocast all-zero3-bf16 heads-zero3-fp16 "
-_REPRESENT += "static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 best-apart-zero3-fp32 kept-zero1-bf16"
+_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 ner-zero2-bf16 all-zero2-autocast "
+_REPRESENT += "all-zero3-bf16 heads-zero3-fp16 skip-zero3-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 "
+_REPRESENT += "best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
 """Their steps, and how often they save."""
@@ -119,6 +134,8 @@ class StopAfter:
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
     changes = {"eval_steps": EVALUATE, **changes_of(case)}
+    if "task" in changes:
+        changes["task"] = changes["task"] | {"data_dir": json.loads(Path(recipe).read_text())["task"]["data_dir"]}
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),

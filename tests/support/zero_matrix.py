@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from support.batch_cuts import gradients
 from support.exhaustive import chosen
 from support.zeroed import empty
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from ds_trainer.config.recipe import GroupRule, Phase, parse_recipe
 from ds_trainer.config.schedules import lr_multiplier
@@ -118,6 +118,7 @@ EXITS = {
     "exits-heads": {"exits": {"training": "heads"}},
     "exits-joint": {"exits": _JOINT},
     "exits-distill": {"exits": _JOINT | {"head_weights": [1, 2, 4]}},
+    "exits-tokens": {"exits": _JOINT},
     "all": {
         "prune": METHODS["topK"],
         "distill": {"alpha_ce": 0.1, "alpha_distil": 0.9, "alpha_cos": 1.0},
@@ -128,6 +129,7 @@ LOSS = {
     "layers": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()},
     "exits-joint": {"task": 0.0, "exits.heads": 1.0},
     "exits-distill": {"task": 1.0, "exits.heads": 0.5, "exits.distill": 0.5},
+    "exits-tokens": {"task": 0.0, "exits.heads": 1.0, "exits.distill": 0.5},
 }
 """Where the weights are not those that the techniques name, or their defaults."""
 RECOMPUTED = "recomputed-"
@@ -180,23 +182,29 @@ def cases(ranks: int) -> list[Case]:
     }
     some |= {Case("exits-joint", 3, "autocast"), Case("both", 3, "autocast"), Case("topK", 3, "bf16")}
     some |= {Case("partitioned", 1, "fp32"), Case("whole", 1, "fp32")}
+    some |= {Case("exits-tokens", stage, "fp32") for stage in range(3)}
     return chosen(
         ALL, lambda case: (case.stage, case.precision) == (3, "fp32") or case.plain_method == "all" or case in some
     )
 
 
 class ToyTask:
-    """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder."""
+    """What of a task the objective and the techniques use: cross entropy over logits, a teacher of a folder.
+
+    Where a model tags tokens, the tag of each follows from its id.
+    """
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     loss_unit = logits_unit = "example"
+    over_vocabulary = False
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
-        return F.cross_entropy(out.logits.float(), batch.labels)
+        labels = batch.inputs["input_ids"].flatten() % 3 if out.logits.dim() == 3 else batch.labels
+        return F.cross_entropy(out.logits.float().flatten(0, -2), labels)
 
     def logits(self, out, batch):
-        return (out.logits,)
+        return (out.logits.flatten(0, -2),)
 
     def inputs_for(self, model, batch):
         return batch.inputs
@@ -249,7 +257,8 @@ def build(case: Case):
     phase = phase_of(method)
     torch.manual_seed(0)
     techniques = build_techniques(phase.techniques, PhaseLength(STEPS, 1, seed=5), ToyTask())
-    model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
+    kind = AutoModelForTokenClassification if method == "exits-tokens" else AutoModelForSequenceClassification
+    model = kind.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
     if method == "cut":
         for linear in encoder_linears(model).values():
             linear.weight.data[:, ::2] = 0

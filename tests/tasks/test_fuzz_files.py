@@ -35,7 +35,8 @@ from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
 from ds_trainer.cli.report import report_command
-from ds_trainer.config.recipe import LmSpec, SquadSpec, TextSpec, parse_task
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.config.task_specs import LmSpec, SquadSpec, TextSpec, TokenSpec
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
@@ -45,6 +46,7 @@ from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.text.glue import GLUE
 from ds_trainer.tasks.text.text_data import read_split
+from ds_trainer.tasks.token.token_data import read_sentences
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]
@@ -90,7 +92,14 @@ def read_documents(spec: LmSpec) -> None:
         assert text.strip()
 
 
-READ = {TextSpec: read_text_rows, SquadSpec: read_questions, LmSpec: read_documents}
+def read_tags(spec: TokenSpec) -> None:
+    for sentence in read_sentences(spec, "train"):
+        assert all(sentence.words)
+        assert all(sentence.tags)
+        assert len(sentence.words) == len(sentence.tags) > 0 or spec.name == "token"
+
+
+READ = {TextSpec: read_text_rows, SquadSpec: read_questions, LmSpec: read_documents, TokenSpec: read_tags}
 
 
 def task(folder: Path, name: str, file: str | None = None, **fields: Any) -> Any:
@@ -154,6 +163,22 @@ def test_files_of_a_user(data: st.DataObject, folder: Path) -> None:
 
 def _line(record: dict[str, Any]) -> bytes:
     return as_json(record).encode()
+
+
+@fuzzed(60)
+@given(data=st.data())
+def test_files_of_tags(data: st.DataObject, folder: Path) -> None:
+    """CoNLL and .jsonl."""
+    name = data.draw(st.sampled_from(["ner", "token"]), "task")
+    rows = [{"tokens": ["a", "pear"], "tags": ["O", "B-fruit"]}, {"tokens": ["owl"], "tags": ["O"]}]
+    if name == "token":
+        words = [*WORDS, "tokens", "tags"]
+        raw = b"\n".join(json_bytes(data, each, words) if data.draw(st.booleans()) else _line(each) for each in rows)
+    else:
+        raw = delimited(data, b"a\tO\npear\tB-fruit\n\t\nowl O\n", b"\t")
+    path = put(folder / "tags.jsonl", raw)
+    spec = task(folder, name, path.name)
+    held(name, spec, read_by(spec), str(path))
 
 
 COLUMNS = [

@@ -17,10 +17,11 @@ from transformers import BertConfig, BertModel
 from ds_trainer.config.recipe import TextSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
+from ds_trainer.tasks.held_out import held_out_and_rest
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.text_data import read_split
-from ds_trainer.tasks.text.text_task import TextTask, held_out_and_rest
+from ds_trainer.tasks.text.text_task import TextTask
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ROWS = 50

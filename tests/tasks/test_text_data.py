@@ -101,6 +101,45 @@ def test_parquet_files_are_read_with_integer_labels(tmp_path: Path) -> None:
         read_split(spec, "train")
 
 
+def test_columns_of_a_table_without_a_header_are_numbers(tmp_path: Path) -> None:
+    """From 0, as in many public sets; a number that no column has is told with those there are."""
+    numbers = {"header": False, "text_columns": [2, 1], "label_column": 0}
+    (tmp_path / "a.csv").write_text('3,"good, one",text\n1,bad,title\n', encoding="utf-8")
+    (tmp_path / "a.tsv").write_text("3\tgood, one\ttext\n1\tbad\ttitle\n", encoding="utf-8")
+    for file in ("a.csv", "a.tsv"):
+        rows = read_split(text_spec(tmp_path, file, **numbers), "train").rows
+        assert [(*row.texts, row.label, row.place) for row in rows] == [
+            ("text", "good, one", "3", 1),
+            ("title", "bad", "1", 2),
+        ]
+    mistake, _ = check_data_files(text_spec(tmp_path, "a.csv", **numbers | {"label_column": 3}))
+    assert mistake.endswith("a.csv, line 1: no column '3'; the columns are: '0', '1', '2'")
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("a.csv", {"text_columns": [1], "label_column": 0}, "column 1, 0: header is true, so that columns have names"),
+        ("a.csv", {"header": False}, "column 'text', 'label': header is false, so that columns have numbers, from 0"),
+        (
+            "a.jsonl",
+            {"header": False, "text_columns": [1], "label_column": 0},
+            "header is false, and the columns of 'a.jsonl', 'a.jsonl' have names: drop header",
+        ),
+        (
+            "a.csv",
+            {"header": False, "text_columns": None, "label_column": None},
+            'the task "text" needs text_columns: one or two column numbers',
+        ),
+    ],
+)
+def test_columns_that_do_not_suit_the_header_are_told(
+    file: str, fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """Before any file is looked for."""
+    assert check_data_files(text_spec(tmp_path, file, **fields))[0] == message
+
+
 def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch) -> None:
     """Where it is less than the host's; "max" is none."""
     monkeypatch.setattr(reading, "_CGROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))

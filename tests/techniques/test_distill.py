@@ -18,7 +18,8 @@ from transformers import (
     DistilBertConfig,
 )
 
-from ds_trainer.config.recipe import DistillSpec, GroupRule, LmSpec, TextSpec, parse_recipe
+from ds_trainer.config.recipe import DistillSpec, GroupRule, TextSpec, parse_recipe
+from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.shrink import shrink

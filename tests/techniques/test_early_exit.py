@@ -20,6 +20,7 @@ from support.exit_models import (
     classifier,
     early_exit,
     layers_of,
+    left_at,
     made,
     pad_of,
     randomise,
@@ -37,7 +38,6 @@ from transformers import (
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, load_for_inference, with_exits
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
-from ds_trainer.techniques.exits.policy import exit_at
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 
@@ -73,7 +73,7 @@ def test_a_batch_leaves_as_its_texts_do_alone(family, attention, criterion):
     assert len(set(out.exit_layers.tolist())) >= (2 if model.policy.patience else 3)
     check_same(out, one_by_one(model, ids, mask))
     logits = model.all_logits(ids, mask)
-    at = exit_at(model.policy, logits, model.regression)
+    at = left_at(model.policy, logits)
     expected = EarlyExitOutput(logits=logits[at, torch.arange(len(at))], exit_layers=torch.tensor(model.layers)[at])
     check_same(out, expected)
 
@@ -204,7 +204,7 @@ def test_token_types_reach_the_model():
         own = model.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
     logits = model.all_logits(ids, mask, token_type_ids=types)
     torch.testing.assert_close(logits[-1], own, atol=1e-5, rtol=0)
-    at = exit_at(model.policy, logits, regression=False)
+    at = left_at(model.policy, logits)
     out = model(ids, mask, token_type_ids=types)
     assert out.exit_layers.tolist() == (at + 1).tolist() != model(ids, mask).exit_layers.tolist()
 

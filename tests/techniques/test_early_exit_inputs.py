@@ -13,6 +13,7 @@ from support.exit_models import (
     WIDTH,
     check_same,
     layers_of,
+    left_at,
     made,
     pad_of,
     randomise,
@@ -20,7 +21,6 @@ from support.exit_models import (
 )
 
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
-from ds_trainer.techniques.exits.policy import exit_at
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 
@@ -85,6 +85,6 @@ def test_positions_reach_the_model():
     positions = (torch.arange(12) + 20).expand_as(ids).contiguous()
     logits = model.all_logits(ids, mask, position_ids=positions)
     assert not torch.allclose(logits, model.all_logits(ids, mask), atol=1e-2)
-    at = exit_at(model.policy, logits, regression=False)
+    at = left_at(model.policy, logits)
     expected = EarlyExitOutput(logits=logits[at, torch.arange(len(at))], exit_layers=at + 1)
     check_same(model(ids, mask, position_ids=positions), expected)

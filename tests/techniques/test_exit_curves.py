@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ds_trainer.config.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.techniques.exits.curves import AllHeads, OperatingPoint, choose, choose_per_head, curve
-from ds_trainer.techniques.exits.policy import confidence, entropy, exit_at
+from ds_trainer.techniques.exits.policy import confidence, doubts_of_all, entropy, exit_at
 
 OF_CLASSES: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
 SINGLE: tuple[tuple[Criterion, int], ...] = (("entropy", 3), ("confidence", 3), ("patience", 1))
@@ -28,7 +29,24 @@ def made_up(seed: int, inner: int, count: int, classes: int, coarse: bool) -> Al
     values = rng.normal(size=(inner + 1, count, classes)) * 3
     logits = torch.from_numpy(np.round(values * 2) / 2 if coarse else values).float()
     layers = np.sort(rng.choice(np.arange(1, 25), inner + 1, replace=False)).tolist()
-    return AllHeads(logits, layers, told, patience=int(rng.integers(1, 4)))
+    return heads_of(logits, layers, told, patience=int(rng.integers(1, 4)))
+
+
+def heads_of(logits: Tensor, layers: list[int], score: Any, patience: int = 2) -> AllHeads:
+    """What these logits (heads, rows, classes) say; the answers are the logits themselves."""
+    criteria = ("patience",) if logits.shape[-1] == 1 else OF_CLASSES
+    return AllHeads(
+        doubts={name: doubts_of_all(name, "least_certain", logits, None) for name in criteria},
+        answers=[dict(enumerate(one)) for one in logits],
+        layers=layers,
+        score=lambda answers: score(torch.stack([*answers.values()])),
+        regression=logits.shape[-1] == 1,
+        patience=patience,
+    )
+
+
+def logits_of(heads: AllHeads) -> Tensor:
+    return torch.stack([torch.stack([*one.values()]) for one in heads.answers])
 
 
 def told(logits: Tensor) -> dict[str, float]:
@@ -60,20 +78,19 @@ def policy(criterion: Criterion, threshold: float, heads: AllHeads) -> ExitPolic
     inner = [min(threshold, most)] * (len(heads.layers) - 1)
     if criterion != "patience":
         return ExitPolicy(criterion=criterion, thresholds=inner)
-    if heads.logits.shape[-1] == 1:
+    if heads.regression:
         return ExitPolicy(criterion=criterion, thresholds=inner, patience=heads.patience)
     return ExitPolicy(criterion=criterion, patience=int(threshold))
 
 
 def exits(criterion: Criterion, threshold: float, heads: AllHeads) -> list[int]:
-    regression = heads.logits.shape[-1] == 1
-    return exit_at(policy(criterion, threshold, heads), heads.logits, regression).tolist()
+    return exit_at(policy(criterion, threshold, heads), heads.doubts[criterion]).tolist()
 
 
 def by_force(criterion: Criterion, threshold: float, heads: AllHeads) -> OperatingPoint:
     """One row at a time."""
     left = exits(criterion, threshold, heads)
-    chosen = torch.stack([heads.logits[head, row] for row, head in enumerate(left)])
+    chosen = torch.stack([logits_of(heads)[head, row] for row, head in enumerate(left)])
     return OperatingPoint(threshold, sum(heads.layers[head] for head in left) / len(left), told(chosen))
 
 
@@ -103,7 +120,11 @@ def test_no_threshold_gives_what_is_not_on_the_curve(heads: AllHeads, criterion:
     criterion = "patience" if heads.regression else criterion
     points = curve(criterion, heads, most=10**6)
     decisions = [tuple(exits(criterion, point.threshold, heads)) for point in points]
-    own = [entropy(heads.logits), confidence(heads.logits), (heads.logits[1:] - heads.logits[:-1]).abs()]
+    own = [
+        entropy(logits_of(heads)),
+        confidence(logits_of(heads)),
+        (logits_of(heads)[1:] - logits_of(heads)[:-1]).abs(),
+    ]
     values = torch.cat([value.flatten() for value in own]).tolist()
     if criterion == "patience" and not heads.regression:
         assert [point.threshold for point in points] == [float(p) for p in range(len(heads.layers) - 1, 0, -1)]
@@ -120,7 +141,7 @@ def test_a_curve_goes_from_the_full_model_to_the_fastest(heads: AllHeads, criter
     criterion = "patience" if heads.regression else criterion
     points = curve(criterion, heads)
     assert points[0].mean_layers == heads.layers[-1]
-    assert points[0].scores == told(heads.logits[-1])
+    assert points[0].scores == told(logits_of(heads)[-1])
     layers = [point.mean_layers for point in points]
     assert layers == sorted(layers, reverse=True)
     if criterion != "patience":
@@ -140,7 +161,7 @@ def test_thresholds_survive_json_and_the_policy(heads: AllHeads, criterion: Crit
         read = json.loads(json.dumps(asdict(point), allow_nan=False))
         assert OperatingPoint(**read) == point
         again = ExitPolicy.model_validate_json(policy(criterion, point.threshold, heads).model_dump_json())
-        assert exit_at(again, heads.logits, heads.regression).tolist() == exits(criterion, point.threshold, heads)
+        assert exit_at(again, heads.doubts[criterion]).tolist() == exits(criterion, point.threshold, heads)
 
 
 @pytest.mark.parametrize(("criterion", "classes"), SINGLE)
@@ -160,7 +181,9 @@ def test_a_head_that_is_not_a_number_lets_nobody_leave() -> None:
     """NaN is never sure, alone or among others; the points stay those of the decisions, and JSON."""
     for criterion, classes in SINGLE:
         heads = made_up(seed=2, inner=4, count=9, classes=classes, coarse=False)
-        heads.logits[1, 3], heads.logits[0, 5], heads.logits[:4, 7] = math.nan, math.nan, math.nan
+        logits = logits_of(heads)
+        logits[1, 3], logits[0, 5], logits[:4, 7] = math.nan, math.nan, math.nan
+        heads = heads_of(logits, list(heads.layers), told, heads.patience)
         points = curve(criterion, heads)
         for point in points:
             left = exits(criterion, point.threshold, heads)
@@ -172,7 +195,7 @@ def test_a_head_that_is_not_a_number_lets_nobody_leave() -> None:
 def test_equal_heads_of_which_all_are_sure() -> None:
     """Entropy 0 and confidence 1 everywhere: still one point where nobody leaves, and one where all do."""
     logits = torch.tensor([[100.0, -100.0]]).expand(3, 4, 2).clone()
-    heads = AllHeads(logits, [1, 2, 3], told)
+    heads = heads_of(logits, [1, 2, 3], told)
     for criterion in ("entropy", "confidence"):
         assert [point.mean_layers for point in curve(criterion, heads)] == [3.0, 1.0]
         check_against_force(criterion, heads)
@@ -185,7 +208,7 @@ def test_thresholds_between_neighbours_of_fp32_tell_them_apart() -> None:
         apart.append(apart[-1].nextafter(one * 2))
     ends = torch.stack(apart)
     logits = torch.stack([torch.zeros_like(ends), ends, ends])[..., None]
-    heads = AllHeads(logits, [1, 2, 3], told, patience=1)
+    heads = heads_of(logits, [1, 2, 3], told, patience=1)
     assert [point.mean_layers for point in curve("patience", heads)] == [(21 - left) / 7 for left in range(8)]
     check_against_force("patience", heads)
 
@@ -276,18 +299,19 @@ def test_a_threshold_a_head_is_never_worse_than_one_for_all(
     """Under the same constraint: the score at least as high for a speed-up, the layers at most as many for a drop."""
     criterion, classes = which
     heads = made_up(seed, inner=3, count=40, classes=classes, coarse=False)
-    labels = heads.logits[-1].argmax(-1) if classes > 1 else heads.logits[-1, :, 0] > 0
+    logits = logits_of(heads)
+    labels = logits[-1].argmax(-1) if classes > 1 else logits[-1, :, 0] > 0
 
     def accuracy(logits: Tensor) -> dict[str, float]:
         answers = logits.argmax(-1) if classes > 1 else logits[:, 0] > 0
         return {"accuracy": (answers == labels).double().mean().item()}
 
-    heads = AllHeads(heads.logits, [1, 2, 3, 4], accuracy, patience=1)
+    heads = heads_of(logits, [1, 2, 3, 4], accuracy, patience=1)
     points = curve(criterion, heads)
     single = choose(points, 4, ExitsSpec(**limit))
     found = choose_per_head(criterion, heads, points, ExitsSpec(**limit))
     assert len(found.thresholds) == 3
-    own = heads.point(0.0, exit_at(found, heads.logits, heads.regression))
+    own = heads.point(0.0, exit_at(found, heads.doubts[criterion]))
     if "max_drop" in limit:
         assert own.mean_layers <= single.mean_layers
         assert own.scores["accuracy"] >= 1 - 0.02 - 1e-6
@@ -300,7 +324,7 @@ def test_a_threshold_a_head_helps_where_one_head_is_wrongly_sure() -> None:
     """The first head is sure and wrong, the second sure and right: only the first must be told to wait."""
     labels = torch.arange(20) % 2
     wrong, right = (10.0 * torch.eye(2)[rows] for rows in (1 - labels, labels))
-    heads = AllHeads(
+    heads = heads_of(
         torch.stack([wrong, 0.5 * right, right]),
         [1, 2, 6],
         lambda logits: {"accuracy": float((logits.argmax(-1) == labels).double().mean())},
@@ -308,4 +332,4 @@ def test_a_threshold_a_head_helps_where_one_head_is_wrongly_sure() -> None:
     points = curve("entropy", heads)
     assert choose(points, 6, ExitsSpec(max_drop=0)).mean_layers == 6
     found = choose_per_head("entropy", heads, points, ExitsSpec(max_drop=0))
-    assert exit_at(found, heads.logits, False).tolist() == [1] * 20
+    assert exit_at(found, heads.doubts["entropy"]).tolist() == [1] * 20

@@ -27,7 +27,7 @@ from ds_trainer.techniques.exits.exit_evaluation import (
     without_curves,
 )
 from ds_trainer.techniques.exits.heads import read_exits
-from ds_trainer.techniques.exits.policy import exit_at
+from ds_trainer.techniques.exits.policy import entropy, exit_at
 
 pytest_plugins = ("support.exit_fixtures",)
 
@@ -76,17 +76,20 @@ def policies(model: EarlyExitModel, curves: dict[str, Any]) -> list[tuple[ExitPo
     return found
 
 
-def test_logits_of_all_heads_come_in_the_order_of_the_split(task: Task, classifier: Path) -> None:
+def test_what_all_heads_say_comes_in_the_order_of_the_split(task: Task, classifier: Path) -> None:
     """However batches are sorted and padded; the last head is the model's own."""
     model = exiting(task, classifier)
-    found = all_heads(model, task, "validation", batch_size=7, patience=None).logits
-    assert (found.shape, found.dtype) == ((4, 61, 3), torch.float32)
+    heads = all_heads(model, task, "validation", 7, model.policy)
+    assert (len(heads.answers), heads.doubts.keys()) == (4, {"entropy", "confidence", "patience"})
     examples = task.examples("validation")
     with torch.no_grad():
         for place in range(0, 61, 7):
-            inputs = task.collate(examples, [place]).inputs
-            torch.testing.assert_close(found[:, place], model.all_logits(**inputs)[:, 0], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(found[-1, place], model.model(**inputs).logits[0], atol=1e-5, rtol=1e-4)
+            batch = task.collate(examples, [place])
+            logits = model.all_logits(**batch.inputs)
+            torch.testing.assert_close(heads.doubts["entropy"][:, place], entropy(logits)[:-1, 0], atol=1e-5, rtol=1e-4)
+            for answers, one in zip(heads.answers, logits, strict=True):
+                assert answers[place] == task.answers(SimpleNamespace(logits=one), batch)[place]
+            torch.testing.assert_close(logits[-1], model.model(**batch.inputs).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_found_offline_is_what_the_model_does(task: Task, classifier: Path, evaluated: dict[str, Any]) -> None:
@@ -100,7 +103,7 @@ def test_what_is_found_offline_is_what_the_model_does(task: Task, classifier: Pa
         logits, layers = run_early(exiting(task, classifier, policy), task, "validation")
         assert point["mean_layers"] == pytest.approx(layers.float().mean().item())
         assert point["scores"] == score_of(task, "validation", logits)
-    offline = exit_at(model.policy, all_heads(model, task, "validation", 8, None).logits, False)
+    offline = exit_at(model.policy, all_heads(model, task, "validation", 8, model.policy).doubts["entropy"])
     assert early["exit_counts"] == {str(n): int((offline == n - 1).sum()) for n in range(1, 5)}
 
 

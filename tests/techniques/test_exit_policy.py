@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import exhaustive
+from support.exit_models import left_at
 from torch import Tensor
 
 from ds_trainer.config.exit_specs import ExitPolicy
-from ds_trainer.techniques.exits.policy import RunningPolicy, confidence, entropy, exit_at
+from ds_trainer.techniques.exits.policy import RunningPolicy, confidence, entropy
 
 ANSWERS = 3
 
@@ -57,7 +58,7 @@ def test_a_sample_at_the_threshold_stays(criterion, measure):
     logits = of_probabilities(0.8, 0.1, 0.1)
     at = float(measure(logits))
     surer = of_probabilities(0.81, 0.1, 0.09)
-    decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[at]), regression=False)
+    decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[at]))
     assert decisions.sure(0, torch.cat([logits, surer])).tolist() == [False, True]
 
 
@@ -66,14 +67,14 @@ def test_nobody_is_sure_beyond_certainty(criterion, never):
     """Entropy 0 and confidence 1 let no sample leave, not one that is certain."""
     policy = ExitPolicy(criterion=criterion, thresholds=[never] * 2)
     certain = torch.tensor([[[500.0, 0.0]], [[0.0, 500.0]], [[500.0, 0.0]]])
-    assert exit_at(policy, certain, regression=False).tolist() == [2]
+    assert left_at(policy, certain).tolist() == [2]
 
 
 @pytest.mark.parametrize(("criterion", "limits"), [("entropy", [0.1, 0.9, 0.1]), ("confidence", [0.9, 0.6, 0.9])])
 def test_each_head_has_its_own_threshold(criterion, limits):
     """A row that every head is as sure of leaves at the one that asks the least."""
     logits = of_probabilities(0.7, 0.2, 0.1).expand(4, 1, 3)  # entropy 0.80
-    assert exit_at(ExitPolicy(criterion=criterion, thresholds=limits), logits, regression=False).tolist() == [1]
+    assert left_at(ExitPolicy(criterion=criterion, thresholds=limits), logits).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_each_head_has_its_own_threshold(criterion, limits):
 )
 def test_patience_counts_heads_in_a_row_that_agree_with_the_one_before(patience, answers, leaves):
     """At the earliest patience + 1 heads are asked; where they never agree long enough, the own head answers."""
-    assert exit_at(patient(patience), says(*answers), regression=False).tolist() == [leaves]
+    assert left_at(patient(patience), says(*answers)).tolist() == [leaves]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_patience_counts_heads_in_a_row_that_agree_with_the_one_before(patience,
 )
 def test_scores_agree_within_the_tolerance(tolerances, values, leaves):
     """A regression's patience 2: two heads in a row, each nearer to the one before than its own threshold."""
-    assert exit_at(patient(2, *tolerances), scores(*values), regression=True).tolist() == [leaves]
+    assert left_at(patient(2, *tolerances), scores(*values)).tolist() == [leaves]
 
 
 @pytest.mark.parametrize("regression", [False, True])
@@ -116,7 +117,7 @@ def test_rows_that_are_not_kept_are_forgotten(regression):
     """After `keep` the counts of the rows that stay are theirs, in their order."""
     said = torch.cat([scores(0.0, 0.0, 0.0), scores(0.0, 1.0, 0.0), scores(0.0, 0.0, 0.0)], dim=1)
     logits = said if regression else torch.nn.functional.one_hot(said.long().squeeze(-1), 2).float()
-    decisions = RunningPolicy(patient(2, *[0.5] * 3 * regression), regression)
+    decisions = RunningPolicy(patient(2, *[0.5] * 3 * regression))
     assert not decisions.sure(0, logits[0]).any()
     assert not decisions.sure(1, logits[1]).any()
     kept = torch.tensor([2, 1])
@@ -127,19 +128,14 @@ def test_rows_that_are_not_kept_are_forgotten(regression):
 def test_keeping_before_the_first_head_is_no_error():
     """There is nothing to forget: entropy and confidence remember nothing at all."""
     for policy in (patient(1), ExitPolicy(criterion="entropy", thresholds=[1.0])):
-        decisions = RunningPolicy(policy, regression=False)
+        decisions = RunningPolicy(policy)
         decisions.keep(torch.tensor([0]))
         assert decisions.sure(0, torch.zeros(2, 3)).shape == (2,)
 
 
-def test_without_inner_heads_all_leave_at_the_own():
-    """One head's logits are the own head's: index 0 for every row."""
-    assert exit_at(patient(1), torch.zeros(1, 5, 3), regression=False).tolist() == [0] * 5
-
-
-def online(policy: ExitPolicy, logits: Tensor, regression: bool) -> list[int]:
+def online(policy: ExitPolicy, logits: Tensor) -> list[int]:
     """Where the rows of a batch leave, if those who leave are gone for the next head."""
-    decisions, last = RunningPolicy(policy, regression), len(logits) - 1
+    decisions, last = RunningPolicy(policy), len(logits) - 1
     there = torch.arange(logits.shape[1])
     left = [last] * logits.shape[1]
     for head in range(last):
@@ -154,9 +150,9 @@ def online(policy: ExitPolicy, logits: Tensor, regression: bool) -> list[int]:
 
 
 @st.composite
-def cases(draw) -> tuple[ExitPolicy, Tensor, bool, list[list[int]]]:
+def cases(draw) -> tuple[ExitPolicy, Tensor, list[list[int]]]:
     """A policy, all heads' logits, and the rows dealt to batches in any order."""
-    heads, rows = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    heads, rows = draw(st.integers(2, 6)), draw(st.integers(1, 8))
     criterion = draw(st.sampled_from(["entropy", "confidence", "patience"]))
     regression = criterion == "patience" and draw(st.booleans())
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -168,30 +164,30 @@ def cases(draw) -> tuple[ExitPolicy, Tensor, bool, list[list[int]]]:
     policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
     order = draw(st.permutations(range(rows)))
     cuts = sorted(draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
-    return policy, logits, regression, [order[a:b] for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+    return policy, logits, [order[a:b] for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
 
 @given(cases())
 @settings(max_examples=300 if exhaustive() else 75, deadline=None)
 def test_decisions_while_running_are_those_made_afterwards(case):
     """In any batches, in any order, with those who leave gone, each row leaves where `exit_heads` says."""
-    policy, logits, regression, batches = case
-    expected = exit_at(policy, logits, regression).tolist()
+    policy, logits, batches = case
+    expected = left_at(policy, logits).tolist()
     for rows in batches:
-        assert online(policy, logits[:, rows], regression) == [expected[row] for row in rows]
+        assert online(policy, logits[:, rows]) == [expected[row] for row in rows]
 
 
 @given(cases())
 @settings(max_examples=200 if exhaustive() else 50, deadline=None)
 def test_decisions_are_those_of_the_papers_words(case):
     """One row at a time, in plain Python: the first head whose answer is sure, or the own one."""
-    policy, logits, regression, _ = case
-    found = exit_at(policy, logits, regression).tolist()
+    policy, logits, _ = case
+    found = left_at(policy, logits).tolist()
     for row, where in enumerate(found):
-        assert where == by_the_paper(policy, logits[:, row], regression)
+        assert where == by_the_paper(policy, logits[:, row])
 
 
-def by_the_paper(policy: ExitPolicy, logits: Tensor, regression: bool) -> int:
+def by_the_paper(policy: ExitPolicy, logits: Tensor) -> int:
     agreed = 0
     for head in range(len(logits) - 1):
         shares = logits[head].softmax(-1)
@@ -201,7 +197,7 @@ def by_the_paper(policy: ExitPolicy, logits: Tensor, regression: bool) -> int:
             return head
         if policy.criterion == "patience" and head:
             one, two = logits[head - 1], logits[head]
-            near = abs(two - one) < policy.thresholds[head] if regression else one.argmax() == two.argmax()
+            near = abs(two - one) < policy.thresholds[head] if logits.shape[-1] == 1 else one.argmax() == two.argmax()
             agreed = agreed + 1 if near else 0
             if agreed >= policy.patience:
                 return head
@@ -215,11 +211,11 @@ def test_a_single_row_is_decided_as_in_a_batch(row, criterion):
     logits = torch.tensor([row])
     at = float((entropy if criterion == "entropy" else confidence)(logits))
     for limit in (at - 1e-9, at + 1e-9):
-        decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[max(limit, 0.0)]), regression=False)
+        decisions = RunningPolicy(ExitPolicy(criterion=criterion, thresholds=[max(limit, 0.0)]))
         assert decisions.one_is_sure(0, logits) == bool(decisions.sure(0, logits))
 
 
 def test_a_single_row_is_patient_too():
     """Asked head by head, its streak is remembered."""
-    decisions = RunningPolicy(patient(2), regression=False)
+    decisions = RunningPolicy(patient(2))
     assert [decisions.one_is_sure(head, logits) for head, logits in enumerate(says(1, 1, 1))] == [False, False, True]

@@ -1,12 +1,19 @@
-"""Cached answers of a teacher that speaks of tokens: SQuAD's starts and ends, and a vocabulary at every position."""
+"""Cached answers of a teacher that speaks of tokens: SQuAD's starts and ends, a vocabulary at every position, tags."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.distill_files import lm_files, squad_files
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
+from support.distill_files import lm_files, squad_files, tag_files
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    BertConfig,
+    GPT2Config,
+)
 
 from ds_trainer.config.recipe import DistillSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
@@ -15,18 +22,21 @@ from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.technique import PhaseLength
 
 
-@pytest.fixture(scope="module", params=["squad", "clm"])
+@pytest.fixture(scope="module", params=["squad", "clm", "ner"])
 def told(request, tmp_path_factory) -> tuple[Any, str, Path]:
     """A task's spec, the folder of a random model for it, and a folder for caches."""
     folder = tmp_path_factory.mktemp(request.param)
-    spec = parse_task(squad_files(folder) if request.param == "squad" else lm_files("clm", folder))
+    files = {"squad": squad_files, "clm": partial(lm_files, "clm"), "ner": tag_files}
+    spec = parse_task(files[request.param](folder))
     tokenizer = train_tokenizer(training_texts(spec), 200, True)
     torch.manual_seed(3)
-    if request.param == "squad":
-        shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-        model = AutoModelForQuestionAnswering.from_config(BertConfig(vocab_size=len(tokenizer), **shape))
-    else:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertConfig(vocab_size=len(tokenizer), num_labels=2, **shape)
+    if request.param == "clm":
         model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2))
+    else:
+        auto = AutoModelForQuestionAnswering if request.param == "squad" else AutoModelForTokenClassification
+        model = auto.from_config(bert)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return spec, str(folder / "model"), folder

@@ -285,7 +285,7 @@ def test_every_phase_is_scored_on_held_out_examples():
         (
             {RATE: [1e-3]},
             ["--set", 'phases.finetune.task={"name": "mlm", "dataset": "x"}'],
-            "only labelled text has held-out examples",
+            "only labelled text and tagged words have held-out examples",
         ),
     ],
 )

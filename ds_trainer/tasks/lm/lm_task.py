@@ -55,6 +55,7 @@ class LmTask(Task):
     spec: LmSpec
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
     loss_unit: ClassVar[Unit] = "label"
+    over_vocabulary: ClassVar[bool] = True
     own_inputs: ClassVar[frozenset[str]] = frozenset({"head_positions"})
 
     def __init__(self, spec: LmSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:

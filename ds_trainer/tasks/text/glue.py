@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ds_trainer.config.task_specs import FAMILIES, TextSpec
-from ds_trainer.files.messages import quoted
+from ds_trainer.files.messages import listed, quoted, shown
 from ds_trainer.tasks.text.docstrings import PACKAGES
 
 REGRESSION_METRICS = ("pearson", "spearman")
@@ -101,8 +101,18 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
     ]
     if spec.name != "text":
         return mistakes
+    kind = "column name" if spec.header else "column number"
     if not spec.text_columns:
-        mistakes.append('the task "text" needs text_columns: one or two column names')
-    if not spec.label_column:
-        mistakes.append('the task "text" needs label_column: a column name')
+        mistakes.append(f'the task "text" needs text_columns: one or two {kind}s')
+    if spec.label_column in (None, ""):
+        mistakes.append(f'the task "text" needs label_column: a {kind}')
+    columns = (*(spec.text_columns or ()), spec.label_column)
+    wrong = [column for column in columns if isinstance(column, int if spec.header else str)]
+    if wrong:
+        what = "names" if spec.header else "numbers, from 0"
+        mistakes.append(f"column {listed(wrong)}: header is {shown(spec.header)}, so that columns have {what}")
+    sources = filter(None, (spec.dataset, spec.train_file, spec.validation_file))
+    named = [source for source in sources if not source.lower().endswith((".csv", ".tsv"))]
+    if named and not spec.header:
+        mistakes.append(f"header is false, and the columns of {listed(named)} have names: drop header")
     return mistakes + spec.source_mistakes()

@@ -86,10 +86,10 @@ def _records(spec: TextSpec, split: str) -> Records:
         official = glue.evaluation.get(split, "train.tsv")
         path = find_file(spec, split, [f"{glue.folder}/{official}", f"glue/{glue.folder}/{official}", official])
         return FileRecords(path, (*glue.columns, glue.label), glue.header, glue.skip_malformed)
-    columns = (*(spec.text_columns or ()), spec.label_column or "")
+    columns = tuple(map(str, (*(spec.text_columns or ()), spec.label_column)))
     if spec.dataset:
         return HubRecords(spec.dataset, split, columns)
-    return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns)
+    return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns, None if spec.header else ())
 
 
 def _texts_and_label(spec: TextSpec, columns: Sequence[str], record: Record) -> tuple[tuple[str, ...], str | float]:

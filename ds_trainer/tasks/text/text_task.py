@@ -1,11 +1,10 @@
 """Classification and regression of one text or a pair: GLUE, any labelled text, the embedded docstrings.
 
-`text_data.py` reads the rows, which are tokenised once and cached as `Examples`; `text_model.py` loads the models.
+`text_data.py` reads the rows, which are tokenised once and cached as `Examples`.
 
 Labels have two orders. The cache holds them in the task's order. A batch, the model and its answers have the model's
 order, which differs if the trained head has the same class names in another order: so a downloaded MNLI model keeps its
-class ids. The split "held_out" is a share of the training rows, which the split "train" then lacks. With
-`score_held_out` it is the split to evaluate on, and the evaluation set is not read.
+class ids.
 """
 
 import math
@@ -20,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_config
+from ds_trainer.models import classifiers
+from ds_trainer.models.pretrained import CLASSIFIER, check_fits
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Array, Chunk, ExampleIds, Examples, hash_of, pack, spread
+from ds_trainer.tasks.held_out import HELD_OUT, hashed_fields, part_of, source_split
 from ds_trainer.tasks.task import Batch, Task, check_finite
-from ds_trainer.tasks.text import text_data, text_model
+from ds_trainer.tasks.text import text_data
 from ds_trainer.tasks.text.glue import evaluation_splits, is_regression, known_labels, metrics_of
 from ds_trainer.tasks.text.metrics import score
 from ds_trainer.tasks.text.text_data import TextRow, TextSplit
@@ -33,7 +34,6 @@ from ds_trainer.tasks.text.text_data import TextRow, TextSplit
 # the token types are kept even if the model takes none, since a teacher of another family may take them
 _DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8}
 _CHUNK = 4096
-HELD_OUT = Task.held_out_split
 
 
 class TextTask(Task):
@@ -46,24 +46,20 @@ class TextTask(Task):
         super().__init__(spec, tokenizer, source, cache_dir)
         self.splits = (HELD_OUT,) if spec.score_held_out else evaluation_splits(spec)
         self.regression = is_regression(spec)
-        head = text_model.trained_head(self.config)
+        head = classifiers.trained_head(self.config, CLASSIFIER)
         self._task_labels = () if self.regression else _task_labels(spec, head)
-        self.label_names = text_model.label_order(self._task_labels, head)
+        self.label_names = classifiers.label_order(self._task_labels, head)
         self._model_class = np.array([self.label_names.index(name) for name in self._task_labels], np.int64)
         self._task_class = np.argsort(self._model_class)
 
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load a model with a head for this task's classes, in the order of `label_names`."""
-        model = text_model.load_model(folder, self.label_names, self.pad_token_id)
+        model = classifiers.load_model(folder, CLASSIFIER, self.label_names, self.pad_token_id)
         check_fits(model, self.tokenizer, self.spec.max_seq_length)
         return model
 
     def check_trained(self, folder: str | Path) -> None:
-        head = text_model.trained_head(load_config(folder, CLASSIFIER))
-        size = max(1, len(self.label_names))
-        if head is None or len(head) != size:
-            present = f"one of {len(head)}" if head else "none"
-            raise UserError(f"{folder} has no trained head of {size} outputs for {self.spec.name}, but {present}")
+        classifiers.check_trained(folder, CLASSIFIER, max(1, len(self.label_names)), self.spec.name)
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -111,12 +107,9 @@ class TextTask(Task):
         return None if split == HELD_OUT else super().limit(split)
 
     def fingerprint(self, split: str) -> str:
-        fields = ["name", "text_columns", "label_column", "regression", "max_seq_length"]
-        source_split = self._source_split(split)
-        if self.spec.held_out and source_split == "train":
-            fields.append("held_out")
-        source = text_data.fingerprint(self.spec, source_split)
-        return self.cache_key("text", split, source, fields, self._task_labels)
+        fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
+        source = text_data.fingerprint(self.spec, source_split(self.spec, split))
+        return self.cache_key("text", split, source, hashed_fields(self.spec, split, fields), self._task_labels)
 
     def held_out_key(self) -> str:
         if not self.spec.held_out:
@@ -126,8 +119,9 @@ class TextTask(Task):
         return hash_of([source, self.spec.name, self.spec.text_columns, self.spec.label_column, self.spec.held_out])
 
     def tokenised(self, split: str) -> Examples:
-        source = self._part(split, text_data.read_split(self.spec, self._source_split(split)))
-        source = replace(source, rows=[source.rows[index] for index in spread(len(source.rows), self.limit(split))])
+        source = text_data.read_split(self.spec, source_split(self.spec, split))
+        rows = part_of(self.spec, split, source.rows, source.origin)
+        source = replace(source, rows=[rows[index] for index in spread(len(rows), self.limit(split))])
         examples = replace(pack(self._encoded(source.rows), _DTYPES), fields={"labels": self._labels(source)})
         empty = np.flatnonzero(examples.lengths == 0)
         if len(empty):
@@ -139,28 +133,6 @@ class TextTask(Task):
             f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length, {skipped:,} rows skipped"
         )
         return examples
-
-    def _source_split(self, split: str) -> str:
-        """Return the split of the data source from which this split's rows are taken."""
-        if split != HELD_OUT:
-            return split
-        if not self.spec.held_out:
-            raise UserError("no training examples are held out: set task.held_out to their share, such as 0.02")
-        return "train"
-
-    def _part(self, split: str, source: TextSplit) -> TextSplit:
-        """Return the rows of "train" or of "held_out", given all training rows; other splits unchanged."""
-        share, count = self.spec.held_out, len(source.rows)
-        if not share or self._source_split(split) != "train":
-            return source
-        held_out, rest = held_out_and_rest(count, share)
-        if not held_out or not rest:
-            use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("used for training", "lower")
-            raise UserError(
-                f"task.held_out is {share:g}, and of the {count:,} examples of {source.origin} none would be {use}: "
-                f"set task.held_out {way_out}, or to 0 to hold none out"
-            )
-        return replace(source, rows=[source.rows[index] for index in (held_out if split == HELD_OUT else rest)])
 
     def _labels(self, source: TextSplit) -> Array:
         if self.regression:
@@ -180,17 +152,6 @@ class TextTask(Task):
             )
 
 
-def held_out_and_rest(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Split `count` indices into two ascending lists: round(share * count) of them, and all others.
-
-    The first list is drawn at random, but always the same: evenly spaced indices would all be of one class in a file
-    whose classes alternate.
-    """
-    order = np.random.default_rng(0).permutation(count)
-    cut = round(share * count)
-    return sorted(order[:cut].tolist()), sorted(order[cut:].tolist())
-
-
 def _task_labels(spec: TextSpec, head: Sequence[str] | None) -> tuple[str, ...]:
     """Return the classes in the task's order: those of GLUE, or those of the training rows, sorted; collective.
 
@@ -200,7 +161,7 @@ def _task_labels(spec: TextSpec, head: Sequence[str] | None) -> tuple[str, ...]:
     if names:
         return names
     can_train = bool(spec.train_file or spec.dataset)
-    if not can_train and head and not text_model.unnamed(head):
+    if not can_train and head and not classifiers.unnamed(head):
         return tuple(head)
     return distributed.on_main(lambda: _labels_in(text_data.read_split(spec, "train" if can_train else "validation")))
 

@@ -83,7 +83,7 @@ class Distill(Technique):
         compares_logits = bool({"logits", "mse"} & set(self.spec.terms))
         # models of one tokenizer may have heads of different sizes: some are padded
         logits = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
-        if self.task.logits_of == "position" and compares_logits and student.vocab_size != logits:
+        if self.task.over_vocabulary and compares_logits and student.vocab_size != logits:
             raise UserError(
                 f"distill: the teacher {self.spec.teacher} gives {logits} logits and the student {student.vocab_size}: "
                 f"give the student's config the vocab_size {logits}"

@@ -121,7 +121,7 @@ class Teacher:
             inputs["input_ids"] = self.ids[inputs["input_ids"]]
         with torch.autocast(self.device.type, enabled=False):
             out = (self._engine or self._model)(**inputs)
-        if self.ids is not None and self.task.logits_of == "position":
+        if self.ids is not None and self.task.over_vocabulary:
             out.logits = out.logits.index_select(-1, self.ids)
         return out
 

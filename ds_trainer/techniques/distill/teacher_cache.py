@@ -145,7 +145,9 @@ def _logit_indices(task: Task, tokens: Array, batch: Batch) -> Array:
     """Return the index of every row of logits of a batch in the cache, -1 for padding."""
     if task.logits_of == "example":
         return batch.ids.numpy()
-    return tokens.ravel()[batch.inputs["head_positions"].cpu().numpy()] if task.logits_of == "position" else tokens
+    if task.logits_of == "token":
+        return tokens
+    return tokens.ravel()[(batch.inputs | batch.others)["head_positions"].cpu().numpy()]
 
 
 def _identity(teacher: Teacher) -> str:

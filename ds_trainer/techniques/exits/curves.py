@@ -1,22 +1,23 @@
-"""The score and the cost of every exit threshold, and the choice of one, from the logits of all heads.
+"""The score and the cost of every exit threshold, and the choice of one, from the doubts and answers of all heads.
 
-A sample leaves at the first head where its uncertainty u_j is below the threshold t. If all heads share t, it is still
-in the batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one of these
-running minima: sorted, those of all samples give every threshold that makes a difference. No model, file or other rank
-is needed.
+A sample leaves at the first head whose doubt u_j is below the threshold t. If all heads share t, it is still in the
+batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one of these running
+minima: sorted, those of all samples give every threshold that makes a difference. No model, file or other rank is
+needed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, SequenceUncertainty
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import spread
-from ds_trainer.techniques.exits.policy import confidence, entropy, exit_at
+from ds_trainer.tasks.evaluation import Answers
+from ds_trainer.techniques.exits.policy import exit_at
 
 _ROUNDING = 1e-6  # scores are computed in fp32, and a drop of exactly max_drop is allowed
 _CANDIDATES, _PASSES = 20, 3  # thresholds tried for each head, and rounds over the heads, with one threshold per head
@@ -37,38 +38,39 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class AllHeads:
-    """The logits of every head for the same examples: (heads, examples, classes) fp32, those of the model's own last.
+    """What every head says about the same examples, numbered from 0: its doubts and its answers.
 
-    `layers` has the layer of each head; the last is the depth of the model. `score` turns logits (examples, classes)
-    into scores. `patience` is that of a regression, whose thresholds are tolerances; for classes it is the threshold.
+    `doubts` are (heads - 1, examples) fp64 by criterion, without the model's own head; `answers` are by head, the
+    model's own last, and then by example. `layers` has the layer of each head; the last is the depth of the model.
+    `score` turns an answer for each example into scores. `patience` is that of a regression, whose thresholds are
+    tolerances; for classes it is the threshold. `over_tokens` is how the doubts are taken over tokens.
     """
 
-    logits: Tensor
+    doubts: Mapping[Criterion, Tensor]
+    answers: Sequence[Answers]
     layers: Sequence[int]
-    score: Callable[[Tensor], dict[str, float]]
+    score: Callable[[Answers], dict[str, float]]
+    regression: bool = False
     patience: int = DEFAULT_PATIENCE
-
-    @property
-    def regression(self) -> bool:
-        return self.logits.shape[-1] == 1
+    over_tokens: SequenceUncertainty = "least_certain"
 
     def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
         """Return the policy that has this threshold at every head, or by the patience of a classification, as that."""
+        policy = ExitPolicy(criterion=criterion, sequence_uncertainty=self.over_tokens)
         if criterion == "patience" and not self.regression:
-            return ExitPolicy(criterion=criterion, patience=int(threshold))
+            return policy.model_copy(update={"patience": int(threshold)})
         patience = self.patience if criterion == "patience" else None
-        return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
+        return policy.model_copy(update={"thresholds": [threshold] * (len(self.layers) - 1), "patience": patience})
 
     def point(self, threshold: float, exits: Tensor) -> OperatingPoint:
         """Return the point of examples that leave at these heads: (examples,), indices of heads."""
-        count = exits.numel()
-        layers = torch.tensor(self.layers, device=exits.device)[exits]
-        chosen = self.logits[exits, torch.arange(count, device=exits.device)]
-        return OperatingPoint(threshold, int(layers.sum()) / count, self.score(chosen))
+        heads = exits.tolist()
+        chosen = {id: self.answers[head][id] for id, head in enumerate(heads)}
+        return OperatingPoint(threshold, sum(self.layers[head] for head in heads) / len(heads), self.score(chosen))
 
     def point_of(self, policy: ExitPolicy, threshold: float) -> OperatingPoint:
         """Return the point of a policy; `threshold` is recorded in it."""
-        return self.point(threshold, exit_at(policy, self.logits, self.regression))
+        return self.point(threshold, exit_at(policy, self.doubts[policy.criterion]))
 
 
 def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
@@ -80,12 +82,12 @@ def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[Operat
     if criterion == "patience" and not heads.regression:
         patiences = map(float, range(len(heads.layers) - 1, 0, -1))
         return [heads.point_of(heads.policy(criterion, patience), patience) for patience in patiences]
-    unsure = _uncertainty(criterion, heads.logits)
+    doubts = heads.doubts[criterion]
     if criterion == "patience":
         # a sample leaves where its last `patience` differences are below t, that is where the largest of them is
-        before = unsure.new_full((heads.patience - 1, unsure.shape[1]), math.inf)  # the first heads have too few
-        unsure = torch.cat([before, unsure]).unfold(0, heads.patience, 1).amax(-1)
-    least = unsure.cummin(0).values
+        before = doubts.new_full((heads.patience - 1, doubts.shape[1]), math.inf)  # the first heads have too few
+        doubts = torch.cat([before, doubts]).unfold(0, heads.patience, 1).amax(-1)
+    least = doubts.cummin(0).values
     thresholds, layers_used = _thresholds_and_layers(least, heads.layers)
     kept = _evenly(layers_used, most)
     # a sample leaves at head i if it is still in the batch after exactly i heads
@@ -131,7 +133,7 @@ def choose_per_head(
     best = choose(points, depth, spec)
     policy = heads.policy(criterion, best.threshold)
     full = max(points, key=lambda point: point.mean_layers)  # `choose` measures a drop from its score
-    candidates = _candidates(criterion, heads.logits)
+    candidates = _candidates(heads.doubts[criterion])
     for head, values in list(enumerate(candidates)) * _PASSES:
         before, after = policy.thresholds[:head], policy.thresholds[head + 1 :]
         moved = {value: policy.model_copy(update={"thresholds": [*before, value, *after]}) for value in values}
@@ -142,27 +144,10 @@ def choose_per_head(
     return policy
 
 
-def _uncertainty(criterion: Criterion, logits: Tensor) -> Tensor:
-    """Return the uncertainty at every exit head, (heads - 1, examples), which is below the threshold of an exit.
-
-    It is the entropy, the negative confidence, or for a regression the distance from the score of the head before. NaN
-    becomes infinity: such a sample never leaves.
-    """
-    inner = logits[:-1].float()
-    if criterion == "entropy":
-        values = entropy(inner)
-    elif criterion == "confidence":
-        values = -confidence(inner)
-    else:
-        scores = inner.squeeze(-1)
-        values = torch.cat([torch.full_like(scores[:1], math.inf), scores.diff(dim=0).abs()])
-    return torch.where(values.isnan(), math.inf, values)
-
-
 def _thresholds_and_layers(least: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return one threshold for each set of exits that some threshold gives, ascending, and the layers used at each.
 
-    `least` (heads - 1, samples) is the running minimum of the uncertainty. A sample goes on from a head, through the
+    `least` (heads - 1, samples) is the running minimum of the doubt. A sample goes on from a head, through the
     layers up to the next head, unless that minimum is below the threshold: a threshold above it saves these layers.
     """
     steps = torch.tensor(layers, device=least.device).diff()[:, None].expand_as(least)
@@ -198,10 +183,10 @@ def _evenly(falling: Tensor, most: int) -> Tensor:
     return (right - left_is_nearer.long()).unique()
 
 
-def _candidates(criterion: Criterion, logits: Tensor) -> list[list[float]]:
+def _candidates(doubts: Tensor) -> list[list[float]]:
     """Return the thresholds to try for each head: evenly spread over those that change an exit there."""
     candidates = []
-    for values in _uncertainty(criterion, logits):
+    for values in doubts:
         thresholds = _between(values[values.isfinite()].unique())
         indices = [*spread(len(thresholds), _CANDIDATES), len(thresholds) - 1]
         candidates.append([abs(thresholds[index].item()) for index in dict.fromkeys(indices)])

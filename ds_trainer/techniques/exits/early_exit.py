@@ -7,6 +7,7 @@ beside the weights.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,24 +29,30 @@ _NOT_BY_SAMPLE = frozenset({"rel_embeddings"})
 
 @dataclass
 class EarlyExitOutput(ModelOutput):
-    """`logits` (batch, classes), and in `exit_layers` (batch,) the number of layers that each sample went through."""
+    """`logits` as the model gives them, and in `exit_layers` (batch,) the number of layers of each sample's way."""
 
     logits: Tensor | None = None
     exit_layers: Tensor | None = None
 
 
 class EarlyExitModel(nn.Module):
-    """A sequence classifier with exit heads, for inference.
+    """A classifier of sequences or of tokens with exit heads, for inference.
 
     `layers` has the layer of each head in ascending order; the last is the depth of the model, where its own head is.
+    A sequence leaves with all its tokens; the `special_tokens` do not count in how sure a head is of it.
     """
 
-    def __init__(self, model: Any, heads: nn.ModuleDict, policy: ExitPolicy) -> None:
+    special_tokens: Tensor
+
+    def __init__(
+        self, model: Any, heads: nn.ModuleDict, policy: ExitPolicy, special_tokens: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.model, self.exit_heads, self.policy = model, heads, policy
         last = len(encoder_layers(model))
         self.layers = [*map(int, heads), last]
         self.regression = model.config.num_labels == 1
+        self.register_buffer("special_tokens", torch.tensor(special_tokens, dtype=torch.int64), persistent=False)
         self._model_head = (model_head(model),)  # in a tuple: its modules are registered as the model's already
         # by thread, since the hooks of one model serve all threads; a plain dict, so that the model can be copied
         self._running: dict[int, _RunningBatch] = {}
@@ -99,7 +106,7 @@ class EarlyExitModel(nn.Module):
 
     @torch.no_grad()
     def all_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """Return the logits of all heads, the model's own last, from one forward: (heads, batch, classes)."""
+        """Return the logits of all heads, the model's own last, from one forward: (heads, batch, ...)."""
         states = LayerStates(self.model, self.layers)
         try:
             self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
@@ -108,6 +115,16 @@ class EarlyExitModel(nn.Module):
         hidden = states.take()
         pairs = zip(self.heads, self.layers, strict=True)
         return torch.stack([head(hidden[layer], attention_mask) for head, layer in pairs])
+
+    def counted(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
+        """Return which tokens count in how sure a head is of a sequence, (batch, length): those of the text.
+
+        None where the heads classify whole sequences.
+        """
+        if self._model_head[0].pooling:
+            return None
+        of_text = ~torch.isin(input_ids, self.special_tokens)
+        return of_text if attention_mask is None else of_text & attention_mask.bool()
 
     def _after_layer(self, layer: int, args: Any, kwargs: Any) -> Any:
         running = self._running.get(threading.get_ident())
@@ -130,7 +147,7 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     ValueError where heads or policy do not fit the model.
     """
     heads, saved = load_heads(model, folder)
-    early = EarlyExitModel(model, heads, policy or saved.policy)
+    early = EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens)
     check_policy(early.policy, len(heads), early.regression)
     return early
 
@@ -146,7 +163,7 @@ class _RunningBatch:
         self.size, self.mask = len(input_ids), mask
         self.heads = dict(zip(model.layers, model.heads, strict=True))
         self.last = model.layers[-1]
-        self.policy = RunningPolicy(model.policy, model.regression)
+        self.policy, self.counted = RunningPolicy(model.policy), model.counted(input_ids, mask)
         self.exit_layers = torch.full((self.size,), self.last, device=input_ids.device)
         self.logits: Tensor | None = None
         self._samples = torch.arange(self.size, device=input_ids.device)  # indices of those still in the batch
@@ -168,13 +185,13 @@ class _RunningBatch:
     def _staying(self, layer: int, hidden: Tensor) -> Tensor:
         """Record the logits of the samples that leave here; return the states of those that stay."""
         logits = self.heads[layer](hidden, self._select(self.mask))
-        head, self._next_head = self._next_head, self._next_head + 1
-        if layer == self.last or (len(logits) == 1 and self.policy.one_is_sure(head, logits)):
+        head, self._next_head, counted = self._next_head, self._next_head + 1, self._select(self.counted)
+        if layer == self.last or (len(logits) == 1 and self.policy.one_is_sure(head, logits, counted)):
             self._leave(layer, logits, self._samples)
             raise _AllLeft
         if len(logits) == 1:
             return hidden
-        sure = self.policy.sure(head, logits)
+        sure = self.policy.sure(head, logits, counted)
         staying = (~sure).nonzero().squeeze(1)
         if len(staying) == len(logits):
             return hidden
@@ -188,7 +205,7 @@ class _RunningBatch:
 
     def _leave(self, layer: int, logits: Tensor, samples: Tensor) -> None:
         if self.logits is None:
-            self.logits = logits.new_empty(self.size, logits.shape[-1])
+            self.logits = logits.new_empty(self.size, *logits.shape[1:])
         self.logits[samples] = logits
         self.exit_layers[samples] = layer
 

@@ -1,11 +1,11 @@
 """Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy, run and timed.
 
-One pass over a split gives the logits of all heads, from which `curves.py` scores any threshold. Thresholds are chosen
-on the held-out part of the training set, never on a split that is evaluated.
+One pass over a split gives the doubts and the answers of all heads, from which `curves.py` scores any threshold.
+Thresholds are chosen on the held-out part of the training set, never on a split that is evaluated.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.ranks import distributed, timing
@@ -24,6 +24,7 @@ from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.curves import AllHeads, choose, choose_per_head, curve
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 from ds_trainer.techniques.exits.heads import has_exits, read_exits, write_exits
+from ds_trainer.techniques.exits.policy import doubts_of_all
 
 _ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time at batch size 1, and at that of the evaluation
 _SECONDS = 60.0  # time limit for each split and batch size
@@ -97,9 +98,9 @@ def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec)
 def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpec) -> tuple[ExitPolicy, dict[str, Any]]:
     """Return the policy that reaches the target on the held-out examples, and a record of the choice; collective.
 
-    The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion (by default that of the model's
-    policy) and, for a regression, the patience. ValueError where no threshold reaches the target, the criterion does
-    not suit the task, or nothing is held out.
+    The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion and the `sequence_uncertainty` (by
+    default those of the model's policy) and, for a regression, the patience. ValueError where no threshold reaches the
+    target, the criterion does not suit the task, or nothing is held out.
     """
     criterion = spec.chosen_criterion or model.policy.criterion
     if model.regression and spec.patience is None:
@@ -108,7 +109,9 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
     if mistakes:
         raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
-    heads = all_heads(model, task, task.held_out_split, batch_size, spec.patience)
+    over_tokens = spec.sequence_uncertainty or model.policy.sequence_uncertainty
+    rule = model.policy.model_copy(update={"patience": spec.patience, "sequence_uncertainty": over_tokens})
+    heads = all_heads(model, task, task.held_out_split, batch_size, rule)
 
     def chosen() -> tuple[ExitPolicy, dict[str, Any]]:
         assert heads is not None, "rank 0 has them"
@@ -120,14 +123,14 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
             best = heads.point_of(policy, best.threshold)
         return policy, {
             "split": task.held_out_split,
-            "examples": heads.logits.shape[1],
+            "examples": len(heads.answers[-1]),
             "criterion": criterion,
             "target_speedup": spec.target_speedup,
             "max_drop": spec.max_drop,
             "threshold": None if spec.per_head else best.threshold,
             **({"thresholds": policy.thresholds} if spec.per_head else {}),
             "scores": best.scores,
-            "full_scores": heads.score(heads.logits[-1]),
+            "full_scores": heads.score(heads.answers[-1]),
             "mean_layers": best.mean_layers,
             "expected_speedup": depth / best.mean_layers,
         }
@@ -135,20 +138,37 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
     return distributed.on_main(chosen)
 
 
-def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None) -> AllHeads | None:
-    """Return the logits of every head for every example of a split, and their scores; one pass, collective.
+def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, rule: ExitPolicy) -> AllHeads | None:
+    """Return what every head says about every example of a split; one pass, collective; only rank 0 gets it.
 
-    The logits are on the CPU of rank 0, in the order of the split; the other ranks get None.
+    All criteria have the patience and the `sequence_uncertainty` of `rule`.
     """
-    logits = _by_example(lambda batch: model.all_logits(**batch.inputs).transpose(0, 1), task, split, batch_size)
-    if logits is None:
+    criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
+    over_tokens = rule.sequence_uncertainty
+
+    def run(batch: Batch) -> Iterable[Any]:
+        """Return for each example its doubts (criteria, heads - 1), and its answers by head."""
+        logits = model.all_logits(**batch.inputs)
+        counted = model.counted(batch.inputs["input_ids"], batch.inputs.get("attention_mask"))
+        doubts = torch.stack([doubts_of_all(name, over_tokens, logits, counted) for name in criteria])
+        answers = [task.answers(SimpleNamespace(logits=one), batch) for one in logits]
+        by_example = ([answer[id] for answer in answers] for id in batch.ids.tolist())
+        return zip(doubts.permute(2, 0, 1).tolist(), by_example, strict=True)
+
+    rows = _by_example(run, task, split, batch_size)
+    if rows is None:
         return None
-
-    def score(logits: Tensor) -> dict[str, float]:
-        ids = torch.arange(len(logits))
-        return task.score(split, task.answers(SimpleNamespace(logits=logits), Batch({}, ids, ids)))
-
-    return AllHeads(logits.transpose(0, 1).contiguous(), model.layers, score, patience or DEFAULT_PATIENCE)
+    doubts, answers = zip(*rows, strict=True)
+    by_criterion = torch.tensor(doubts, dtype=torch.float64).permute(1, 2, 0)
+    return AllHeads(
+        doubts=dict(zip(criteria, by_criterion, strict=True)),
+        answers=[dict(enumerate(of_head)) for of_head in zip(*answers, strict=True)],
+        layers=model.layers,
+        score=partial(task.score, split),
+        regression=model.regression,
+        patience=rule.patience or DEFAULT_PATIENCE,
+        over_tokens=over_tokens,
+    )
 
 
 @torch.inference_mode()
@@ -176,25 +196,26 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
 
 
 def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
-    heads = all_heads(model, task, split, batch_size, model.policy.patience)
+    heads = all_heads(model, task, split, batch_size, model.policy)
 
-    def run(batch: Batch) -> Tensor:
+    def run(batch: Batch) -> Iterable[Any]:
+        """Return for each example its exit layer, and its answer."""
         out = model(**batch.inputs)
-        return torch.cat([out.exit_layers[:, None], out.logits], 1)
+        answers = task.answers(out, batch)
+        return zip(out.exit_layers.tolist(), map(answers.get, batch.ids.tolist()), strict=True)
 
     rows = _by_example(run, task, split, batch_size)
 
     def results() -> dict[str, Any]:
         assert heads is not None and rows is not None, "rank 0 has them"  # noqa: PT018
-        criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
-        exits = rows[:, 0].int().tolist()
+        exits, answers = zip(*rows, strict=True)
         mean, depth = sum(exits) / len(exits), model.layers[-1]
         limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
         return {
-            "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.logits, strict=True)},
-            "curves": {name: [asdict(point) for point in curve(name, heads)] for name in criteria},
+            "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.answers, strict=True)},
+            "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
             "early_exit": {
-                "scores": heads.score(rows[:, 1:]),
+                "scores": heads.score(dict(enumerate(answers))),
                 "mean_layers": mean,
                 "expected_saving": mean / depth,
                 "expected_speedup": depth / mean,
@@ -208,17 +229,14 @@ def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: i
     return distributed.on_main(results)
 
 
-def _by_example(run: Callable[[Batch], Tensor], task: Task, split: str, batch_size: int) -> Tensor | None:
-    """Run every batch of a split, a part of them on each rank; `run` returns (batch, ...). Collective.
+def _by_example(run: Callable[[Batch], Iterable[Any]], task: Task, split: str, batch_size: int) -> list[Any] | None:
+    """Run every batch of a split, a part of them on each rank; `run` gives a value for each example. Collective.
 
-    Rank 0 gets (examples, ...) in fp32 on the CPU, in the order of the split, the other ranks None.
+    Rank 0 gets the values in the order of the split, the other ranks None. They must pickle.
     """
-    parts = [(batch.ids, run(batch).float().cpu()) for batch in evaluation_batches(task, split, batch_size)]
+    shard: dict[int, Any] = {}
+    for batch in evaluation_batches(task, split, batch_size):
+        shard |= zip(batch.ids.tolist(), run(batch), strict=True)
     distributed.give_back_freed_memory()
-    shards = distributed.gather(parts)
-    if not distributed.is_main():
-        return None
-    merged = torch.full((len(task.examples(split)), *parts[0][1].shape[1:]), torch.nan)
-    for ids, rows in (part for shard in shards for part in shard):
-        merged[ids] = rows
-    return merged
+    merged = {id: value for part in distributed.gather(shard) for id, value in part.items()}
+    return [merged[id] for id in range(len(merged))] if distributed.is_main() else None

@@ -93,21 +93,24 @@ class Exits(Technique):
         terms = {}
         if "heads" in self.spec.terms:
             values = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
-            self._loss_sums = self._loss_sums + torch.stack(values).detach().double()
+            share = forward.shares.get(self.task.loss_unit, 1.0)  # as of the term in the objective
+            self._loss_sums = self._loss_sums + share * torch.stack(values).detach().double()
             self._loss_count += 1
             if self.spec.training == "joint":
                 values.append(self.task.loss(forward.out, forward.batch))
             terms["exits.heads"] = self._weighted(values)
         if "distill" in self.spec.terms:
             (teacher,) = self.task.logits(forward.out, forward.batch)
-            teacher, temperature = teacher.detach(), self.spec.temperature
-            # each head has a copy of the teacher's logits, which the loss overwrites
-            values = [soft_target_loss(self.task, one, teacher.clone(), temperature) for one in logits.values()]
+            values = []
+            for one in logits.values():
+                (rows,) = self.task.logits(SimpleNamespace(logits=one), forward.batch)
+                # each head has a copy of the teacher's logits, which the loss overwrites
+                values.append(soft_target_loss(self.task, rows, teacher.detach().clone(), self.spec.temperature))
             terms["exits.distill"] = self._weighted(values)
         return terms
 
     def readings(self) -> dict[str, float]:
-        """Return each head's loss on the labels, its mean over all ranks since the last readings; collective."""
+        """Return each head's loss, its mean over the labels of all ranks since the last readings; collective."""
         if not self._loss_count:
             return {}
         means = (distributed.mean(self._loss_sums) / self._loss_count).tolist()
@@ -136,10 +139,13 @@ class Exits(Technique):
 
     def save(self, folder: Path) -> None:
         (pooling,) = {head.pooling for head in self.heads.values()}
+        tokenizer = self.task.tokenizer  # its token for unknown words stands for a part of the text
+        special = [] if pooling else sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id})
         saved = SavedExits(
             layers=self.layers,
             pooling=pooling,
             policy=policy_of(self.spec, len(self.layers), self.task.regression),
+            special_tokens=special,
             held_out=getattr(self.task.spec, "held_out", 0.0),
             held_out_key=self.task.held_out_key(),
         )

@@ -20,6 +20,7 @@ from ds_trainer.config.recipe import saved_exits
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.loading import as_user_error
+from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
 from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.ranks.failures import UserError
 
@@ -30,11 +31,12 @@ class ExitHead(nn.Module):
     """Map states (batch, length, width) and their mask (batch, length), or None, to logits (batch, classes).
 
     `steps` are applied to the pooled state (batch, width). With `takes_tokens` they get it as a sequence of one token,
-    because the pooler or head of some models picks the first token itself.
+    because the pooler or head of some models picks the first token itself. A head without pooling classifies each
+    token: its logits are (batch, length, classes).
     """
 
     def __init__(
-        self, steps: Sequence[nn.Module], pooling: Pooling, norm: nn.Module | None, takes_tokens: bool
+        self, steps: Sequence[nn.Module], pooling: Pooling | None, norm: nn.Module | None, takes_tokens: bool
     ) -> None:
         super().__init__()
         self.pooling, self.takes_tokens = pooling, takes_tokens
@@ -69,12 +71,15 @@ def model_head(model: Any) -> ExitHead:
     pooler = getattr(base, "pooler", None) or getattr(model, "pooler", None)
     dropout = getattr(model, "dropout", None) or getattr(model, "drop", None) or nn.Identity()
     classifier, takes_tokens = getattr(model, "classifier", None), False
+    of_tokens = isinstance(model, TOKEN_CLASSIFIER.classes(model.config))
     if classifier is None:
         raise UserError(f"exits: {type(model).__name__} has no classifier of a form that this library knows")
     if hasattr(model, "pre_classifier"):  # DistilBERT
         steps = [model.pre_classifier, nn.ReLU(), dropout, classifier]
     elif hasattr(model, "head"):  # ModernBERT
         steps = [model.head, dropout, classifier]
+    elif of_tokens:
+        steps = [dropout, classifier]
     elif pooler is not None and hasattr(pooler, "dense") and hasattr(pooler, "activation"):  # BERT
         steps = [pooler.dense, pooler.activation, dropout, classifier]
     elif pooler is not None:  # DeBERTa
@@ -82,7 +87,7 @@ def model_head(model: Any) -> ExitHead:
     else:  # RoBERTa, ELECTRA
         steps, takes_tokens = [classifier], True
     pooling: Pooling = "mean" if getattr(model.config, "classifier_pooling", "cls") == "mean" else "first"
-    head = ExitHead(steps, pooling, getattr(base, "final_norm", None), takes_tokens)
+    head = ExitHead(steps, None if of_tokens else pooling, getattr(base, "final_norm", None), takes_tokens)
     _check_same(model, head)
     return head
 

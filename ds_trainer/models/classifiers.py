@@ -1,4 +1,4 @@
-"""Sequence classifiers of `transformers`: load one with the head that a task needs, its classes in the task's order."""
+"""Classifiers of sequences or tokens: load one with the head that a task needs, its classes in the task's order."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from ds_trainer.models import pretrained
-from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.models.pretrained import HeadKind
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 
 
-def trained_head(config: Any) -> tuple[str, ...] | None:
+def trained_head(config: Any, kind: HeadKind) -> tuple[str, ...] | None:
     """Return the class names, in order, of the trained classifier that a config describes; None if there is none."""
-    if not CLASSIFIER.trained_in(config):
+    if not kind.trained_in(config):
         return None
     return tuple(str(config.id2label[index]) for index in range(config.num_labels))
 
@@ -33,15 +34,23 @@ def unnamed(head: Sequence[str]) -> bool:
     return all(re.fullmatch(r"LABEL_\d+", name) for name in head)
 
 
-def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> nn.Module:
-    """Load a sequence classifier over `labels` in this order, or for regression if there are none, in fp32.
+def check_trained(source: str | Path, kind: HeadKind, outputs: int, task: str) -> None:
+    """Raise UserError unless a model folder or hub name claims a trained head of so many outputs."""
+    head = trained_head(pretrained.load_config(source, kind), kind)
+    if head is None or len(head) != outputs:
+        present = f"one of {len(head)}" if head else "none"
+        raise UserError(f"{source} has no trained head of {outputs} outputs for {task}, but {present}")
+
+
+def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_token_id: int) -> nn.Module:
+    """Load a classifier over `labels` in this order, or for regression if there are none, in fp32.
 
     A trained head of the same classes is kept, and its outputs are put in this order. One with as many classes of other
     names is kept with a warning, and one with another number of classes is replaced. It is an error if the config
     promises a head to keep and the weights do not hold all of it.
     """
-    config = pretrained.load_config(source, CLASSIFIER)
-    head = trained_head(config)
+    config = pretrained.load_config(source, kind)
+    head = trained_head(config, kind)
     size = max(1, len(labels))
     config.num_labels = size
     if labels:
@@ -51,7 +60,7 @@ def load_model(source: str | Path, labels: Sequence[str], pad_token_id: int) -> 
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
     # weights of another shape belong to a head that is to be replaced, or the checks below report them by name
-    model, info = pretrained.from_pretrained(source, config, CLASSIFIER)
+    model, info = pretrained.from_pretrained(source, config, kind)
     pretrained.check_encoder_is_whole(source, model, info)
     if head is None or len(head) != size:
         why = "has no trained head" if head is None else f"has a head of {len(head)} classes ({', '.join(head)})"

@@ -1,0 +1,1 @@
+"""Token classification: tags of words, such as named entities."""

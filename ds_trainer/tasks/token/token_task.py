@@ -1,0 +1,233 @@
+"""Token classification: a tag for every word, such as those of named entities.
+
+An example is a window of a sentence: the words beyond `max_seq_length` go into further windows. A word has its loss
+and its answer at its first piece; with `label_all_tokens` all its pieces have a loss. A word of which the tokenizer
+makes no piece is in no window, and its answer is O. `token_data.py` reads the sentences, `entities.py` scores them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_trainer.config.task_specs import TokenSpec
+from ds_trainer.files.messages import listed
+from ds_trainer.models import classifiers
+from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, check_fits
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, hash_of, pack, spread
+from ds_trainer.tasks.held_out import HELD_OUT, hashed_fields, part_of, source_split
+from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
+from ds_trainer.tasks.token import entities, token_data
+from ds_trainer.tasks.token.entities import OUTSIDE
+from ds_trainer.tasks.token.token_data import Sentence
+
+_DTYPES = {"input_ids": np.int32, "tag": np.int32, "word": np.int32}
+"""The columns of tokens. `tag` is 1 + the class of a token with a label, `word` is 1 + the place in its sentence of a
+word that begins with this token; both are 0 for other tokens."""
+
+_Row = tuple[int, int, int]
+"""A token by these columns."""
+
+
+class TokenTask(Task):
+    """Tags of words. Labels are (n, 2) int64, a row for each labelled token, at `others["head_positions"]`: its class,
+    and 1 where it is the first piece of a word."""
+
+    spec: TokenSpec
+    head = TOKEN_CLASSIFIER
+    logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
+    loss_unit: ClassVar[Unit] = "label"
+    logits_unit: Unit = "label"
+
+    def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
+        super().__init__(spec, tokenizer, source, cache_dir)
+        self.splits = (HELD_OUT,) if spec.score_held_out else ("validation",)
+        head = classifiers.trained_head(self.config, TOKEN_CLASSIFIER)
+        self.label_names = classifiers.label_order(_tags(spec, head), head)
+        self.kinds = entities.kinds_of(self.label_names)
+        self._sentences: dict[str, list[Sentence]] = {}
+
+    def build_model(self, folder: str | Path) -> nn.Module:
+        """Load a model with a head for this task's tags, in the order of `label_names`."""
+        model = classifiers.load_model(folder, TOKEN_CLASSIFIER, self.label_names, self.pad_token_id)
+        check_fits(model, self.tokenizer, self.spec.max_seq_length)
+        return model
+
+    def check_trained(self, folder: str | Path) -> None:
+        classifiers.check_trained(folder, TOKEN_CLASSIFIER, len(self.label_names), self.spec.name)
+
+    def sentences(self, split: str) -> list[Sentence]:
+        """Return the split's sentences, at most its limit. The first call reads the file, on the calling rank alone."""
+        if split not in self._sentences:
+            source = source_split(self.spec, split)
+            sentences = token_data.read_sentences(self.spec, source)
+            sentences = part_of(self.spec, split, sentences, token_data.origin(self.spec, source))
+            self._sentences[split] = [sentences[index] for index in spread(len(sentences), self.limit(split))]
+        return self._sentences[split]
+
+    def limit(self, split: str) -> int | None:
+        """Return the largest number of sentences to use. The limit of "train" does not count held-out ones."""
+        return None if split == HELD_OUT else super().limit(split)
+
+    def fingerprint(self, split: str) -> str:
+        fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
+        source = token_data.fingerprint(self.spec, source_split(self.spec, split))
+        return self.cache_key("token", split, source, hashed_fields(self.spec, split, fields), self.label_names)
+
+    def held_out_key(self) -> str:
+        if not self.spec.held_out:
+            return ""
+        return hash_of([token_data.fingerprint(self.spec, "train"), self.spec.name, self.spec.held_out])
+
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
+        return super().counts(examples, ids) | {"label": int(examples.fields["labels"][ids].sum())}
+
+    def tokenised(self, split: str) -> Examples:
+        sentences = self.sentences(split)
+        owners: list[int] = []
+        packed = pack([_columns(list(self._windows(split, owners)))], _DTYPES)
+        if not owners:
+            raise UserError(f"{self.spec.name} {split}: the tokenizer makes no token of any word")
+        labels = np.add.reduceat(packed.tokens["tag"] > 0, packed.offsets[:-1], dtype=np.int32)
+        words, tagged = sum(len(sentence.words) for sentence in sentences), int((packed.tokens["word"] > 0).sum())
+        distributed.info(
+            f"{self.spec.name} {split}: {words:,} words of {len(sentences):,} sentences in {len(packed):,} windows, "
+            f"{packed.lengths.mean():.1f} tokens on average; the tokenizer makes no token of {words - tagged:,} words"
+        )
+        return replace(packed, fields={"labels": labels, "sentence": np.array(owners, np.int32)})
+
+    def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
+        ids = np.asarray(ids, dtype=np.int64)
+        inputs, others = self.padded_inputs(examples, ids)
+        tags, words = others.pop("tag").flatten(), others.pop("word").flatten()
+        positions = tags.nonzero()[:, 0]
+        labels = torch.stack([tags[positions] - 1, (words[positions] > 0).long()], 1)
+        return Batch(inputs, labels, torch.from_numpy(ids), others | {"head_positions": positions})
+
+    def loss(self, out: Any, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over the labelled tokens of the micro-batch."""
+        (logits,) = self.logits(out, batch)
+        return F.cross_entropy(logits.float(), batch.labels[:, 0], reduction="sum") / max(1, len(batch.labels))
+
+    def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return (labelled tokens, classes)."""
+        return (out.logits.flatten(0, 1)[batch.others["head_positions"]],)
+
+    def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
+        """Return the predicted classes of the words that begin in each window; -1 where a logit is not finite."""
+        (logits,) = self.logits(out, batch)
+        first = batch.labels[:, 1] > 0
+        predicted = torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)[first].cpu()
+        rows = (batch.others["head_positions"][first] // batch.mask.shape[1]).cpu()
+        per_row = torch.bincount(rows, minlength=len(batch.ids)).tolist()
+        return {id: tags.tolist() for id, tags in zip(batch.ids.tolist(), predicted.split(per_row), strict=True)}
+
+    def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        check_finite(split, [-1 not in classes for classes in answers.values()])
+        gold = [sentence.tags for sentence in self.sentences(split)]
+        return entities.score(gold, self._predicted(split, answers), self.kinds)
+
+    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
+        """Return the share of the split's words to which two models give the same tag."""
+        pairs = [pair for id in answers for pair in zip(answers[id], others[id], strict=True)]
+        return sum(one == other for one, other in pairs) / len(pairs)
+
+    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
+        predicted = {index for classes in answers.values() for index in classes}
+        tags = {tag for sentence in self.sentences(split) for tag in sentence.tags}
+        return self.label_names[predicted.pop()] if len(predicted) == 1 < len(tags) else None
+
+    def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the sentences as CoNLL, each line a word, its tag and the predicted one, apart by tabs."""
+        lines = []
+        for sentence, predicted in zip(self.sentences(split), self._predicted(split, answers), strict=True):
+            words = [re.sub(r"\s", "_", word) for word in sentence.words]
+            lines += ["\t".join(row) for row in zip(words, sentence.tags, predicted, strict=True)] + [""]
+        return {"predictions.conll": "\n".join(lines)}
+
+    def _predicted(self, split: str, answers: Mapping[int, Any]) -> list[list[str]]:
+        """Join the windows of each sentence to a tag for each of its words."""
+        examples = self.examples(split)
+        tags = [[OUTSIDE] * len(sentence.words) for sentence in self.sentences(split)]
+        for index, owner in enumerate(examples.fields["sentence"].tolist()):
+            words = examples.row(index)["word"]
+            for word, predicted in zip(words[words > 0].tolist(), answers[index], strict=True):
+                tags[owner][word - 1] = self.label_names[predicted]
+        return tags
+
+    def _windows(self, split: str, owners: list[int]) -> Iterator[list[_Row]]:
+        """Yield the rows of tokens of every window, and append the number of its sentence to `owners`."""
+        sentences, classes = self.sentences(split), {name: index for index, name in enumerate(self.label_names)}
+        pieces_of, before, behind = self._pieces({word for sentence in sentences for word in sentence.words})
+        room = self.spec.max_seq_length - len(before) - len(behind)
+        for owner, sentence in enumerate(sentences):
+            window: list[_Row] = []
+            for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
+                if tag not in classes:
+                    where = token_data.origin(self.spec, source_split(self.spec, split))
+                    allowed = listed(self.label_names)
+                    raise UserError(
+                        f"{where}, sentence at {sentence.place}: unknown tag {tag!r}: allowed are {allowed}"
+                    )
+                pieces = pieces_of[word][:room]
+                if len(window) + len(pieces) > room:
+                    owners.append(owner)
+                    yield [*before, *window, *behind]
+                    window = []
+                label = 1 + classes[tag]
+                window += [(pieces[0], label, place)] if pieces else []
+                window += [(piece, label if self.spec.label_all_tokens else 0, 0) for piece in pieces[1:]]
+            if window:
+                owners.append(owner)
+                yield [*before, *window, *behind]
+
+    def _pieces(self, words: set[str]) -> tuple[dict[str, list[int]], list[_Row], list[_Row]]:
+        """Return the tokens of each word, and the special tokens before and behind a sentence."""
+        tokenizer = self.tokenizer
+
+        def encoded(texts: list[str], special: bool) -> list[list[int]]:
+            return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+        # byte-level tokenizers know a word by the space before it, of which others would make a token of its own
+        both, first, second = encoded(["b a", "b", "a"], False)
+        space = "" if both == first + second else " "
+        ordered = sorted(words)
+        pieces = dict(zip(ordered, encoded([space + word for word in ordered], False), strict=True))
+        (whole,) = encoded(["a"], True)
+        start = whole.index(second[0])
+        special = whole[:start], whole[start + len(second) :]
+        before, behind = ([(token, 0, 0) for token in tokens] for tokens in special)
+        return pieces, before, behind
+
+
+def _columns(windows: Sequence[Sequence[_Row]]) -> Chunk:
+    """Transpose windows of rows of tokens to the columns of `_DTYPES`."""
+    return {name: [[row[place] for row in window] for window in windows] for place, name in enumerate(_DTYPES)}
+
+
+def _tags(spec: TokenSpec, head: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the tags of the training sentences, O first and then sorted; collective.
+
+    Without training sentences the trained head decides, if its classes have names: those to evaluate on may lack a tag.
+    """
+    can_train = bool(spec.train_file or spec.dataset)
+    if not can_train and head and not classifiers.unnamed(head):
+        return tuple(head)
+    return distributed.on_main(lambda: _tags_in(spec, "train" if can_train else "validation"))
+
+
+def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
+    tags = {tag for sentence in token_data.read_sentences(spec, split) for tag in sentence.tags}
+    if len(tags) < 2:
+        raise UserError(
+            f"{token_data.origin(spec, split)} has the tags {listed(tags) or 'none'}: at least two are needed"
+        )
+    return tuple(sorted(tags, key=lambda tag: (tag != OUTSIDE, tag)))

@@ -1,0 +1,1 @@
+"""LayerSkip: decoders whose first layers draft what all of them verify."""

@@ -1,0 +1,152 @@
+"""LayerSkip (arXiv 2404.16710): train a decoder whose first layers answer almost as well as all of them.
+
+It can then generate with itself as the draft model: the first layers and the model's own norm and head draft tokens,
+and all layers verify them. `model.generate(**inputs, assistant_early_exit=4, do_sample=False)` of `transformers` does
+that, and its text is that of all layers. Training differs in two ways. Layers l count from 1 to L, as in the argument:
+
+    layer dropout: a sample skips layer l with the probability p_max * S(t) * D(l), D(l) = 2^((l-1)/(L-1)) - 1
+    early exits: `layer_skip.exits` is the mean of the task's losses of the norm and head on the outputs of layers
+
+The layers of the mean are those of the step, by the curriculum, and their weights are e(l) = 0 + 1 + ... + (l-1). So
+the first layer, which weighs 0, has no exit; nor has the last, whose loss is the task's. The weight of the term in the
+loss table takes the place of the paper's e_scale. A skipped sample is computed and then dropped, since under ZeRO-3
+every rank must take part in every layer: dropout saves no time here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.config.technique_specs import LayerSkipSpec
+from ds_trainer.models.layers import encoder_layers
+from ds_trainer.models.recomputing import is_recomputing
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.task import Batch, Forward, Predict, Task
+from ds_trainer.techniques.technique import PhaseLength, Technique
+
+
+class LayerSkip(Technique):
+    name: ClassVar[str] = "layer_skip"
+    Spec = LayerSkipSpec
+
+    def __init__(self, spec: LayerSkipSpec, length: PhaseLength, task: Task) -> None:
+        self.spec, self.length, self.task = spec, length, task
+        self.term_units = {"layer_skip.exits": task.loss_unit}
+        self._exits: list[int] = []  # the layers with an exit, and those among them that the step trains
+        self._trained: list[int] = []
+        self._dropout: list[float] = []  # of each layer in this step
+        self._head: list[nn.Module] = []
+        self._states: dict[int, Tensor] = {}  # outputs (batch, length, width) of layers in the latest forward
+        self._hooks: list[Any] = []
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Hook into every layer. UserError for a model of too few layers, or one that cannot draft with the first."""
+        layers = list(encoder_layers(model).values())
+        self._exits = list(range(2, len(layers)))
+        if (self.spec.rotation or 1) > len(self._exits):
+            raise UserError(
+                f"layer_skip: rotation is {self.spec.rotation or 1}, and the model of {len(layers)} layers has "
+                f"{len(self._exits)} exits (after its second layer to its last but one): write at most that, or use a "
+                f"deeper model"
+            )
+        self._head = _output_head(model, layers)
+        self._hooks = [
+            layer.register_forward_hook(partial(self._after_layer, number), with_kwargs=True)
+            for number, layer in enumerate(layers, start=1)
+        ]
+        return model
+
+    def on_step(self, step: int) -> None:
+        self._states.clear()
+        total, depth = self.length.total, len(self._hooks)
+        if self.spec.curriculum == "rotational":
+            rotation = self.spec.rotation or len(self._exits)
+            self._trained = self._exits[step % rotation :: rotation]
+        else:  # one more, from the last one down, every total / (2 * depth) steps
+            self._trained = self._exits[-1 - 2 * depth * step // total :]
+        grown = 1.0 if self.spec.dropout_schedule == "constant" else 2 ** min(1.0, step / max(1, total - 1)) - 1
+        self._dropout = [self.spec.layer_dropout * grown * (2 ** (n / (depth - 1)) - 1) for n in range(depth)]
+
+    def terms(self, forward: Forward) -> dict[str, Tensor]:
+        weights = [layer * (layer - 1) / 2 for layer in self._trained]
+        losses = [self.task.loss(self._exit(layer, forward.batch), forward.batch) for layer in self._trained]
+        total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
+        return {"layer_skip.exits": total / sum(weights)}
+
+    def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
+        """Return every exit's output, by the number of its layer."""
+        return {f"exit_{layer}": self._exit(layer, forward.batch) for layer in self._exits}
+
+    def fold(self, model: nn.Module) -> nn.Module:
+        for hook in self._hooks:
+            hook.remove()
+        return model
+
+    def _exit(self, layer: int, batch: Batch) -> "_Exit":
+        rows = self._states[layer].flatten(0, 1).index_select(0, batch.inputs["head_positions"])
+        return _Exit(rows.unsqueeze(0), self._head)
+
+    def _after_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return the layer's output, with its input in place of it for those samples that skip the layer."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if layer.training and (chance := self._dropout[number - 1]):
+            before = args[0] if args else kwargs["hidden_states"]
+            # drawn here, and so the same again where gradient checkpointing restores the layer's random state
+            skips = torch.rand(len(hidden), 1, 1, device=hidden.device) < chance
+            hidden = torch.where(skips, before, hidden)
+        if number in (self._trained if layer.training else self._exits) and not is_recomputing():
+            self._states[number] = hidden
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+@dataclass
+class _Exit:
+    """The output of an exit: logits (1, n, vocabulary) of states (1, n, width).
+
+    They are computed when they are asked for, because those of all exits at once would be many times the model's own.
+    """
+
+    states: Tensor
+    head: list[nn.Module]
+
+    @property
+    def logits(self) -> Tensor:
+        value = self.states.to(next(self.head[-1].parameters()).dtype)
+        for module in self.head:
+            value = module(value)
+        return value
+
+
+@torch.no_grad()
+def _output_head(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return what turns the output of a layer into logits, such as a norm and a linear layer, in its order.
+
+    The model is run on its first two layers alone, as `transformers` does to draft. UserError where it runs others too,
+    or where these modules do not give its logits.
+    """
+    head: list[nn.Module] = []
+    states: list[Tensor] = []
+
+    def begin(layer: nn.Module, args: Any, output: Any) -> None:
+        head.clear()
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    leaves = [module for module in model.modules() if not any(module.children())]
+    hooks = [leaf.register_forward_hook(lambda module, *_: head.append(module)) for leaf in leaves]
+    hooks += [layer.register_forward_hook(begin) for layer in layers]
+    config, was_training = model.base_model.config, model.training
+    depth, config.num_hidden_layers = config.num_hidden_layers, 2
+    logits = model.eval()(input_ids=torch.tensor([[0, 1, 2, 3]], device=model.device), use_cache=False).logits
+    config.num_hidden_layers = depth
+    model.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    if len(states) != 2 or not torch.allclose(_Exit(states[1], head).logits, logits, atol=1e-5, rtol=1e-4):
+        raise UserError(
+            f"layer_skip: {type(model).__name__} of transformers cannot draft with its first layers alone, or changes "
+            f"the logits of its head: use a model like Llama, Mistral or Qwen"
+        )
+    return head

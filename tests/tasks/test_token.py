@@ -1,0 +1,308 @@
+"""Tagged words from a file to a score: what is read, windows, labels, answers, entities, and heads that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from support.launching import SHARED
+from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
+from transformers import BertConfig, BertForTokenClassification, BertModel
+
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
+from ds_trainer.tasks.token import entities, token_data
+from ds_trainer.tasks.token.token_task import TokenTask
+
+TAGS = ["O", "B-loc", "I-loc", "B-per"]
+ROWS = "the\tO\nrain\tB-per\nin\tO\nthe\tB-loc\nhills\tI-loc\n\nit\tO\nrained\tO\n"
+
+
+def spec_of(folder: Path, text: bytes | str, file: str = "a.conll", **fields: Any) -> Any:
+    (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    files = {"data_dir": str(folder), "train_file": file, "validation_file": file}
+    return parse_task({"name": "ner", "max_seq_length": 16, **files, **fields})
+
+
+def read(spec: Any) -> list[tuple[list[str], list[str]]]:
+    return [(sentence.words, sentence.tags) for sentence in token_data.read_sentences(spec, "train")]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT without a head, and its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("bert"), word_pieces()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def build(tmp_path: Path, model_folder: Path) -> Any:
+    def build(text: str = ROWS, source: Path = model_folder, **fields: Any) -> TokenTask:
+        return build_task(spec_of(tmp_path, text, **fields), source, tmp_path / "cache")
+
+    return build
+
+
+# Files
+
+ONE = [(["a", "b"], ["B-x", "O"])]
+READINGS = {
+    "tabs": ("a\tB-x\nb\tO\n", ONE),
+    "spaces": ("a B-x\nb   O \n", ONE),
+    "both": ("a\t B-x\nb O\n", ONE),
+    "two tabs": ("a\t\tB-x\nb\tO\t\n", ONE),
+    "carriage returns": ("a\tB-x\r\nb\tO\r\n\r\nc\tO", [*ONE, (["c"], ["O"])]),
+    "byte order mark": ("\ufeffa\tB-x\nb\tO\n", ONE),
+    "blank lines": ("\n \na\tB-x\nb\tO\n\t\n\n \t \nc\tO\n\n", [*ONE, (["c"], ["O"])]),
+    "four columns": ("-DOCSTART- -X- -X- O\n\na NNP I-NP B-x\nb VBZ I-VP O\n", ONE),
+    "odd words": (
+        '"\tO\n\u200b\tO\n\xa0\tO\n#a\tB-x\nNew York\tO\n',
+        [(['"', "\u200b", "\xa0", "#a", "New York"], [*"OOO", "B-x", "O"])],
+    ),
+}
+BROKEN = {
+    "no tag": ("a\tO\nb\n", r"a\.conll, line 2: 1 fields where 2 are expected \('b'\): write the word first"),
+    "no tag at first": ("a\n", r"a\.conll, line 1: 1 fields where 2 are expected"),
+    "a tab and no tag": ("a\tO\nb\t\n", r"a\.conll, line 2: 1 fields where 2 are expected \('b'\)"),
+    "no word": ("a\tO\n\tO\n", r"a\.conll, line 2: 1 fields where 2 are expected"),
+    "a column less": ("a X O\nb O\n", r"a\.conll, line 2: 2 fields where 3 are expected"),
+    "a word of two": ("a O\nNew York O\n", r"a\.conll, line 2: 3 fields where 2 are expected"),
+    "empty": ("", r"a\.conll has no examples"),
+    "blank": ("\n \t\n", r"a\.conll has no examples"),
+    "no UTF-8": (b"a\tO\ncaf\xe9\tO\n", r"a\.conll, line 2: not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_a_conll_file_is_read_as_stated(case: str, tmp_path: Path) -> None:
+    """Tabs or spaces, blank lines of any white space, any line ends; the word is the first column, its tag the last."""
+    text, expected = READINGS[case]
+    spec = spec_of(tmp_path, text)
+    assert read(spec) == expected
+    assert check_data_files(spec) == []
+    assert training_texts(spec) == ["".join(f" {word}" for word in words) for words, _ in expected]
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_conll_file_is_one_error_with_its_line(case: str, tmp_path: Path) -> None:
+    """And what is wrong with the first sentence is known before torch is loaded."""
+    text, message = BROKEN[case]
+    spec = spec_of(tmp_path, text)
+    with pytest.raises(ValueError, match=message):
+        read(spec)
+    assert len(check_data_files(spec)) == 2
+
+
+def test_columns_of_words_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON lines, parquet, and a data set of the hub, which has numbers for tags."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"tokens": ["a", "b"], "tags": ["B-x", "O"], "id": 3}, {"tokens": ["c"], "tags": ["O"], "id": 4}]
+    expected = [(row["tokens"], row["tags"]) for row in rows]
+    spec = spec_of(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), "a.jsonl", name="token")
+    assert read(spec) == expected
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    assert read(spec.model_copy(update={"train_file": "b.parquet"})) == expected
+    features = {"words": datasets.List(datasets.Value("string"))}
+    features["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-x"]))
+    columns = {"words": [words for words, _ in expected], "ner_tags": [[1, 0], [0]]}
+    dataset = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, configuration, split: dataset)
+    hub = {"name": "token", "dataset": "x/y", "tokens_column": "words", "tags_column": "ner_tags"}
+    assert read(parse_task(hub)) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tokens": ["a", "b"], "tags": ["O"]}, r"line 1: 2 words in 'tokens', and 1 tags in 'tags'"),
+        ({"tokens": "a b", "tags": ["O"]}, r"line 1: 'tokens' is text, and must be a list of texts"),
+        ({"tokens": ["a"], "tags": [0]}, r"line 1: 'tags'\[0\] is a whole number, and must be text"),
+        ({"tokens": ["a", ""], "tags": ["O", "O"]}, r"line 1: 'tokens'\[1\] is empty, and must be text"),
+        ({"tokens": ["a"], "ner_tags": ["O"]}, r"line 1: no column 'tags'; the columns are: 'tokens', 'ner_tags'"),
+    ],
+)
+def test_a_broken_row_is_told(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """With its line, its column and the place in its list."""
+    with pytest.raises(ValueError, match=message):
+        read(spec_of(tmp_path, json.dumps(row), "a.jsonl", name="token"))
+
+
+@pytest.mark.real
+def test_wnut17_has_the_sentences_that_its_authors_count() -> None:
+    """In the official files, one of which has lone tabs between sentences."""
+    files = {"emerging.dev.conll": (1_009, 15_733), "emerging.test.annotated": (1_287, 23_394)}
+    for name, counts in ({"wnut17train.conll": (3_394, 62_730)} | files).items():
+        spec = {"name": "ner", "data_dir": str(SHARED / "data" / "wnut17"), "train_file": name, "validation_file": name}
+        rows = read(parse_task(spec))
+        assert (len(rows), sum(len(words) for words, _ in rows)) == counts
+        assert len({tag for _, tags in rows for tag in tags}) == 13
+
+
+# Windows and labels
+
+
+def test_every_word_of_a_long_sentence_is_predicted_once(build: Any) -> None:
+    """10,000 words, cut into windows of at most 16 tokens; the tags come back in the order of the words."""
+    words = [SENTENCES[0].split()[index % 7] for index in range(10_000)]
+    tags = [TAGS[index * index % 4] for index in range(10_000)]
+    task = build("".join(f"{word}\t{tag}\n" for word, tag in zip(words, tags, strict=True)))
+    examples = task.examples("validation")
+    assert examples.lengths.max() <= 16
+    assert examples.fields["labels"].sum() == 10_000
+    assert set(examples.fields["sentence"]) == {0}
+
+    def right(batch: Any) -> Any:
+        logits = torch.zeros(*batch.inputs["input_ids"].shape, len(task.label_names))
+        logits.view(-1, len(task.label_names))[batch.others["head_positions"], batch.labels[:, 0]] = 1.0
+        return SimpleNamespace(logits=logits)
+
+    evaluation = evaluate(right, task, 64)
+    assert evaluation.scores["f1"] == evaluation.scores["accuracy"] == 1
+    lines = evaluation.files(task)["predictions.conll"].splitlines()
+    assert lines == [*(f"{word}\t{tag}\t{tag}" for word, tag in zip(words, tags, strict=True))]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_loss_is_that_of_transformers(everywhere: bool, build: Any) -> None:
+    """Its own model has the same mean over labels of -100 elsewhere; each word counts by its first piece, or by all."""
+    task = build(ROWS.replace("rained", "moonlight"), label_all_tokens=everywhere)
+    model = task.build_model(task.config.name_or_path).eval()
+    examples = task.examples("train")
+    batch = task.collate(examples, [0, 1])
+    labels = torch.full_like(batch.mask, -100)
+    labels.view(-1)[batch.others["head_positions"]] = batch.labels[:, 0]
+    out = model(**batch.inputs, labels=labels)
+    assert task.loss(out, batch).item() == pytest.approx(out.loss.item(), rel=1e-6)
+    pieces = batch.mask.sum().item() - 4
+    assert pieces > 7
+    assert len(batch.labels) == task.counts(examples, batch.ids.numpy())["label"] == (pieces if everywhere else 7)
+    assert [len(tags) for tags in task.answers(out, batch).values()] == [5, 2]
+
+
+@pytest.mark.parametrize("tokenizer", [word_pieces, byte_pairs, unigrams])
+def test_words_are_tokenised_as_they_are_behind_a_space(tokenizer: Any, build: Any, model_folder: Path) -> None:
+    """Special tokens stand where the tokenizer puts them, and a word has the pieces that it has in the running text."""
+    task = build()
+    task.tokenizer = tokenizer()
+    ids = task.tokenised("train").row(0)["input_ids"].tolist()
+    text = " the rain in the hills"
+    expected = task.tokenizer(text)["input_ids"]
+    assert ids == expected
+
+
+def test_a_word_without_pieces_is_o_and_shifts_no_other(build: Any) -> None:
+    """A zero-width space or the variation selector of an emoji; also a sentence of nothing else."""
+    task = build("\u200b\tB-per\nrain\tB-loc\n\ufe0f\tO\nhills\tI-loc\n\n\u200b\tO\n\nit\tB-per\n")
+    examples = task.examples("validation")
+    assert examples.fields["sentence"].tolist() == [0, 2]
+    loc, per, inside = map(task.label_names.index, ("B-loc", "B-per", "I-loc"))
+    found = task.artifacts("validation", {0: [loc, inside], 1: [per]})["predictions.conll"]
+    predicted = [line.split("\t")[-1] for line in found.splitlines()]
+    assert predicted == ["O", "B-loc", "O", "I-loc", "", "O", "", "B-per"]
+
+
+def test_an_unknown_tag_is_told(tmp_path: Path, build: Any) -> None:
+    """It names the file and the sentence, and the tags of the training file."""
+    task = build()
+    (tmp_path / "b.conll").write_text("a\tO\n\nb\tB-loc\nc\tI-per\n")
+    task.spec = task.spec.model_copy(update={"validation_file": "b.conll"})
+    with pytest.raises(ValueError, match=r"b\.conll, sentence at 3: unknown tag 'I-per': allowed are 'O', 'B-loc'"):
+        task.examples("validation")
+
+
+# Scores
+
+ENTITIES = {
+    "IOB1": ("I-per I-per O I-loc B-loc O", "I-per I-per O I-loc I-loc O"),
+    "IOB2": ("B-per I-per O B-loc B-loc O", "B-per I-per O B-loc I-loc O"),
+    "IOBES": ("B-per E-per O S-loc S-loc O", "B-per E-per O B-loc E-loc O"),
+}
+
+
+@pytest.mark.parametrize("scheme", ENTITIES)
+def test_entities_are_scored_alike_in_every_scheme(scheme: str) -> None:
+    """Three entities, of which one is found, and two predicted: by hand, precision 1/2, recall 1/3, F1 2/5."""
+    gold, predicted = ([side.split()] for side in ENTITIES[scheme])
+    kinds = entities.kinds_of([tag for row in (*gold, *predicted) for tag in row])
+    assert kinds == ("loc", "per")
+    scores = entities.score(gold, predicted, (*kinds, "none"))
+    by_hand = {"f1": 0.4, "precision": 0.5, "recall": 1 / 3, "accuracy": 5 / 6}
+    if scheme == "IOBES":
+        by_hand["accuracy"] = 4 / 6
+    assert scores == pytest.approx(by_hand | {"f1/loc": 0.0, "f1/per": 1.0, "f1/none": 0.0})
+    assert next(iter(scores)) == "f1"
+
+
+def test_an_entity_that_begins_inside_counts() -> None:
+    """As in CoNLL's script, I-per after O begins an entity in any scheme, and one of another kind ends the last."""
+    scores = entities.score([["O", "B-per", "B-loc"]], [["O", "I-per", "I-loc"]], ("loc", "per"))
+    assert (scores["f1"], scores["accuracy"]) == (1.0, pytest.approx(1 / 3))
+
+
+def test_tags_of_no_entities_have_an_accuracy_alone(build: Any) -> None:
+    """Parts of speech; a mixture with those of entities is an error."""
+    task = build("the\tDET\nrain\tNOUN\n")
+    assert task.score("validation", {0: [0, 0]}) == {"accuracy": 0.5}
+    with pytest.raises(ValueError, match=r"the tags 'NOUN', 'U-per' name no entity, and others do: write O, or B-"):
+        build("the\tU-per\nrain\tNOUN\nin\tB-loc\n")
+    with pytest.raises(ValueError, match=r"a\.conll has the tags 'O': at least two are needed"):
+        build("the\tO\n")
+
+
+def test_a_model_that_gives_one_tag_or_none_is_told(build: Any) -> None:
+    """One tag for every word is a warning, and a logit that is not finite an error."""
+    task = build()
+    batch = task.collate(task.examples("validation"), [0, 1])
+    logits = torch.zeros(*batch.mask.shape, 4)
+    same = task.answers(SimpleNamespace(logits=logits), batch)
+    assert task.constant_answer("validation", same) == "O"
+    assert task.constant_answer("validation", same | {1: [1, 0]}) is None
+    assert task.agreement("validation", same, same | {1: [1, 0]}) == pytest.approx(6 / 7)
+    logits[1, 1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"not finite .* 1 of 2 examples"):
+        task.score("validation", task.answers(SimpleNamespace(logits=logits), batch))
+
+
+# Models
+
+
+def test_a_trained_head_of_the_same_tags_is_kept(tmp_path: Path, model_folder: Path, build: Any) -> None:
+    """In its own order, which is then the model's; another number of tags gets a new head."""
+    names = ["I-LOC", "B-PER", "O", "B-LOC"]
+    config = BertConfig.from_pretrained(model_folder, num_labels=4, id2label=dict(enumerate(names)))
+    BertForTokenClassification.from_pretrained(model_folder, config=config).save_pretrained(tmp_path / "trained")
+    train_tokenizer(SENTENCES, 170, True).save_pretrained(tmp_path / "trained")
+    task = build(source=tmp_path / "trained")
+    assert task.label_names == ("I-loc", "B-per", "O", "B-loc")
+    task.check_trained(tmp_path / "trained")
+    trained = BertForTokenClassification.from_pretrained(tmp_path / "trained").classifier.weight
+    assert torch.equal(task.build_model(tmp_path / "trained").classifier.weight, trained)
+    other = build("the\tO\nrain\tB-loc\n", source=tmp_path / "trained")
+    with pytest.raises(ValueError, match="no trained head of 2 outputs for ner, but one of 4"):
+        other.check_trained(tmp_path / "trained")
+
+
+def test_held_out_sentences_are_in_no_training(build: Any) -> None:
+    """A share of the sentences, scored in place of the evaluation set, with their own cache."""
+    text = "".join(f"{word}\tO\nrain\tB-loc\n\n" for word in [f"word{index}" for index in range(20)])
+    whole, parts = build(text), build(text, held_out=0.25, score_held_out=True)
+    assert parts.splits == ("held_out",)
+    held_out, rest = ([sentence.words[0] for sentence in parts.sentences(split)] for split in ("held_out", "train"))
+    assert (len(held_out), len(rest)) == (5, 15)
+    assert {*held_out, *rest} == {sentence.words[0] for sentence in whole.sentences("train")}
+    assert parts.key("train") != whole.key("train")
+    assert parts.key("validation") == whole.key("validation")
+    assert parts.held_out_key()
+    assert len(build(text, max_train_samples=4).sentences("train")) == 4
