@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from support.exhaustive import exhaustive
 from support.launching import ROOT, environment, forget_port, free_port
 
 LOADED_ONCE = (
@@ -114,12 +115,15 @@ class ForkServer:
         self.ports.append(free_port())
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
+        asked |= {"shared_memory": exhaustive()}
         self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
         pids = self._answer()
         self.running.update(pids)
         return ForkedRanks(self, pids, log, output)
 
-    def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run_script(
+        self, ranks: int, words: list[str], timeout: float, shared_memory: bool | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a script to its end on so many ranks, or on 0 as a process without ranks.
 
         When a rank fails, the others are ended as DeepSpeed's launcher ends them, and its exit code is the result's.
@@ -128,6 +132,7 @@ class ForkServer:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
+            request |= {"shared_memory": exhaustive() if shared_memory is None else shared_memory}
             self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
             pids = self._answer()
             self.running.update(pids)
@@ -303,8 +308,12 @@ def _be_script(request: dict, rank: int) -> NoReturn:
 
 
 def _place(request: dict, rank: int) -> dict[str, str]:
-    """The environment variables by which DeepSpeed's launcher tells a rank its place."""
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
+    """The environment variables by which DeepSpeed's launcher tells a rank its place.
+
+    Without the number of ranks on this host they use gloo, as under torchrun.
+    """
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
+    world |= {"LOCAL_SIZE": request["ranks"]} if request["shared_memory"] else {}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
     return {name: str(value) for name, value in (world | place).items()}
 
