@@ -58,8 +58,8 @@ def own_cache(tmp_path_factory):
 def csv_folder(tmp_path_factory) -> Path:
     """A labelled CSV task, 3 labels, learnable: 240 training rows and 61 (odd, for 2 ranks) to validate.
 
-    In CoNLL files of the same names the words of the labels are tagged; `train.txt` and `validation.txt` have the texts,
-    one a line.
+    In CoNLL files of the same names the words of the labels are tagged; `train.txt` and `validation.txt` have the
+    texts, one a line.
     """
     folder = tmp_path_factory.mktemp("csv")
     rng = random.Random(0)

@@ -72,7 +72,7 @@ def read_task(
     spec = (recipe.phases[-1].task or recipe.task) if recipe else None
     if saved and not flags.recipe:
         recipe, spec, folder = saved.recipe, saved.task, saved.run
-    task_data = spec.model_dump() if spec else {}
+    task_data = spec.model_dump(exclude={"packing"}) if spec else {}  # a model is served one text in each row
     given = {"name": flags.task_name, "data_dir": flags.data_dir}
     task_data |= {field: value for field, value in given.items() if value is not None}
     for setting in flags.set:

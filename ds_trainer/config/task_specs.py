@@ -114,12 +114,15 @@ class SquadSpec(TaskBase):
 class LmSpec(TaskBase):
     """Language modelling over text: "mlm" (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or "clm".
 
-    Files are .txt, or .jsonl with `text_column`; a file name may be a pattern such as "part-*.txt". `mlm_smoothing`
-    above 0 chooses rare tokens more often. `head_positions` "all" follows from restrict_ce_to_mask: false.
+    Files are .txt, or .jsonl with `text_column` or `messages_column`; a file name may be a pattern such as
+    "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often. `head_positions` "all" follows from
+    restrict_ce_to_mask: false.
     """
 
     name: Literal["mlm", "clm"]
     text_column: str = "text"
+    messages_column: str | None = Field(None, description="column of conversations, read in place of texts; clm only")
+    packing: bool = Field(False, description="rows of max_seq_length hold several documents, kept apart; clm only")
     line_by_line: bool = Field(True, description="an example a line of a .txt file; false: the file is one document")
     max_seq_length: Length = Field(128, description="longer examples are split, each part with its special tokens")
     min_seq_length: Count = Field(12, description="shorter ones are dropped; tokens, special ones included")
@@ -141,7 +144,16 @@ class LmSpec(TaskBase):
                 f"min_seq_length is {self.min_seq_length} and max_seq_length is {self.max_seq_length}, so that every "
                 f"example would be dropped: lower min_seq_length"
             )
+        if self.name == "mlm" and self.packing:
+            raise UserError("packing: an encoder lets all tokens of a row see each other: drop it, or use clm")
+        if self.name == "mlm" and self.messages_column:
+            raise UserError("messages_column: only clm has labels on the assistant's turns: drop it, or use clm")
         return self
+
+    @property
+    def column(self) -> str:
+        """The column of .jsonl files and of hub data sets that is read."""
+        return self.messages_column or self.text_column
 
 
 TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec

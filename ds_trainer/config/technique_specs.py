@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.config.exit_specs import ExitsSpec
 from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict
@@ -21,17 +21,38 @@ LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min
 _PAIRS = "[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
 
 
+class TopKSpec(Strict):
+    """What a cache keeps of a language-model teacher: its likeliest tokens and the mass of all others."""
+
+    top_k: Positive = Field(description="tokens of which the probability is kept at each position")
+
+
+def _whole_or_top_k(value: Any) -> Any:
+    """Raise one message for another value: pydantic would raise some for each member of the union."""
+    known = value.get("top_k") if isinstance(value, dict) and value.keys() == {"top_k"} else None
+    if isinstance(value, bool | TopKSpec) or (type(known) is int and known > 0):
+        return value
+    instead = f", not {value}" if isinstance(value, dict) else ""  # of another value the caller adds it
+    raise UserError(f'write true, false, or {{"top_k": 64}} with a number of tokens from 1 up{instead}')
+
+
 class DistillSpec(Strict):
     """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
 
     teacher: str = Field(description='a folder, a hub name, "@model", or "@NAME" of an earlier phase')
     terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
+    divergence: Literal["forward", "reverse", "js"] = Field(
+        "forward", description="of the logits term: KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
+    )
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
-    cache_teacher: bool = Field(False, description="keep the teacher's answers to the training set on disk")
+    cache_teacher: Annotated[bool | TopKSpec, BeforeValidator(_whole_or_top_k)] = Field(
+        False,
+        description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens',
+    )
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
     alpha_ce: Rate | None = Field(None, description='beside alpha_distil the weight "task", else "distill.logits"')
@@ -48,7 +69,14 @@ class DistillSpec(Strict):
             raise UserError("layer_pairs has layer 0, the embeddings, which attend to nothing: drop it or the term")
         if self.cache_teacher and "attention" in self.terms:
             raise UserError("cache_teacher does not keep attention maps: drop one of them")
+        if self.top_k and "mse" in self.terms:
+            raise UserError("cache_teacher keeps no logits with top_k, which the term mse compares: drop one of them")
         return self
+
+    @property
+    def top_k(self) -> int:
+        """The number of tokens that the cache keeps at each position, 0 if it keeps whole answers or there is none."""
+        return self.cache_teacher.top_k if isinstance(self.cache_teacher, TopKSpec) else 0
 
 
 class LayerSkipSpec(Strict):

@@ -1,21 +1,16 @@
 """Loss terms of distillation and penalties on mask scores, as pure functions of tensors that compute in fp32.
 
-Distillation: KL with temperature (arXiv 1503.02531), cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of
-hidden states and attention maps (TinyBERT, arXiv 1909.10351).
+Distillation: cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of hidden states and attention maps (TinyBERT,
+arXiv 1909.10351). The losses on a teacher's probabilities are in `divergences.py`.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ds_trainer.tasks.task import PAD_LOGIT
-
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""How many logits are processed at a time: as many as fit into a core's cache, or keep a GPU busy."""
 
 # The hard-concrete distribution of arXiv 1712.01312: its temperature, and the interval to which (0, 1) is stretched.
 TEMPERATURE = 2 / 3
@@ -75,50 +70,6 @@ def _scale(uniform: Tensor | None) -> float:
 
 def _stretched(concrete: Tensor) -> Tensor:
     return concrete * (HIGH - LOW) + LOW
-
-
-def distillation_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher || student), mean over rows, times T**2; 0 without rows. Logits (rows, classes), any dtype.
-
-    The gradient is computed in the same pass and written into the memory of `teacher`, so that no third tensor of this
-    size exists at any time. The result can be differentiated once.
-    """
-    return _DistillationKl.apply(student, teacher, temperature)
-
-
-class _DistillationKl(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient = _gradient_memory(student, teacher) if needs_gradient else None
-        rows, classes = max(1, len(student)), student.shape[1]
-        size = max(1, _CHUNK.get(student.device.type, _CHUNK["cpu"]) // classes)
-        total = torch.zeros((), device=student.device)
-        for start in range(0, rows, size):
-            part = slice(start, start + size)
-            student_log = torch.log_softmax(student[part].float() / temperature, -1)
-            teacher_log = torch.log_softmax(teacher[part].float() / temperature, -1)
-            share = teacher_log.exp()
-            total += torch.sum(share * teacher_log.sub_(student_log))
-            if gradient is not None:
-                gradient[part] = student_log.exp_().sub_(share).mul_(temperature / rows)
-        ctx.gradient = gradient
-        return total * (temperature**2 / rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        gradient, ctx.gradient = ctx.gradient, None
-        assert gradient is not None, "differentiated once already"
-        return gradient.mul_(slope), None, None
-
-
-def _gradient_memory(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return a tensor to write the gradient into: the teacher's logits, if their precision allows it."""
-    if student.dtype == torch.float16:
-        # in fp16 the gradient would vanish, since it is multiplied by the loss scale only in the backward
-        return torch.empty_like(student, dtype=torch.float32)
-    return teacher if teacher.dtype == student.dtype else torch.empty_like(student)
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ CASES = {
     "text": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"),
     "squad": ("ds_configs/zero3.json",),
     "mlm": ("ds_configs/zero3.json",),
-    "clm": ("ds_configs/zero1.json",),
+    "clm": ("ds_configs/zero1.json", "--set", "bf16.enabled=true"),
 }
 """The task, and the engine it is run under."""
 BERT = {
@@ -39,10 +39,11 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positi
 
 def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     task = {"text": lambda: text_task, "squad": lambda: squad_files(folder)}.get(name, lambda: lm_files(name, folder))()
+    task |= {"packing": True} if name == "clm" else {}
     common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
-    distill |= {"cache_teacher": name != "mlm"}
+    distill |= {"cache_teacher": {"top_k": 8} if name == "clm" else name != "mlm"}
     whole = {"cache_teacher": False, "teacher_zero_stage": 3} if name == "squad" else {}
     start = {"start_from": "@finetune", "max_steps": 10, **common}
     both: dict = {"techniques": {"prune": prune, "distill": distill}}

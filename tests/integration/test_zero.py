@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.batch_cuts import cuts
+from support.batch_cuts import cuts, stages
 from support.launching import run_deepspeed
 from support.zero_matrix import DISTILLED, EXITS, METHODS, Case, cases, reference
 
@@ -73,7 +73,11 @@ def test_the_reference_learns(method):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gradient_of_a_global_batch_does_not_depend_on_how_it_is_cut(ranks, outputs):
-    """MLM, CLM, tags and all their terms of distillation, with documents of 3 to 30 words, under ZeRO 0 to 3."""
+    """MLM, CLM (also packed, and of conversations), tags, and all their terms, with documents of 3 to 30 words, under
+    ZeRO 0 to 3.
+
+    So it is with the top k of a cached teacher, which the ranks fill together.
+    """
     gradients = torch.load(f"{outputs(ranks)}.pt")
     whole = torch.load(f"{outputs(1)}.pt")
     for cut in cuts(ranks):
@@ -84,3 +88,13 @@ def test_the_gradient_of_a_global_batch_does_not_depend_on_how_it_is_cut(ranks, 
         )
         assert size > 0.1
         assert difference < 1e-5 * size, f"{cut} on {ranks} ranks: {float(difference / size):.2g}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_top_k_cache_goes_on_bit_by_bit_where_it_was_stopped(ranks, outputs):
+    """In bf16, under ZeRO 0 to 3: the weights after four steps, resumed in the midst of them or not."""
+    found = torch.load(f"{outputs(ranks)}.pt")
+    for stage in stages(ranks):
+        whole, resumed = found[f"whole-{stage}"], found[f"resumed-{stage}"]
+        assert whole
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items()), f"stage {stage}"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.tasks.lm.lm_task import LmTask
 
 LINES = [
     "it rains in the hills and it is wet in the valley",
@@ -33,3 +38,40 @@ def bytes_tokenizer(beginning: bool) -> Any:
     if beginning:
         raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<end>", bos_token="<s>")
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A chat template in which the end of text ends every turn."""
+
+
+def decoder_folder(folder: Path, config: Any, template: str | None = None) -> Path:
+    """A decoder with random weights and Llama's way to begin a text, or GPT-2's, with a chat template."""
+    tokenizer = bytes_tokenizer(config.model_type == "llama")
+    tokenizer.chat_template = template
+    torch.manual_seed(0)
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def lm_task(folder: Path, source: Path, documents: list[Any], **fields: Any) -> LmTask:
+    """The task "clm" over lines, or over conversations (lists of messages), with a cache of its own in `folder`."""
+    if isinstance(documents[0], str):
+        fields = {"train_file": "text.txt", "validation_file": "text.txt"} | fields
+        (folder / "text.txt").write_text("\n".join(documents))
+    else:
+        files = {"train_file": "chat.jsonl", "validation_file": "chat.jsonl", "messages_column": "messages"}
+        fields = files | fields
+        (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in documents))
+    spec = LmSpec(name="clm", data_dir=str(folder), **{"min_seq_length": 2} | fields)
+    return LmTask(spec, load_tokenizer(source), source, folder / "cache")
+
+
+def chat(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """A conversation in which user and assistant take turns."""
+    turns = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system else turns

@@ -19,6 +19,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from support import hyperparameters
 from support.exhaustive import chosen
+from support.words import WORDS
 
 from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
@@ -81,6 +82,15 @@ SKIP = {
 }
 CASES |= {f"skip-zero{stage}-bf16": SKIP for stage in range(4)}
 STATIC = {"techniques": {"prune": {"final_threshold": 0.3, "train_weights": False, "initial_warmup": 0}}}
+PACKED = {
+    "task": {"name": "clm", "max_seq_length": 24, "min_seq_length": 2, "packing": True}
+    | dict.fromkeys(("train_file", "validation_file"), "packed.txt"),
+    "student": {"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}},
+    "techniques": {"prune": {"final_threshold": 0.3, "initial_warmup": 0}},
+}
+"""Its 60 rows, in which 4 epochs end after step 15, hold the documents of `DOCUMENTS`."""
+DOCUMENTS = [" ".join(WORDS[kind].split()[: 1 + n % 4]) for n in range(106) for kind in WORDS]
+CASES["packed-zero1-bf16"] = PACKED
 OTHERS = {
     "all": (JOINT, "zero0-fp32 zero1-bf16 zero2-autocast zero3-fp32 zero3-bf16"),
     "heads": (HEADS, "zero2-fp16 zero3-fp16"),
@@ -90,8 +100,8 @@ OTHERS = {
     "l0": ({"techniques": {"prune": L0}, "loss": {"task": 1.0, "prune.penalty": 5.0}}, "zero2-fp32 zero3-autocast"),
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
-_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 ner-zero2-bf16 all-zero2-autocast "
-_REPRESENT += "all-zero3-bf16 heads-zero3-fp16 skip-zero3-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 "
+_REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 ner-zero2-bf16 all-zero2-autocast all-zero3-bf16 "
+_REPRESENT += "heads-zero3-fp16 skip-zero3-bf16 packed-zero1-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 "
 _REPRESENT += "best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3
@@ -131,11 +141,15 @@ class StopAfter:
             raise StoppedError("the test")
 
 
+def data_of(recipe: str) -> str:
+    return json.loads(Path(recipe).read_text())["task"]["data_dir"]
+
+
 def job_of(recipe: str, case: str, output: Path) -> TrainJob:
     stage, precision = case.split("-")[-2:]
     changes = {"eval_steps": EVALUATE, **changes_of(case)}
     if "task" in changes:
-        changes["task"] = changes["task"] | {"data_dir": json.loads(Path(recipe).read_text())["task"]["data_dir"]}
+        changes["task"] = {"data_dir": data_of(recipe), **changes["task"]}
     return read_train_job(
         [
             *("--deepspeed_config", f"ds_configs/{stage}.json", "--recipe", recipe, "--output_dir", str(output)),
@@ -196,6 +210,7 @@ def main(recipe: str, out: Path) -> None:
     loop.SETTLE_EVERY = 3  # other steps than those of the records, and of the stops
     distributed.start_logging()
     distributed.start()
+    distributed.on_main(lambda: Path(data_of(recipe), "packed.txt").write_text("\n".join(DOCUMENTS)))
     first = job_of(recipe, "zero0-fp32", out / "teacher")
     models = StartingModels(first.recipe, out / "starting")
     distributed.on_main(lambda: first.output.mkdir(parents=True))

@@ -111,7 +111,7 @@ def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptu
     task = build("bert", ["no", "no no", *LINES[3:], "ж ж ж ж ж ж no", "ж no no no it is"], min_seq_length=6)
     examples = task.examples("train")
     counts = {key: value for key, value in examples.notes.items() if key != "counts"}
-    assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1}
+    assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1, "unlabelled": 0}
     tokens = int(examples.lengths.sum())
     assert (
         f"mlm train: 6 documents (0 split) give 3 examples of {tokens} tokens; 2 parts shorter than min_seq_length (6) "

@@ -131,10 +131,11 @@ def test_terms_fall_when_the_student_follows(spec, student, teacher, tmp_path):
         assert values[-1] < 0.9 * values[0], term
 
 
-def test_a_student_like_its_teacher_has_nothing_to_learn(spec, teacher, tmp_path):
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "js"])
+def test_a_student_like_its_teacher_has_nothing_to_learn(divergence, spec, teacher, tmp_path):
     """The same model on both sides: every term is 0 and they agree on every example."""
     pairs = [[1, 1], [0, 0], [-1, 3]]
-    terms = {"terms": ["logits", "mse", "cos", "hidden"], "layer_pairs": pairs}
+    terms = {"terms": ["logits", "mse", "cos", "hidden"], "layer_pairs": pairs, "divergence": divergence}
     _, model, technique, batch = distillation(spec, teacher, teacher, tmp_path, **terms)
     found = terms_of(model.eval(), technique, batch)
     assert technique.projection is None
@@ -277,6 +278,8 @@ def test_a_regression_distils_by_squared_error(spec, tokenizer, tmp_path):
         expected = (model(**batch.inputs).logits - other(**batch.inputs).logits).square().mean()
         assert float(terms_of(model, technique, batch)["distill.logits"]) == pytest.approx(float(expected), rel=1e-5)
     assert technique.readings() == {}
+    with pytest.raises(ValueError, match="divergence: a regression has no classes"):
+        distillation(task, student, teacher, tmp_path, divergence="js")
 
 
 def test_position_and_token_type_embeddings_can_be_frozen(spec, student, teacher, tmp_path):

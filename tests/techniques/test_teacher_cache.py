@@ -17,6 +17,7 @@ from transformers import (
 
 from ds_trainer.config.recipe import DistillSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.technique import PhaseLength
@@ -62,3 +63,44 @@ def test_cached_answers_equal_live_ones(told):
         mask = batch.inputs["attention_mask"][..., None]
         for layer, states in live.hidden.items():
             torch.testing.assert_close(cached.hidden[layer] * mask, states * mask, rtol=2e-3, atol=2e-3)
+
+
+def test_a_top_k_cache_has_the_size_that_was_told_and_the_likeliest_tokens(told, caplog):
+    """A dry run tells it, too, and beside its header the file has not a byte more. In any batch the tokens are the live
+    teacher's, at the phase's temperature: of another one there is another cache.
+
+    SQuAD, which has no vocabulary, is refused, and so is a k that leaves no other tokens.
+    """
+    spec, source, folder = told
+    task = build_task(spec, source, folder / "cache")
+    fields = {"teacher": source, "cache_teacher": {"top_k": 8}}
+    if task.logits_of != "position":
+        with pytest.raises(ValueError, match="top_k is for logits over a vocabulary"):
+            Distill(DistillSpec(**fields), PhaseLength(1, 0, 0), task)
+        return
+    before = set((folder / "cache").glob("teacher-*/logits.0.npy"))
+    for temperature in (1.0, 3.0):
+        technique = Distill(DistillSpec(**fields, temperature=temperature), PhaseLength(1, 0, 0), task)
+        technique.attach(task.build_model(source))
+        examples = task.examples("train")
+        for begin in (technique.rehearse, technique.start):
+            with caplog.at_level("INFO", logger="ds_trainer"):
+                begin(torch.device("cpu"))
+            said = caplog.messages[0]  # 2 * 9 bytes, and 8 ids of 6 bits
+            assert said.startswith("cache_teacher: top_k 8 takes 24 bytes a token, 0.0 MB for the 624 tokens of")
+            caplog.clear()
+        (file,) = set((folder / "cache").glob("teacher-*/logits.0.npy")) - before
+        before.add(file)
+        assert (examples.offsets[-1], file.stat().st_size) == (624, 128 + 24 * 624)
+        for rows in ([0], [7, 3, 30], list(range(len(examples)))):
+            batch = task.collate(examples, rows)
+            (kept,) = technique._targets(batch).logits
+            (logits,) = task.logits(technique._teacher.predict(batch), batch)
+            live = TopK.of(logits, 8, temperature)
+            torch.testing.assert_close(kept.log_probs, live.log_probs, rtol=1e-3, atol=2e-3)
+            ours, theirs = (logits.gather(-1, ids) for ids in (kept.ids, live.ids))  # those alike may change places
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    size = len(task.tokenizer)
+    whole = Distill(DistillSpec(teacher=source, cache_teacher={"top_k": size}), PhaseLength(1, 0, 0), task)
+    with pytest.raises(ValueError, match=f"top_k {size} is not below the {size} tokens of the teacher"):
+        whole.attach(task.build_model(source))

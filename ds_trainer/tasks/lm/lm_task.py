@@ -1,13 +1,14 @@
 """Language modelling over text: masked (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or causal.
 
-`lm_text.py` reads documents, `sequences.py` cuts them into sequences, which are cached, `masking.py` draws new masks
-for every `draw`, and `head_positions.py` computes logits only where there is a loss.
+`lm_text.py` reads documents, `sequences.py` cuts them into sequences (`chat.py` does for conversations), `packing.py`
+puts these together in rows, which are cached, `masking.py` draws new masks for every `draw`, and `head_positions.py`
+computes logits only where there is a loss.
 """
 
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, load_with_head
+from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, input_names, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
+from ds_trainer.tasks.lm.chat import Conversations
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
+from ds_trainer.tasks.lm.packing import packed
 from ds_trainer.tasks.lm.sequences import Cutter, Tally, tokenised_documents
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
@@ -49,7 +52,9 @@ class LmAnswer(NamedTuple):
 class LmTask(Task):
     """Masked ("mlm") or causal ("clm") language modelling.
 
-    Labels are the tokens at `inputs["head_positions"]`, (n,), `IGNORED` where there is no loss.
+    Labels are the tokens at `inputs["head_positions"]`, (n,), `IGNORED` where there is no loss. With `packing` an
+    example is a row of several documents. The model gets `position_ids` that begin anew with each of them, and no mask:
+    from these the models of transformers infer that a document sees only itself.
     """
 
     spec: LmSpec
@@ -70,28 +75,43 @@ class LmTask(Task):
         self._special = np.unique([*tokenizer.all_special_ids, *added]).astype(np.int64)
         self._ordinary = np.setdiff1d(list(tokenizer.get_vocab().values()), self._special)
         self._cutter = Cutter(spec, tokenizer, self._special)
+        self._conversations = Conversations(spec, tokenizer, source) if spec.messages_column else None
         self._masking: TokenMasking | None = None
 
     def build_model(self, folder: str | Path) -> nn.Module:
-        """Load a model whose forward takes `head_positions`; for "clm" it must be causal.
+        """Load a model whose forward takes `head_positions`; for "clm" it must be causal, and keep documents apart.
 
-        A forward over two sequences of four tokens, which differ in the last one, shows whether both hold.
+        A forward over two sequences of four tokens, which differ in the last one, shows whether it is causal; another
+        one over a row of two documents whether the second gets the logits that it gets alone.
         """
         model = load_with_head(folder, self.head)
         check_fits(model, self.tokenizer, self.spec.max_seq_length)
         model = take_head_positions(model)
         same, other = self._ordinary[0], self._ordinary[-1]
-        ids = torch.tensor([[same, same, same, same], [same, same, same, other]])
-        with torch.no_grad():
-            positions = torch.tensor([0, 1, 2, 4, 5, 6])  # all but the last of each sequence
-            out = model(input_ids=ids, attention_mask=torch.ones_like(ids), head_positions=positions)
-        first, second = out.logits[0].float().chunk(2)
-        # mixtures of experts compute tokens together, so that the rounding of one may depend on another
-        if self.spec.name == "clm" and (first - second).abs().max() > _ROUNDING * first.abs().max():
+
+        def logits(ids: list[list[int]], heads: list[int], **inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                out = model(input_ids=torch.tensor(ids), head_positions=torch.tensor(heads), **inputs)
+            return out.logits[0].float()
+
+        # all but the last token of each sequence
+        both = logits([[same] * 4, [same] * 3 + [other]], [0, 1, 2, 4, 5, 6], attention_mask=torch.ones(2, 4).long())
+        alone, followed = both.chunk(2)
+        if self.spec.name == "clm" and _differ(alone, followed):
             raise UserError(
                 f"{folder} is a {model.config.model_type} model whose tokens see those after them, which are its "
                 f'labels: use the task "mlm", a decoder such as gpt2, or make it causal in its config.json '
                 f'("is_decoder": true for BERT and models like it, "causal": true for XLM)'
+            )
+        if self.spec.packing and (
+            "position_ids" not in input_names(model.config, self.head)
+            or _differ(
+                alone[:2], logits([[other, other, same, same]], [2, 3], position_ids=torch.tensor([[0, 1, 0, 1]]))
+            )
+        ):
+            raise UserError(
+                f"packing: {folder} is a {model.config.model_type} model, which gives a document other logits in a row "
+                f"with others than alone: set packing to false, or use a decoder such as gpt2, llama or qwen3"
             )
         return model
 
@@ -110,47 +130,58 @@ class LmTask(Task):
         return examples
 
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
-        labels = examples.lengths[ids] - 1
         if self.spec.name == "mlm":
             labels = chosen_count(examples.fields["ordinary"][ids], self.spec.mlm_mask_prop)
+        elif "labels" in examples.fields:
+            labels = examples.fields["labels"][ids]
+        else:
+            labels = examples.lengths[ids] - 1
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
     def fingerprint(self, split: str) -> str:
         fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
-        return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), fields)
+        # without these fields the key is that of earlier versions, whose checkpoints can be resumed
+        added = [name for name in ("messages_column", "packing") if getattr(self.spec, name)]
+        more = [self.tokenizer.get_chat_template()] if self.spec.messages_column else []
+        return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), (*fields, *added), *more)
 
     def tokenised(self, split: str) -> Examples:
         spec, tally = self.spec, Tally()
-        packed = pack(self._sequences(split, tally), {"input_ids": np.int32})
-        counted = (
-            f"{tally.documents:,} documents ({tally.split:,} split) give {tally.examples:,} examples of "
-            f"{packed.offsets[-1]:,} tokens; {tally.short:,} parts shorter than min_seq_length ({spec.min_seq_length}) "
-            f"and {tally.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g}) are dropped"
-        )
-        distributed.info(f"{spec.name} {split}: {counted}")
+        columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
+        whole = pack(self._sequences(split, tally), columns)
+        kept = np.zeros(len(whole), bool)
+        kept[spread(len(whole), self.limit(split))] = True
+        is_kept = np.repeat(kept, whole.lengths)
+        tokens = {name: flat[is_kept] for name, flat in whole.tokens.items()}
+        examples = Examples(np.concatenate([[0], np.cumsum(whole.lengths[kept])]), tokens)
+        counted = tally.told(spec, len(is_kept))
         if not tally.examples:
             way_out = "lower min_seq_length, set line_by_line to false, or use a tokenizer that knows the text"
+            if spec.messages_column:
+                way_out = "lower min_seq_length, raise max_seq_length, or see whether a role is called assistant"
             raise UserError(f"{spec.name} {split} has no example: {counted}: {way_out}")
-        kept = np.zeros(len(packed), bool)
-        kept[spread(len(packed), self.limit(split))] = True
-        tokens = packed.tokens["input_ids"][np.repeat(kept, packed.lengths)]
-        offsets = np.concatenate([[0], np.cumsum(packed.lengths[kept])])
-        counts = np.bincount(tokens, minlength=max(self.tokenizer.get_vocab().values()) + 1)
-        is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[tokens]
+        if spec.packing:
+            examples = packed(examples, spec.max_seq_length)
+            counted += f"; the {kept.sum():,} that are used are packed into {len(examples):,} rows"
+        distributed.info(f"{spec.name} {split}: {counted}")
+        starts, ids = examples.offsets[:-1], examples.tokens["input_ids"]
+        counts = np.bincount(ids, minlength=max(self.tokenizer.get_vocab().values()) + 1)
+        is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[ids]
         # how many tokens of each example can be chosen for a prediction
-        ordinary = np.add.reduceat(is_ordinary, offsets[:-1], dtype=np.int32)
-        notes = asdict(tally) | {"counts": counts.tolist()}
-        return Examples(offsets, {"input_ids": tokens}, {"ordinary": ordinary}, notes)
+        fields = {"ordinary": np.add.reduceat(is_ordinary, starts, dtype=np.int32)}
+        if "labelled" in examples.tokens:
+            fields["labels"] = np.add.reduceat(examples.tokens["labelled"], starts, dtype=np.int32)
+        return replace(examples, fields=fields, notes=asdict(tally) | {"counts": counts.tolist()})
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
         columns = examples.padded(ids, {"input_ids": self.pad_token_id}, self.spec.pad_to_multiple_of)
         tokens, attended = columns["input_ids"], columns["attention_mask"]
         if self.spec.name == "clm":
-            # the label of each token is the one after it; the last token of an example has none
-            followed = np.zeros_like(attended)
-            followed[:, :-1] = attended[:, 1:]
-            heads = np.flatnonzero(followed)
+            # each labelled token is the label of the one before it; the first token of a document is never one
+            labelled = columns.get("labelled", attended).copy()
+            labelled[:, 0] = 0
+            heads = np.flatnonzero(labelled) - 1
             labels = tokens.ravel()[heads + 1]
         else:
             assert self._masking is not None, "the examples come from `examples`"
@@ -160,7 +191,17 @@ class LmTask(Task):
             tokens = seen
         inputs = {"input_ids": tokens, "attention_mask": attended, "head_positions": heads}
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        return Batch(tensors, torch.from_numpy(labels), torch.from_numpy(ids))
+        others = {}
+        if self.spec.packing:  # a model that gets a mask no longer infers from the positions where documents begin
+            others["attention_mask"] = tensors.pop("attention_mask")
+            tensors["position_ids"] = torch.from_numpy(columns["position_ids"])
+        return Batch(tensors, torch.from_numpy(labels), torch.from_numpy(ids), others)
+
+    def inputs_for(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        inputs = super().inputs_for(model, batch)
+        if self.spec.packing:
+            inputs.pop("attention_mask", None)
+        return inputs
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Mean cross entropy over the labels of the micro-batch."""
@@ -201,6 +242,15 @@ class LmTask(Task):
         return same / sum(len(one) for one, _ in pairs)
 
     def _sequences(self, split: str, tally: Tally) -> Iterator[Chunk]:
+        if self._conversations:
+            yield from self._conversations.sequences(split, tally)
+            return
         texts = lm_text.documents(self.spec, split)
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether logits differ by more than rounding: that of one token may depend on those computed with it, in
+    mixtures of experts."""
+    return bool((one - other).abs().max() > _ROUNDING * one.abs().max())

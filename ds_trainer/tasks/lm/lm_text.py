@@ -1,25 +1,31 @@
 """Where the documents of language modelling come from: .txt and .jsonl files, or a hub data set.
 
-Files are read one after another, so that a corpus larger than the memory can lie in parts ("part-*.txt"). The module
-loads neither torch nor numpy before the hub is read, and does not tokenise.
+A document is a text, or a conversation, the messages of one record. Files are read one after another, so that a corpus
+larger than the memory can lie in parts ("part-*.txt"). The module loads neither torch nor numpy before the hub is read,
+and does not tokenise.
 """
 
 import glob
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.files.messages import quoted
+from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import records
 from ds_trainer.tasks.records import FileRecords, HubRecords, Records
 
 SPLITS = ("train", "validation")
+Message = dict[str, Any]
+"""A message of a conversation, with "role" and "content"; a chat template may know further keys."""
+Read = Callable[[list[Message]], Any]
+"""What makes a document of a conversation; a ValueError becomes a `UserError` that begins with its place."""
 
 
 def check_data_files(spec: LmSpec, splits: Sequence[str] | None = None) -> list[str]:
@@ -40,19 +46,27 @@ def training_texts(spec: LmSpec) -> list[str]:
     return list(documents(spec, "train"))
 
 
-def documents(spec: LmSpec, split: str) -> Iterator[str]:
-    """Yield the texts of a split, except blank ones; an error in a file is raised when its line is reached."""
+def as_text(messages: list[Message]) -> str:
+    """Return the roles and contents of a conversation, a line each."""
+    return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
+
+
+def documents(spec: LmSpec, split: str, read: Read = as_text) -> Iterator[Any]:
+    """Yield the texts of a split, except blank ones, or with messages_column what `read` makes of its conversations.
+
+    An error in a file is raised when its line is reached.
+    """
     if spec.dataset:
-        texts = _texts(spec, HubRecords(spec.dataset, split, [spec.text_column]))
+        found = _parsed(spec, HubRecords(spec.dataset, split, [spec.column]), read)
     else:
-        texts = chain.from_iterable(_texts_of_file(spec, path) for path in files(spec, split))
-    return filter(str.strip, texts)
+        found = chain.from_iterable(_of_file(spec, path, read) for path in files(spec, split))
+    return iter(found) if spec.messages_column else filter(str.strip, found)
 
 
 def fingerprint(spec: LmSpec, split: str) -> str:
     """Return a hash that changes whenever the documents may have changed, and is the same on every host."""
     if spec.dataset:
-        return HubRecords(spec.dataset, split, [spec.text_column]).fingerprint()
+        return HubRecords(spec.dataset, split, [spec.column]).fingerprint()
     digest = hashlib.blake2b(digest_size=16)
     for path in files(spec, split):
         digest.update(path.suffix.lower().encode())
@@ -72,8 +86,10 @@ def files(spec: LmSpec, split: str) -> list[Path]:
     if not paths:
         raise records.missing_file(spec, split, [path])
     for path in paths:
-        if path.suffix.lower() not in (".txt", ".jsonl"):
-            raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: use .txt or .jsonl")
+        endings = (".jsonl",) if spec.messages_column else (".txt", ".jsonl")
+        if path.suffix.lower() not in endings:
+            known = "messages_column is read from .jsonl" if spec.messages_column else "use .txt or .jsonl"
+            raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: {known}")
         if not path.stat().st_size:
             raise UserError(f"{path} is empty")
     return paths
@@ -82,16 +98,33 @@ def files(spec: LmSpec, split: str) -> list[Path]:
 def _check_split(spec: LmSpec, split: str) -> None:
     for path in files(spec, split):
         if path.suffix.lower() == ".jsonl":
-            FileRecords(path, [spec.text_column]).check()
+            next(_parsed(spec, FileRecords(path, [spec.column]), as_text))
 
 
-def _texts_of_file(spec: LmSpec, path: Path) -> Iterable[str]:
+def _of_file(spec: LmSpec, path: Path, read: Read) -> Iterable[Any]:
     if path.suffix.lower() == ".jsonl":
-        return _texts(spec, FileRecords(path, [spec.text_column]))
+        return _parsed(spec, FileRecords(path, [spec.column]), read)
     if spec.line_by_line:
         return (line.removesuffix("\n").removesuffix("\r") for line in records.lines(path))
     return ["".join(records.lines(path))]
 
 
-def _texts(spec: LmSpec, source: Records) -> Iterator[str]:
-    return (text for _, text in source.parsed(lambda record: records.text_in(record, spec.text_column)))
+def _parsed(spec: LmSpec, source: Records, read: Read) -> Iterator[Any]:
+    def parse(record: records.Record) -> Any:
+        if spec.messages_column:
+            return read(_messages_in(record, spec.messages_column))
+        return records.text_in(record, spec.text_column)
+
+    return (document for _, document in source.parsed(parse))
+
+
+def _messages_in(record: records.Record, column: str) -> list[Message]:
+    """Return the conversation of a column; ValueError where it is something else."""
+    messages = record[column]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{quoted(column)} is {kind_of(messages)}, and must be a list of messages")
+    for number, message in enumerate(messages, 1):
+        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(value, str) for value in fields):
+            raise ValueError(f'message {number} must have a "role" and a "content", each of them text')
+    return messages

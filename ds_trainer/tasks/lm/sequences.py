@@ -19,7 +19,8 @@ _CHUNK = 512
 class Tally:
     """Count the documents, those that were split, and the parts that became examples, were too short or unknown.
 
-    `examples` counts also those that `max_train_samples` or `max_eval_samples` leaves out.
+    Conversations are cut instead of split, and those without a label are counted, too. `examples` are those before
+    packing, also those that `max_train_samples` or `max_eval_samples` leaves out.
     """
 
     documents: int = 0
@@ -27,6 +28,22 @@ class Tally:
     examples: int = 0
     short: int = 0
     unknown: int = 0
+    unlabelled: int = 0
+
+    def told(self, spec: LmSpec, tokens: int) -> str:
+        """Return the counts in words, with the number of tokens of the examples."""
+        chat = bool(spec.messages_column)
+        what, cut = ("conversations", "cut at max_seq_length") if chat else ("documents", "split")
+        dropped = f"{self.short:,} parts shorter than min_seq_length ({spec.min_seq_length}) and "
+        dropped += (
+            f"{self.unlabelled:,} without a turn of the assistant"
+            if chat
+            else f"{self.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g})"
+        )
+        return (
+            f"{self.documents:,} {what} ({self.split:,} {cut}) give {self.examples:,} examples of {tokens:,} tokens; "
+            f"{dropped} are dropped"
+        )
 
 
 class Cutter:

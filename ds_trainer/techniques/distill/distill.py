@@ -6,7 +6,7 @@ recipe gives weights to any of these terms. Each is a mean over examples, tokens
 
 | term | compares | source |
 |---|---|---|
-| `distill.logits` | softened classes: KL(teacher || student) at temperature T, times T**2 | arXiv 1503.02531 |
+| `distill.logits` | softened classes: a `divergence` at temperature T, by default KL, times T**2 | arXiv 1503.02531 |
 | `distill.mse` | logits: squared difference, summed over the classes | DistilBERT, arXiv 1910.01108 |
 | `distill.cos` | hidden states: 1 - cosine | DistilBERT |
 | `distill.hidden` | hidden states: squared difference | TinyBERT, arXiv 1909.10351 |
@@ -14,8 +14,8 @@ recipe gives weights to any of these terms. Each is a mean over examples, tokens
 
 The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
 logits term is the squared error. SQuAD has two sets of logits (start and end), and a term is the mean over the sets; a
-language model has a row of logits for every position with a loss. The formulas are in `tasks/losses.py`. How the
-student is made smaller is not decided here.
+language model has a row of logits for every position with a loss. The formulas are in `tasks/divergences.py` and
+`tasks/losses.py`. How the student is made smaller is not decided here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +30,7 @@ from ds_trainer.models.pretrained import load_config, load_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
+from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import (
@@ -40,7 +41,7 @@ from ds_trainer.techniques.distill.teacher import (
     compared_layers,
     teacher_ids,
 )
-from ds_trainer.techniques.distill.teacher_cache import cached_teacher
+from ds_trainer.techniques.distill.teacher_cache import announce, cached_teacher
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
@@ -70,6 +71,10 @@ class Distill(Technique):
         self._counts = torch.zeros(2, dtype=torch.float64)
         if spec.cache_teacher and task.inputs_vary:
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
+        if spec.top_k and task.logits_of != "position":
+            raise UserError("cache_teacher: top_k is for logits over a vocabulary, which this task has not: write true")
+        if spec.divergence != "forward" and task.regression:
+            raise UserError("divergence: a regression has no classes, and compares by the squared error: drop it")
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Check that student and teacher can be compared, and have the student return the layers that the terms need.
@@ -88,6 +93,8 @@ class Distill(Technique):
                 f"distill: the teacher {self.spec.teacher} gives {logits} logits and the student {student.vocab_size}: "
                 f"give the student's config the vocab_size {logits}"
             )
+        if 0 < logits <= self.spec.top_k:
+            raise UserError(f"cache_teacher: top_k {self.spec.top_k} is not below the {logits} tokens of the teacher")
         self._student_layers = compared_layers(self.spec, student, "student")
         self._teacher_layers = compared_layers(self.spec, teacher, "teacher")
         if self._student_layers.hidden and student.hidden_size != teacher.hidden_size:
@@ -115,6 +122,8 @@ class Distill(Technique):
         self._teacher = self._new_teacher(device)
         # a rehearsal takes its batches again: what it computes once stands for what training reads from the cache
         self._targets = RememberedTeacher(self._teacher) if self.spec.cache_teacher else self._teacher
+        if self.spec.top_k:
+            announce(self._teacher)
 
     def bytes_held(self) -> tuple[int, int]:
         """Return the size of the teacher, whole or partitioned. One whose answers are cached is gone in training."""
@@ -138,7 +147,8 @@ class Distill(Technique):
         if "mse" in self.spec.terms:
             terms["distill.mse"] = _mean([losses.logit_mse(*pair) for pair in pairs])
         if "logits" in self.spec.terms:  # comes last: to save memory it overwrites the teacher's logits
-            soft_targets = [soft_target_loss(self.task, *pair, self.spec.temperature) for pair in pairs]
+            spec = self.spec
+            soft_targets = [soft_target_loss(self.task, *pair, spec.temperature, spec.divergence) for pair in pairs]
             terms["distill.logits"] = _mean(soft_targets)
         return terms
 
@@ -180,10 +190,13 @@ class Distill(Technique):
         return _mean([distance(*pair, mask) for pair in states])
 
     @torch.no_grad()
-    def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor | TopK]]) -> None:
         """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
         for student, teacher in [] if self.task.regression else pairs:
-            same = (student.argmax(-1) == teacher.argmax(-1)).sum()
+            if isinstance(teacher, TopK):  # the largest logit is found faster than its place: a tie counts as the same
+                same = (student.gather(-1, teacher.ids[:, :1])[:, 0] == student.amax(-1)).sum()
+            else:
+                same = (student.argmax(-1) == teacher.argmax(-1)).sum()
             # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
             counts = torch.stack([same, torch.full_like(same, len(student))])
             self._counts = self._counts.to(same.device) + counts

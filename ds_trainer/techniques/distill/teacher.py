@@ -5,6 +5,7 @@ It has no optimizer and no gradient. Since it is not a part of the student's mod
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,9 @@ from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.recipe import DistillSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models.layers import FIELD
+from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Task
 
 
@@ -22,11 +25,11 @@ from ds_trainer.tasks.task import Batch, Task
 class Outputs:
     """The outputs of one model for a batch: `Task.logits`, and states and attention maps of the layers compared.
 
-    States are (batch, length, width), maps (batch, heads, length, length). Both are by layer: 1 is the first, -1 the
-    last, and 0 the embeddings.
+    In place of logits a teacher whose cache has a `top_k` gives `TopK`. States are (batch, length, width), maps (batch,
+    heads, length, length). Both are by layer: 1 is the first, -1 the last, and 0 the embeddings.
     """
 
-    logits: tuple[Tensor, ...]
+    logits: tuple[Any, ...]
     hidden: dict[int, Tensor] = field(default_factory=dict)
     attention: dict[int, Tensor] = field(default_factory=dict)
 
@@ -58,7 +61,7 @@ class ComparedLayers:
 
         return undo
 
-    def outputs(self, out: Any, logits: tuple[Tensor, ...]) -> Outputs:
+    def outputs(self, out: Any, logits: tuple[Any, ...]) -> Outputs:
         """Pick the states and maps of these layers from a model's output, and return them with the logits."""
         maps = [one for one in out.attentions or () if one is not None]  # one for each layer that has heads
         depth = len(maps) + len(self.headless)
@@ -105,8 +108,10 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Outputs:
         """Return the teacher's outputs for a batch, in its precision, without gradient."""
-        out = self.predict(batch)
-        return self.layers.outputs(out, self.task.logits(out, batch))
+        out, k = self.predict(batch), self.spec.top_k
+        logits = self.task.logits(out, batch)
+        kept = tuple(TopK.of(each, k, self.spec.temperature) for each in logits) if k else logits
+        return self.layers.outputs(out, kept)
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
@@ -124,6 +129,13 @@ class Teacher:
         if self.ids is not None and self.task.over_vocabulary:
             out.logits = out.logits.index_select(-1, self.ids)
         return out
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The number of its logits over a vocabulary, which are those of the student's tokens."""
+        if self.ids is not None:
+            return len(self.ids)
+        return int(load_config(self.spec.teacher, self.task.head).get_text_config().vocab_size)
 
     @property
     def size(self) -> int:
@@ -171,7 +183,8 @@ class RememberedTeacher:
         if ids not in self._outputs:
             self._outputs[ids] = self._teacher(batch)
         kept = self._outputs[ids]
-        return Outputs(tuple(logits.clone() for logits in kept.logits), kept.hidden, kept.attention)
+        logits = tuple(one if isinstance(one, TopK) else one.clone() for one in kept.logits)
+        return Outputs(logits, kept.hidden, kept.attention)
 
 
 def teacher_ids(task: Task, teacher_tokenizer: Any, teacher: str) -> Tensor | None:

@@ -6,7 +6,7 @@ all hosts must see the folder.
 
 Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
 by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
-place: its index is -1.
+place: its index is -1. With `top_k` a token has a record of bytes in place of its logits (`top_k_records.py`).
 """
 
 import os
@@ -25,8 +25,10 @@ from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
+from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher
+from ds_trainer.techniques.distill.top_k_records import bytes_per_token, half, pack, unpack
 
 _TOKENS = 2048
 """Tokens in a batch while the cache is filled, at most: with logits for a vocabulary at each they take 400 MB."""
@@ -41,13 +43,20 @@ class CachedTeacher:
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples
         self._task, self._device = teacher.task, teacher.device
-        self._layers = teacher.layers.hidden
+        self._layers, self._top_k = teacher.layers.hidden, teacher.spec.top_k
+        self._vocabulary = teacher.vocabulary if self._top_k else 0
         self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         tokens = _token_indices(self._examples, batch)
         places = _logit_indices(self._task, tokens, batch)
-        logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
+        logits: tuple[Any, ...]
+        if self._top_k:
+            records = (torch.from_numpy(array[places]) for array in self._logit_arrays)
+            moved = (record.to(self._device, non_blocking=True) for record in records)
+            logits = tuple(unpack(record, self._top_k, self._vocabulary) for record in moved)
+        else:
+            logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
         hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in self._layers}
         return Outputs(logits, hidden)
 
@@ -65,9 +74,12 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
         *("teacher", task.key("train"), distributed.on_main(lambda: _identity(teacher))),
         *(teacher.layers.hidden, teacher.spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
+        *([teacher.spec.top_k, teacher.spec.temperature] if teacher.spec.top_k else []),
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
+        if teacher.spec.top_k:
+            announce(teacher)
         _fill(teacher, examples, folder)
     opened = open_arrays(folder)
     everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
@@ -76,6 +88,14 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
             f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
         )
     return CachedTeacher(opened[0], examples, teacher)
+
+
+def announce(teacher: Teacher) -> None:
+    """Log what a cache with `top_k` takes on disk before it is filled."""
+    a_token = bytes_per_token(teacher.spec.top_k, teacher.vocabulary)
+    tokens = int(teacher.task.examples("train").offsets[-1])
+    told = f"{a_token} bytes a token, {a_token * tokens / 1e6:,.1f} MB for the {tokens:,} tokens of the training set"
+    distributed.info(f"cache_teacher: top_k {teacher.spec.top_k} takes {told}")
 
 
 def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
@@ -89,7 +109,7 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
                     per_example = name.startswith("logits") and teacher.task.logits_of == "example"
                     size = len(examples) if per_example else int(examples.offsets[-1])
                     shape, path = (size, *values.shape[1:]), aside / f"{name}.npy"
-                    arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=shape)
+                    arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=values.dtype, shape=shape)
                     with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
                         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
                 arrays[name][indices] = values
@@ -117,18 +137,20 @@ def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _V
     for chosen in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size):
         batch = teacher.task.collate(examples, chosen)
         outputs = teacher(batch.to(teacher.device))
-        yield distributed.gather(_without_padding(outputs, batch, examples, teacher.task))
+        yield distributed.gather(_without_padding(outputs, batch, examples, teacher))
 
 
-def _without_padding(outputs: Outputs, batch: Batch, examples: Examples, task: Task) -> dict[str, _Values]:
+def _without_padding(outputs: Outputs, batch: Batch, examples: Examples, teacher: Teacher) -> dict[str, _Values]:
     """Return the outputs for a batch in half precision, by the name of their array, and their indices in it."""
     tokens = _token_indices(examples, batch)
-    places = _logit_indices(task, tokens, batch)
+    places = _logit_indices(teacher.task, tokens, batch)
     indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(outputs.logits)}
     indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in outputs.hidden.items()}
-    # values beyond the range of fp16 become its largest
-    halves = {name: values.float().clamp(-65504, 65504).half().cpu().numpy() for name, (_, values) in indexed.items()}
-    return {name: (where[where >= 0], halves[name][where >= 0]) for name, (where, _) in indexed.items()}
+    kept = {
+        name: pack(values, teacher.vocabulary) if isinstance(values, TopK) else half(values).cpu().numpy()
+        for name, (_, values) in indexed.items()
+    }
+    return {name: (where[where >= 0], kept[name][where >= 0]) for name, (where, _) in indexed.items()}
 
 
 def _token_indices(examples: Examples, batch: Batch) -> Array:

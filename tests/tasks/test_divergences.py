@@ -1,0 +1,156 @@
+"""Divergences from a teacher's probabilities against closed forms, and what they hold in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_trainer.tasks import divergences
+from ds_trainer.tasks.divergences import Kind, TopK, divergence
+from ds_trainer.tasks.losses import PAD_LOGIT
+
+
+def logits(rows: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    student = (3 * torch.randn(rows, classes, generator=generator)).requires_grad_()
+    return student, 3 * torch.randn(rows, classes, generator=generator)
+
+
+def plain_kl(student, teacher, temperature):
+    log_student = F.log_softmax(student.float() / temperature, -1)
+    return F.kl_div(log_student, F.softmax(teacher.float() / temperature, -1), reduction="batchmean") * temperature**2
+
+
+def test_kl_of_two_classes_by_hand():
+    """Teacher (3/4, 1/4), student (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2; then at T = 2."""
+    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    teacher = torch.tensor([[math.log(3.0), 0.0]])
+    assert float(divergence(torch.zeros(1, 2), teacher, 1.0)) == pytest.approx(by_hand)
+    assert float(divergence(torch.zeros(1, 2), 2 * teacher, 2.0)) == pytest.approx(4 * by_hand)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("chunk", [1, 17, 1 << 18])
+def test_kl_and_its_gradient_equal_the_plain_form(temperature, chunk, monkeypatch):
+    """Value and gradient, whatever the chunks, and with a slope other than 1 (a loss weight, a loss scale)."""
+    monkeypatch.setattr(divergences, "_CHUNK", {"cpu": chunk})
+    student, teacher = logits(7, 5)
+    expected = plain_kl(student, teacher, temperature)
+    (expected_gradient,) = torch.autograd.grad(3.5 * expected, student)
+    found = divergence(student, teacher.clone(), temperature)
+    (gradient,) = torch.autograd.grad(3.5 * found, student)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kl_in_half_precision(dtype):
+    """Gradients come in the student's dtype; small ones survive a loss scale in fp16."""
+    student, teacher = logits(6, 9)
+    half = student.detach().to(dtype).requires_grad_()
+    scale = 1024.0
+    (found,) = torch.autograd.grad(scale * divergence(half, teacher.to(dtype), 2.0), half)
+    (expected,) = torch.autograd.grad(scale * plain_kl(half, teacher.to(dtype), 2.0), half)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_kl_ignores_places_that_are_no_class():
+    """Padding an answer's positions changes neither value nor gradient."""
+    student, teacher = logits(3, 6)
+    padded = [F.pad(values.detach(), (0, 4), value=PAD_LOGIT) for values in (student, teacher)]
+    wide = padded[0].requires_grad_()
+    with torch.no_grad():
+        found = float(divergence(wide, padded[1].clone(), 2.0))
+        assert found == pytest.approx(float(plain_kl(student, teacher, 2.0)))
+    (gradient,) = torch.autograd.grad(divergence(wide, padded[1], 2.0), wide)
+    assert gradient[:, 6:].abs().max() == 0
+
+
+def plain(log_student, log_teacher, kind):
+    """The definition, over any outcomes: (rows, outcomes) log-probabilities in fp64."""
+    p, q = log_teacher.exp(), log_student.exp()
+    middle = ((p + q) / 2).log()
+    values = {
+        "forward": p * (log_teacher - log_student),
+        "reverse": q * (log_student - log_teacher),
+        "js": (p * (log_teacher - middle) + q * (log_student - middle)) / 2,
+    }
+    return values[kind].sum(-1).mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_divergence_and_its_gradient_equal_their_definition(kind, k, temperature, monkeypatch):
+    """Over all classes (k = 0), or the teacher's k likeliest and all others together, in chunks of three rows."""
+    monkeypatch.setattr(divergences, "_CHUNK", {"cpu": 33})
+    student, teacher = logits(7, 11)
+    double = student.detach().double().requires_grad_()
+    log_student, log_teacher = ((one / temperature).log_softmax(-1) for one in (double, teacher.double()))
+    kept = TopK.of(teacher, k, temperature) if k else teacher.clone()
+    if k:
+        others = torch.ones(7, 11, dtype=torch.bool).scatter(-1, log_teacher.topk(k).indices, False)
+        log_student, log_teacher = (
+            torch.cat([one[~others].view(7, k), one.masked_fill(~others, -torch.inf).logsumexp(-1, True)], -1)
+            for one in (log_student, log_teacher)
+        )
+    expected = temperature**2 * plain(log_student, log_teacher, kind)
+    (expected_gradient,) = torch.autograd.grad(3.5 * expected, double)
+    found = divergence(student, kept, temperature, kind)
+    (gradient,) = torch.autograd.grad(3.5 * found, student)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masses_too_small_for_their_precision_keep_gradients_finite(dtype, kind):
+    """A student and a teacher who are sure of one class, the same or another: value and gradient are finite."""
+    sure = torch.zeros(2, 50, dtype=dtype)
+    sure[0, 3], sure[1, 4] = 200, 200
+    student, teacher = sure.requires_grad_(), TopK.of(sure.detach()[:1].repeat(2, 1), 5, 1.0)
+    value = divergence(student, teacher, 1.0, kind)
+    (gradient,) = torch.autograd.grad(value, student)
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+    assert gradient[0].abs().max() < 1e-6
+
+
+def test_kl_holds_two_tensors_of_a_vocabulary_a_row():
+    """From its start to the end of its backward no op makes a tensor of the size of the logits, in either direction."""
+    student, teacher = logits(64, 3000)
+
+    class NothingLarge(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            known = {student.data_ptr(), teacher.data_ptr()}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, out.untyped_storage().nbytes())
+            return out
+
+    chunk = divergences._CHUNK["cpu"]
+    divergences._CHUNK["cpu"] = 3000
+    try:
+        with NothingLarge() as mode:
+            loss = divergence(student, teacher, 2.0)
+            (gradient,) = torch.autograd.grad(loss, student)
+    finally:
+        divergences._CHUNK["cpu"] = chunk
+    assert mode.largest <= student.nbytes / 16
+    assert gradient.data_ptr() == teacher.data_ptr()
+
+
+def test_kl_leaves_the_teacher_alone_where_nothing_is_differentiated():
+    """At evaluation the teacher's logits are still what it said."""
+    student, teacher = logits(4, 3)
+    before = teacher.clone()
+    divergence(student.detach(), teacher, 2.0)
+    assert torch.equal(teacher, before)
