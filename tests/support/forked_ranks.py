@@ -248,14 +248,17 @@ def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> 
 
 def _end_of(pids: list[int], seconds: float) -> int | None:
     """The exit code of the first process that fails, 0 where none does, None where they are too slow."""
-    end, running, code = time.monotonic() + seconds, set(pids), 0
+    end, running, code, told = time.monotonic() + seconds, set(pids), 0, float("inf")
     while running:
         for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in running]:
             running.discard(pid)
             if pid and status and not code:
                 code = os.waitstatus_to_exitcode(status)
-                _signal(running, signal.SIGTERM)
-                end = min(end, time.monotonic() + 30)
+                told = time.monotonic() + 1  # as often the launcher looks, so that others can say why they end
+                end = min(end, told + 30)
+        if running and time.monotonic() > told:
+            _signal(running, signal.SIGTERM)
+            told = float("inf")
         if running and time.monotonic() > end:
             _signal(running, signal.SIGKILL)
             for late in running:
