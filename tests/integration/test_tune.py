@@ -29,7 +29,7 @@ TECHNIQUES = {"sabotage": Sabotage}
 def sabotaged(micro):
     return f"train_micro_batch_size_per_gpu={micro}" in sys.argv
 
-if not any("train_micro_batch_size_per_gpu=" in word for word in sys.argv):
+if "--trial" in sys.argv and "train_micro_batch_size_per_gpu" not in str(sys.argv):
     print("error: this is no error", file=sys.stderr, flush=True)
 if sabotaged(8):
     from ds_trainer import trial
