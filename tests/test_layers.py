@@ -18,10 +18,10 @@ BUDGETS = {
     "models": 2473,
     "tasks": 2618,
     "techniques": 2412,
-    "engine": 1685,
+    "engine": 1689,
     "report": 1161,
     "deploy": 1103,
-    "tuning": 949,
+    "tuning": 953,
     "": 1218,
     "cli": 985,
 }

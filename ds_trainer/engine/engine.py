@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ def start_engine(
     handed over. A `scheduler` block wins over `lr_factor`, the factor on every group's rate by optimizer step.
     """
     import deepspeed
-    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime import compiler, torch_autocast
 
+    compiler.compile = lambda: _compiled_when_called
     # DeepSpeed never resets it: an earlier engine's autocast, also that of a run that failed, would go on under ZeRO
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     _hide_secrets()
@@ -56,6 +57,15 @@ def start_engine(
     if not engine.zero_optimization():
         _mend_without_zero(engine)
     return engine
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what `torch.compile` does when the function is first called.
+
+    Whatever the optimizer, DeepSpeed loads Muon's functions under that decorator, which takes seconds of every start.
+    """
+    compiled = cache(lambda: torch.compile(function))
+    return lambda *args, **kwargs: compiled()(*args, **kwargs)
 
 
 def _hide_secrets() -> None:

@@ -136,8 +136,10 @@ class _Search:
             raise UserError(f"--metric is eval/{self.job.metric}: {own.reason}")
         while (settings := self.study.ask()) is not None:
             lasted = [trial.lasted for trial in self.trials if trial.lasted]
-            if time.monotonic() + (fmean(lasted) if lasted else 0) > until:
-                self.trials.append(RecipeTrial(Candidate(self.ranks, settings=settings), SKIPPED, NO_TIME))
+            candidate = Candidate(self.ranks, settings=settings)
+            too_late = time.monotonic() + (fmean(lasted) if lasted else 0) > until
+            if too_late and not self.record.knows(candidate):
+                self.trials.append(RecipeTrial(candidate, SKIPPED, NO_TIME))
                 return
             self._try(settings)
 

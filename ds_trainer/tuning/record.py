@@ -40,6 +40,10 @@ class TrialRecord(Generic[T]):
         except (ValueError, KeyError, TypeError, AttributeError):
             return  # the last line of a call that was killed
 
+    def knows(self, candidate: Candidate) -> bool:
+        """Whether `take` would give a trial."""
+        return bool(self._kept.get(self._key(candidate)))
+
     def take(self, candidate: Candidate) -> T | None:
         """Return the next trial of a candidate that an earlier call has made; None where there is none left."""
         entries = self._kept.get(self._key(candidate))

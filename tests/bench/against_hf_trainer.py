@@ -31,7 +31,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
 
 ENGINE_FILE = ROOT / "ds_configs/zero2.json"
-STEPS = 10 if is_quick() else 50
+STEPS = 2 if is_quick() else 50
 """Optimizer steps of a turn: a window of `BatchPlan`, so that each of our turns has short and long batches alike."""
 ROUNDS, WARMUP = (1, 0) if is_quick() else (5, 1)
 

@@ -47,7 +47,7 @@ from ds_trainer.ranks.timing import seconds
 from ds_trainer.tasks.cut_folder import outline_of
 
 ENGINE_FILE = ROOT / "ds_configs/bf16.json"
-EXAMPLES, ROUNDS = 1024, 6
+EXAMPLES, ROUNDS = (64, 1) if is_quick() else (1024, 6)
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in "bdgklmnprst"]
 """Each is one token of the tokenizer that is trained on them."""
 DECODER = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}

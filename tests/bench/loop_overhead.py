@@ -19,7 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch.nn.functional as F
-from figures import Figure, bert_shape, ratio, report, use_threads
+from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import TextSpec, parse_recipe
@@ -42,8 +42,8 @@ from ds_trainer.tasks.task import Batch
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 BERT: dict[str, Any] = {"model_type": "bert"} | bert_shape(384, layers=6, heads=12)
-ROWS, EXAMPLES = 32, 6400
-LOG_EVERY = 10
+ROWS, EXAMPLES = 32, 320 if is_quick() else 6400
+LOG_EVERY = 2 if is_quick() else 10
 ROUNDS, WARMUP = 16, 2
 
 

@@ -8,17 +8,18 @@ first two. `--tables` prints the tables of `docs/scaling.md`, and `--write FILE`
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import numpy as np
 import torch
 from figures import Figure, is_quick, report
+from support.forked_ranks import OwnForks
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
 from ds_trainer.config.recipe import parse_recipe
@@ -27,7 +28,6 @@ from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.engine.rank_memory import ModelSizes, rank_memory
 from ds_trainer.engine.rank_traffic import on_the_wire, rank_traffic
 from ds_trainer.models.layers import encoder_linears
-from ds_trainer.ranks.distributed import free_port
 from ds_trainer.tasks.data import BatchPlan, shard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,11 +136,9 @@ def imbalance(world: int, rows: int = 8) -> list[float]:
 
 
 def measured(ranks: int, out: Path) -> dict[str, Any]:
-    launcher = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     quick = ["--quick"] if is_quick() else []
-    command = [*launcher, str(ROOT / "tests/support/traffic_worker.py"), *quick, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths)
+    with OwnForks() as forks:
+        done = forks.run_script(ranks, ["tests/support/traffic_worker.py", *quick, str(out)], timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -2,24 +2,25 @@
 
 MiniLM's shape (BERT of 6 layers x 384, random weights), 64 examples of SST-2 a step (without ../shared: the embedded
 docstrings), fp32, the engine files of `ds_configs/`, accumulation 1 and 4. The contestants of a case keep their
-processes. They take their steps in turns, the same batches each time and one before that is not timed, while the others
-wait for a line on their standard input. Two processes that train each for itself, on half of the examples, show what
+processes, forked from this one. They take their steps in turns, the same batches each time and one before that is not
+timed, while the others wait to be told. Two processes that train each for itself, on half of the examples, show what
 two ranks would reach if they exchanged nothing: `python tests/bench/two_ranks.py`.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from itertools import product
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import PIPE
 
+import torch
 from figures import Figure, is_quick, report
 from loop_overhead import ROOT, planned, record_of
 
@@ -34,8 +35,10 @@ BARS = {(0, 1): 0.92, (2, 1): 0.85, (3, 1): 0.80}
 """Of two ranks over one, by ZeRO stage and accumulation."""
 BAR = 0.95
 """Of two ranks over one with more accumulation."""
-WORD = "seconds"
 ROWS, STEPS, ROUNDS = (8, 1, 1) if is_quick() else (64, 4, 4)
+IDLE = 600
+"""Seconds after which a rank that is told nothing ends."""
+FORKS = multiprocessing.get_context("fork")
 
 
 class Contestant:
@@ -45,46 +48,42 @@ class Contestant:
     """
 
     def __init__(self, folder: Path, stage: int, accumulation: int, trainings: int, ranks: int) -> None:
-        self.folder, self.processes = folder, []
+        self.processes, self.told = list[BaseProcess](), list[Connection]()
         folder.mkdir()
         config = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
         config["gradient_accumulation_steps"] = accumulation
         (folder / "engine.json").write_text(json.dumps(config))
         threads, rows = 1 if is_quick() else 2 // (trainings * ranks), ROWS // trainings
-        quick = ["--quick"] if is_quick() else []
         for training in range(trainings):
             (folder / str(training)).mkdir()
-            command = [sys.executable, __file__, *quick, "--rank", str(folder / str(training)), str(rows)]
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": distributed.free_port(), "OMP_NUM_THREADS": threads}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": distributed.free_port()}
             place |= {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
             for rank in range(ranks):
                 of_rank = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                log = (folder / f"{training}-{rank}.log").open("w")
-                self.processes.append(
-                    subprocess.Popen(command, env=os.environ | of_rank, stdin=PIPE, stdout=PIPE, stderr=log, text=True)
-                )
+                told, own = FORKS.Pipe()
+                words = (own, of_rank, threads, folder / str(training), rows)
+                self.processes.append(FORKS.Process(target=serve_rank, args=words))
+                self.processes[-1].start()
+                own.close()  # so that the end of the rank is the end of what it says
+                self.told.append(told)
 
     def steps(self) -> list[float]:
         """Take the steps; return the seconds of each, of the slowest process."""
-        for process in self.processes:
-            assert process.stdin
-            process.stdin.write("\n")
-            process.stdin.flush()
-        return [max(times) for times in zip(*map(self._answer, self.processes), strict=True)]
-
-    def _answer(self, process: subprocess.Popen[str]) -> list[float]:
-        for line in process.stdout or ():  # DeepSpeed writes there as well
-            if line.startswith(WORD):
-                return [float(value) for value in line.removeprefix(WORD).split()]
-        raise RuntimeError("\n".join(log.read_text() for log in self.folder.glob("*.log")))
+        for rank in self.told:
+            rank.send(True)
+        return [max(times) for times in zip(*(rank.recv() for rank in self.told), strict=True)]
 
     def end(self) -> None:
+        for rank in self.told:
+            rank.send(False)
         for process in self.processes:
-            process.communicate()
+            process.join()
 
 
-def serve_rank(folder: Path, rows: int) -> None:
-    """Be one rank of a contestant: take the steps at every line of standard input, until it is closed."""
+def serve_rank(told: Connection, place: dict[str, str], threads: int, folder: Path, rows: int) -> None:
+    """Be one rank of a contestant: take the steps whenever it is told to."""
+    os.environ.update(place)
+    torch.set_num_threads(threads)
     distributed.start()
     plan = planned(folder.parent / "engine.json", folder, rows=rows)
     with record_of(plan) as record:
@@ -97,9 +96,9 @@ def serve_rank(folder: Path, rows: int) -> None:
         def take(index: int) -> float:
             return seconds(lambda: train_step(objective, ds_engine, batches[index], record, 0), ds_engine.device)
 
-        for _ in sys.stdin:
+        while told.poll(IDLE) and told.recv():
             take(0)  # what was idle has left the caches
-            print(WORD, *(take(index) for index in range(STEPS)), flush=True)
+            told.send([take(index) for index in range(STEPS)])
     distributed.stop()
     distributed.leave(0)
 
@@ -133,7 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--rank" in sys.argv:
-        folder_of_training, rows_of_step = sys.argv[sys.argv.index("--rank") + 1 :]
-        serve_rank(Path(folder_of_training), int(rows_of_step))
     main()

@@ -20,6 +20,7 @@ BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_a
 def test_arithmetic_equals_the_tensors_of_the_engine(ranks, tmp_path):
     """The peak of a step: ZeRO 0 to 3, fp32 and bf16, accumulation 1 and 2, with next to no activations.
 
+    Each of them is taken on one of both numbers of ranks, and with --exhaustive on both.
     ZeRO-3 in fp32 on 2 ranks holds less, since its largest gradient is alone when the weights are gathered.
     """
     done = run_deepspeed(ranks, "tests/support/memory_worker.py", str(tmp_path / "out.json"))

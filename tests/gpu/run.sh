@@ -25,6 +25,11 @@ elif ! reason=$("$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_avai
     exit 2
 fi
 
+"$python" -m pip --version > /dev/null 2>&1 || {
+    echo "run.sh: $python has no pip, which installs what is missing: $python -m ensurepip gives it one" >&2
+    exit 2
+}
+
 install() {
     [ -x "$venv/bin/python" ] || "$python" -m venv --without-pip "$venv" || return
     # not --system-site-packages: where $python is of a virtual environment itself, that would skip its packages

@@ -77,3 +77,14 @@ def test_without_a_gpu_its_script_says_so(tmp_path):
     assert done.returncode == 2
     assert "has no torch that sees a GPU: install torch for CUDA" in done.stderr
     assert not any((tmp_path / "out").iterdir())
+
+
+def test_without_pip_the_script_for_gpus_says_so(tmp_path):
+    """With how to get it, before anything is installed."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    words = ["bash", str(ROOT / "tests/gpu/run.sh"), str(tmp_path / "out")]
+    variables = {"PYTHON": str(tmp_path / "venv/bin/python"), "ON_CPU": "1"}
+    done = subprocess.run(words, env=environment() | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "venv/bin/python has no pip, which installs what is missing" in done.stderr
+    assert not any((tmp_path / "out").iterdir())

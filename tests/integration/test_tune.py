@@ -29,7 +29,7 @@ TECHNIQUES = {"sabotage": Sabotage}
 def sabotaged(micro):
     return f"train_micro_batch_size_per_gpu={micro}" in sys.argv
 
-if sabotaged(16):
+if "--trial" in sys.argv and "train_micro_batch_size_per_gpu" not in str(sys.argv):
     print("error: this is no error", file=sys.stderr, flush=True)
 if sabotaged(8):
     from ds_trainer import trial
@@ -51,11 +51,11 @@ if sabotaged(2):
 
 @pytest.fixture(scope="module")
 def words(taught_recipe, tmp_path_factory) -> list[str]:
-    """The tuning of a phase with masks and a teacher: the user's own files, and four micro-batches that go wrong."""
+    """The tuning of a phase with masks and a teacher: user's files that print an error, micro-batches that go wrong."""
     folder = tmp_path_factory.mktemp("tune")
     (folder / "sabotage.py").write_text(SABOTAGE)
     (folder / "recipe.json").write_text(json.dumps(taught_recipe))
-    (folder / "space.json").write_text(json.dumps({"ranks": [1], MICRO: [16, 8, 4, 2]}))
+    (folder / "space.json").write_text(json.dumps({"ranks": [1], MICRO: [8, 4, 2]}))
     files = ["--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(folder / "recipe.json")]
     files += [
         "--plugin",
@@ -85,7 +85,7 @@ def trials_of(out: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def outcome(words) -> tuple[Path, str, list[dict]]:
-    """The output folder of a tuning that was ended while its third candidate hung, and of a second call that went on;
+    """The output folder of a tuning that was ended while its last candidate hung, and of a second call that went on;
     what that one printed; and the trials that the first had finished."""
     out = Path(words[-1])
     first = start(words, out.parent)
@@ -110,7 +110,7 @@ def outcomes(trials: list[dict]) -> dict[str, str]:
 def test_every_trial_has_an_outcome_and_the_search_goes_on(outcome):
     """The one that printed "error" counts, for it left its results."""
     out, _, _ = outcome
-    expected = {"rank": "measured", "16": "measured", "8": "out of memory", "4": "killed", "2": "hung"}
+    expected = {"rank": "measured", "8": "out of memory", "4": "killed", "2": "hung"}
     assert outcomes(trials_of(out)) == expected
     page = (out / "tuned.md").read_text()
     assert "ran out of memory" in page
@@ -120,8 +120,8 @@ def test_every_trial_has_an_outcome_and_the_search_goes_on(outcome):
 def test_an_ended_tuning_leaves_no_process_and_goes_on(outcome):
     """What had been measured, or lacks memory, is not tried again; what was killed is."""
     out, printed, finished = outcome
-    assert outcomes(finished) == {"rank": "measured", "16": "measured", "8": "out of memory", "4": "killed"}
-    assert printed.count("known: ") == 3
+    assert outcomes(finished) == {"rank": "measured", "8": "out of memory", "4": "killed"}
+    assert printed.count("known: ") == 2
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended in between
             assert str(out).encode() not in path.read_bytes()

@@ -68,10 +68,10 @@ def main(out: str) -> None:
     replaced = comm.comm.cdb.all_reduce.__self__
     counted = MagicMock(wraps=replaced._sum)
     replaced._sum = counted
-    cases = product(DTYPES, SIZES, (False, True))
+    cases = [*product(DTYPES, SIZES[:-1], (False, True)), *product(DTYPES[:3], SIZES[-1:], (False,))]
     wrong = [f"{case}: {name}" for case in cases for name in differing(*case)]
     sums = counted.call_count
-    if sums < 3 * 2 * 2 * len(SIZES):  # two collectives, synchronous or not, of three types
+    if sums < 3 * 2 * (2 * len(SIZES) - 1):  # two collectives, synchronous or not, of three types
         wrong.append(f"of all sums only {sums} were the kernel's")
     empty = torch.empty(0)
     comm.all_gather_into_tensor(torch.empty(0), empty)

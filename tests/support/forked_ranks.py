@@ -2,7 +2,7 @@
 
 They are real processes with the real engine, and start in a tenth of a second, so that a test can afford many, and can
 afford to kill them. As a script, this is the process they are forked from: it reads requests as JSON lines and answers
-with the ids of the ranks, then with how they ended.
+with the ids of the ranks, then with how they ended. `OwnForks` forks them from the process that uses it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from support.exhaustive import exhaustive
 from support.launching import ROOT, environment, forget_port, free_port
 
 LOADED_ONCE = (
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # of DeepSpeed's check of an optimizer: 2 s of torch.compile
+    "torchmetrics.functional",
     "transformers.models.bert.modeling_bert",
     "ds_trainer.cli.train",
     "ds_trainer.run",
@@ -90,11 +91,14 @@ class ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self.process.kill()
+        self.process.wait()
+
+    def _end(self) -> None:
         for pid in self.running:  # of a test that failed
             if _state(pid) not in ("", "Z"):
                 os.kill(pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
         for port in self.ports:
             forget_port(port)
 
@@ -111,12 +115,15 @@ class ForkServer:
         self.ports.append(free_port())
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
+        asked |= {"shared_memory": exhaustive()}
         self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
         pids = self._answer()
         self.running.update(pids)
         return ForkedRanks(self, pids, log, output)
 
-    def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run_script(
+        self, ranks: int, words: list[str], timeout: float, shared_memory: bool | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a script to its end on so many ranks, or on 0 as a process without ranks.
 
         When a rank fails, the others are ended as DeepSpeed's launcher ends them, and its exit code is the result's.
@@ -125,6 +132,7 @@ class ForkServer:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
             request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
+            request |= {"shared_memory": exhaustive() if shared_memory is None else shared_memory}
             self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
             pids = self._answer()
             self.running.update(pids)
@@ -147,6 +155,28 @@ class ForkServer:
 
     def _answer(self):
         return json.loads(self.process.stdout.readline())
+
+
+class OwnForks(ForkServer):
+    """The same without a server, for scripts: this process is forked itself, and must have computed nothing before."""
+
+    def __enter__(self) -> OwnForks:
+        import torch
+
+        _load()
+        torch.set_num_threads(1)  # as `environment` does where torch is not yet loaded
+        os.chdir(ROOT)
+        self.ports, self.running = [], set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _ask(self, request) -> None:
+        self.answers = _answers(request)
+
+    def _answer(self):
+        return next(self.answers)
 
 
 def _state(pid: int) -> str:
@@ -175,6 +205,15 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
+    _load()
+    say("ready")
+    for line in sys.stdin:
+        for answer in _answers(json.loads(line)):
+            say(answer)
+
+
+def _load() -> None:
+    """Load what a run loads."""
     for name in LOADED_ONCE:
         importlib.import_module(name)
     from deepspeed.comm.torch import build_shm_op
@@ -187,20 +226,20 @@ def _serve() -> None:
     get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
     gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
-    say("ready")
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "end" in request:
-            say([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]])
-        elif "script" in request:
-            pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
-            say(pids)
-            say(_end_of(pids, request["timeout"]))
-        else:
-            say([_fork(_be_rank, request, rank) for rank in range(request["ranks"])])
+
+def _answers(request: dict) -> Iterator[object]:
+    if "end" in request:
+        yield [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]]
+    elif "script" in request:
+        pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
+        yield pids
+        yield _end_of(pids, request["timeout"])
+    else:
+        yield [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
 
 
 def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:
+    sys.stdout.flush()  # what it holds is not the fork's to write
     pid = os.fork()
     if not pid:
         become(request, rank)
@@ -209,14 +248,17 @@ def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> 
 
 def _end_of(pids: list[int], seconds: float) -> int | None:
     """The exit code of the first process that fails, 0 where none does, None where they are too slow."""
-    end, running, code = time.monotonic() + seconds, set(pids), 0
+    end, running, code, told = time.monotonic() + seconds, set(pids), 0, float("inf")
     while running:
         for pid, status in [os.waitpid(pid, os.WNOHANG) for pid in running]:
             running.discard(pid)
             if pid and status and not code:
                 code = os.waitstatus_to_exitcode(status)
-                _signal(running, signal.SIGTERM)
-                end = min(end, time.monotonic() + 30)
+                told = time.monotonic() + 1  # as often the launcher looks, so that others can say why they end
+                end = min(end, told + 30)
+        if running and time.monotonic() > told:
+            _signal(running, signal.SIGTERM)
+            told = float("inf")
         if running and time.monotonic() > end:
             _signal(running, signal.SIGKILL)
             for late in running:
@@ -269,8 +311,12 @@ def _be_script(request: dict, rank: int) -> NoReturn:
 
 
 def _place(request: dict, rank: int) -> dict[str, str]:
-    """The environment variables by which DeepSpeed's launcher tells a rank its place."""
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
+    """The environment variables by which DeepSpeed's launcher tells a rank its place.
+
+    Without the number of ranks on this host they use gloo, as under torchrun.
+    """
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
+    world |= {"LOCAL_SIZE": request["ranks"]} if request["shared_memory"] else {}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
     return {name: str(value) for name, value in (world | place).items()}
 

@@ -17,7 +17,7 @@ from support.interrupting import records_of, status_of, without_rates
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 
 PHASE = "prune"
-EVERY, STEPS = 4, 40
+EVERY, STEPS = 4, 28
 """After how many steps the runs of `conftest.py` save, and how many they make."""
 
 
@@ -48,7 +48,7 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
     found: list[Kill] = []
     while len(found) < kills:
         run = server.run(2, output, *words, "--resume")
-        more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 4)
+        more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 3)
         if len(found) % 2 == 0:
             going_on = run.wait_until(lambda wanted=more: _saving(output) and len(_whole(output)) >= wanted)
             time.sleep(rng.uniform(0, 0.03))

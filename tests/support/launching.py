@@ -13,14 +13,18 @@ SHARED = ROOT.parent / "shared"
 Done = subprocess.CompletedProcess[str]
 
 
-def run_deepspeed(ranks: int, script: str, *arguments: str, timeout: float = 420) -> Done:
+def run_deepspeed(
+    ranks: int, script: str, *arguments: str, timeout: float = 420, shared_memory: bool | None = None
+) -> Done:
     """Run a script on ranks that are started as DeepSpeed's launcher starts them, but forked; stderr is of all ranks.
 
-    A rank that fails ends the others, as under the launcher.
+    A rank that fails ends the others, as under the launcher. Through shared memory, ranks wait without giving up their
+    core, which costs a third more where more of them run than there are cores: gloo is the default, unless every
+    combination is run.
     """
     from support.forked_ranks import warm_server
 
-    return warm_server().run_script(ranks, [script, *arguments], timeout)
+    return warm_server().run_script(ranks, [script, *arguments], timeout, shared_memory)
 
 
 def run_script(script: str, *arguments: str, timeout: float = 300) -> Done:

@@ -173,7 +173,10 @@ def test_combinations_that_are_wrong_are_refused_and_known_ones_not_repeated(mon
 
 
 def test_a_second_call_goes_on(monkeypatch, job):
-    """Killed in its third run, it starts that; with other data it starts again. Early ends do not change by it."""
+    """Killed in its last run, it starts that; with other data it starts again. Early ends do not change by it.
+
+    All that is known counts, also where there is no time for a run.
+    """
     curves = [[0.5, 0.6], [0.5, 0.6], [0.5, 0.6], [0.1, 0.1], [0.9, 0.9]]
 
     def killed(values: dict, number: int) -> list[float]:
@@ -188,6 +191,8 @@ def test_a_second_call_goes_on(monkeypatch, job):
     assert calls == [{RATE: 5e-3}]
     assert [trial.outcome for trial in tuned.trials] == [MEASURED, MEASURED, MEASURED, ENDED_EARLY, MEASURED]
     assert tuned.winner.score == 0.9
+    again, calls = run(monkeypatch, made.model_copy(update={"budget": 0.001}), lambda *_: [0.5])
+    assert (calls, again.trials) == ([], tuned.trials)
     shutil.rmtree(made.output / "trials")
     _, calls = run(monkeypatch, made, lambda *_: [0.5, 0.6], FACTS | {"data": "other"})
     assert len(calls) == 5

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
-from torchmetrics.functional import classification, regression
 
 _CORRELATIONS = ("matthews", "pearson", "spearman")
 
@@ -15,6 +14,8 @@ def score(metrics: Sequence[str], predictions: Tensor, labels: Tensor, classes: 
     With two classes, F1 is that of class 1; with more, the mean over the classes. A correlation (Matthews, Pearson,
     Spearman) with a constant is 0/0 and counts as 0, as in scikit-learn's Matthews: a constant explains nothing.
     """
+    from torchmetrics.functional import classification, regression  # loads matplotlib, where that is installed
+
     constant = any(bool((values == values[0]).all()) for values in (predictions, labels))
     macro_f1 = partial(classification.multiclass_f1_score, num_classes=classes, average="macro")
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
