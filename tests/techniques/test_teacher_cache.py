@@ -69,12 +69,12 @@ def test_a_top_k_cache_has_the_size_that_was_told_and_the_likeliest_tokens(told,
     """A dry run tells it, too, and beside its header the file has not a byte more. In any batch the tokens are the live
     teacher's, at the phase's temperature: of another one there is another cache.
 
-    SQuAD, which has no vocabulary, is refused, and so is a k that leaves no other tokens.
+    SQuAD and tags, which have no vocabulary, are refused, and so is a k that leaves no other tokens.
     """
     spec, source, folder = told
     task = build_task(spec, source, folder / "cache")
     fields = {"teacher": source, "cache_teacher": {"top_k": 8}}
-    if task.logits_of != "position":
+    if not task.over_vocabulary:
         with pytest.raises(ValueError, match="top_k is for logits over a vocabulary"):
             Distill(DistillSpec(**fields), PhaseLength(1, 0, 0), task)
         return

@@ -71,7 +71,7 @@ class Distill(Technique):
         self._counts = torch.zeros(2, dtype=torch.float64)
         if spec.cache_teacher and task.inputs_vary:
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
-        if spec.top_k and task.logits_of != "position":
+        if spec.top_k and not task.over_vocabulary:
             raise UserError("cache_teacher: top_k is for logits over a vocabulary, which this task has not: write true")
         if spec.divergence != "forward" and task.regression:
             raise UserError("divergence: a regression has no classes, and compares by the squared error: drop it")
