@@ -17,7 +17,7 @@ BUDGETS = {
     "config": 1310,
     "models": 2473,
     "tasks": 2618,
-    "techniques": 2413,
+    "techniques": 2424,
     "engine": 1685,
     "report": 1161,
     "deploy": 1103,
