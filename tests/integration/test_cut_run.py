@@ -61,15 +61,17 @@ def test_the_results_have_the_cut_and_its_scores(done, recipe) -> None:
     assert scores == results["neurons"]["eval"]
     assert read(out / "model" / "config.json")["vocab_size"] == cut["tokens"]["after"] < cut["tokens"]["before"]
     page = (out / "report.md").read_text()
-    assert page.count("of the cut, before any training") == 1
+    assert page.count("of the cut, before any training") == len(scores)
     assert {"half.cut.png", "neurons.cut.png"} <= {path.name for path in (out / "plots").iterdir()}
 
 
 def test_the_predictions_are_beside_the_scores(done, recipe) -> None:
     """As CoNLL, of all words; the share of right tags in the file is the accuracy."""
-    rows = [line.split("\t") for line in (recipe.parent / "out" / "predictions.conll").read_text().splitlines() if line]
+    out = recipe.parent / "out"
+    lines = (out / "eval" / "predictions.conll").read_text().splitlines()
+    rows = [line.split("\t") for line in lines if line]
     accuracy = sum(tag == predicted for _, tag, predicted in rows) / len(rows)
-    assert accuracy == pytest.approx(read(recipe.parent / "out" / "all_results.json")["neurons"]["eval"]["accuracy"])
+    assert accuracy == pytest.approx(read(out / "all_results.json")["neurons"]["eval"]["accuracy"])
 
 
 def test_a_dry_run_says_what_the_cuts_cost(recipe) -> None:

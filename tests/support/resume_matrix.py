@@ -75,7 +75,7 @@ SKIP = {
     "loss": {"task": 1.0, "layer_skip.exits": 0.5},
     "student": {
         "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-        | {"num_attention_heads": 2}
+        | {"num_attention_heads": 2, "tie_word_embeddings": True}
     },
     "gradient_checkpointing": True,
     "task": {"name": "clm", "train_file": "train.txt", "validation_file": "validation.txt", "min_seq_length": 2},
