@@ -17,7 +17,7 @@ BUDGETS = {
     "config": 1310,
     "models": 2473,
     "tasks": 2618,
-    "techniques": 2412,
+    "techniques": 2423,
     "engine": 1689,
     "report": 1161,
     "deploy": 1103,

@@ -121,7 +121,7 @@ def main() -> None:
             batch = task.collate(task.examples("train"), range(2))
             found = list(errors(taught.engine.module, task.build_model(folder / "teacher").eval(), batch))
         (file,) = (folder / "taught/cache").glob("teacher-*/logits.0.npy")
-        size = file.stat().st_size / int(task.examples("train").offsets[-1])
+        size = file.stat().st_size / int(task.examples("train").lengths.sum() - len(task.examples("train")))
     print(f"by the cache {seconds / LOG_EVERY:.4f} s, plain {other / LOG_EVERY:.4f} s a step")
     report(Figure("top_k_cache/bytes_a_token", size, 400), Figure("top_k_cache/step", value, 1.05), *found)
 

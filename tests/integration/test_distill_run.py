@@ -23,7 +23,7 @@ CASES = {
     "text": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"),
     "squad": ("ds_configs/zero3.json",),
     "mlm": ("ds_configs/zero3.json",),
-    "clm": ("ds_configs/zero1.json", "--set", "bf16.enabled=true"),
+    "clm": ("ds_configs/zero1.json",),
 }
 """The task, and the engine it is run under."""
 BERT = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ds_trainer.files.messages import listed
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Task
 
@@ -136,6 +138,13 @@ class Teacher:
         if self.ids is not None:
             return len(self.ids)
         return int(load_config(self.spec.teacher, self.task.head).get_text_config().vocab_size)
+
+    @cached_property
+    def label_offsets(self) -> Array:
+        """(n + 1,) where the labels of each training example begin among all labels, for logits of positions."""
+        examples = self.task.examples("train")
+        ids = np.arange(len(examples))
+        return np.cumsum([0, *(self.task.counts(examples, ids[i : i + 1])["label"] for i in ids)])
 
     @property
     def size(self) -> int:

@@ -6,7 +6,8 @@ all hosts must see the folder.
 
 Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
 by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
-place: its index is -1. With `top_k` a token has a record of bytes in place of its logits (`top_k_records.py`).
+place: its index is -1. Logits of positions are indexed by the position's place among all labels of the split. With
+`top_k` a position has a record of bytes in place of its logits (`top_k_records.py`).
 """
 
 import os
@@ -26,7 +27,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
 from ds_trainer.tasks.divergences import TopK
-from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
+from ds_trainer.tasks.task import PAD_LOGIT, Batch
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher
 from ds_trainer.techniques.distill.top_k_records import bytes_per_token, half, pack, unpack
 
@@ -42,14 +43,14 @@ class CachedTeacher:
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
         self._arrays, self._examples = arrays, examples
-        self._task, self._device = teacher.task, teacher.device
+        self._teacher, self._device = teacher, teacher.device
         self._layers, self._top_k = teacher.layers.hidden, teacher.spec.top_k
         self._vocabulary = teacher.vocabulary if self._top_k else 0
         self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         tokens = _token_indices(self._examples, batch)
-        places = _logit_indices(self._task, tokens, batch)
+        places = _logit_indices(self._teacher, tokens, batch)
         logits: tuple[Any, ...]
         if self._top_k:
             records = (torch.from_numpy(array[places]) for array in self._logit_arrays)
@@ -74,6 +75,7 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
         *("teacher", task.key("train"), distributed.on_main(lambda: _identity(teacher))),
         *(teacher.layers.hidden, teacher.spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
+        *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
         *([teacher.spec.top_k, teacher.spec.temperature] if teacher.spec.top_k else []),
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
@@ -93,8 +95,8 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
 def announce(teacher: Teacher) -> None:
     """Log what a cache with `top_k` takes on disk before it is filled."""
     a_token = bytes_per_token(teacher.spec.top_k, teacher.vocabulary)
-    tokens = int(teacher.task.examples("train").offsets[-1])
-    told = f"{a_token} bytes a token, {a_token * tokens / 1e6:,.1f} MB for the {tokens:,} tokens of the training set"
+    labels = int(teacher.label_offsets[-1])
+    told = f"{a_token} bytes a token, {a_token * labels / 1e6:,.1f} MB for the {labels:,} labels of the training set"
     distributed.info(f"cache_teacher: top_k {teacher.spec.top_k} takes {told}")
 
 
@@ -106,8 +108,9 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
         for shards in outputs:
             for name, (indices, values) in (item for shard in shards for item in shard.items()):
                 if name not in arrays:
-                    per_example = name.startswith("logits") and teacher.task.logits_of == "example"
-                    size = len(examples) if per_example else int(examples.offsets[-1])
+                    kind = teacher.task.logits_of if name.startswith("logits") else "token"
+                    tokens = teacher.label_offsets if kind == "position" else examples.offsets
+                    size = len(examples) if kind == "example" else int(tokens[-1])
                     shape, path = (size, *values.shape[1:]), aside / f"{name}.npy"
                     arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=values.dtype, shape=shape)
                     with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
@@ -143,7 +146,7 @@ def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _V
 def _without_padding(outputs: Outputs, batch: Batch, examples: Examples, teacher: Teacher) -> dict[str, _Values]:
     """Return the outputs for a batch in half precision, by the name of their array, and their indices in it."""
     tokens = _token_indices(examples, batch)
-    places = _logit_indices(teacher.task, tokens, batch)
+    places = _logit_indices(teacher, tokens, batch)
     indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(outputs.logits)}
     indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in outputs.hidden.items()}
     kept = {
@@ -163,13 +166,15 @@ def _token_indices(examples: Examples, batch: Batch) -> Array:
     return np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
 
 
-def _logit_indices(task: Task, tokens: Array, batch: Batch) -> Array:
+def _logit_indices(teacher: Teacher, tokens: Array, batch: Batch) -> Array:
     """Return the index of every row of logits of a batch in the cache, -1 for padding."""
-    if task.logits_of == "example":
-        return batch.ids.numpy()
-    if task.logits_of == "token":
+    ids = batch.ids.numpy()
+    if teacher.task.logits_of == "example":
+        return ids
+    if teacher.task.logits_of == "token":
         return tokens
-    return tokens.ravel()[(batch.inputs | batch.others)["head_positions"].cpu().numpy()]
+    starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]
+    return np.concatenate([np.arange(*labels) for labels in zip(starts, ends, strict=True)])
 
 
 def _identity(teacher: Teacher) -> str:
