@@ -16,7 +16,7 @@ BUDGETS = {
     "hosts": 531,
     "config": 1277,
     "models": 2718,
-    "tasks": 2171,
+    "tasks": 2177,
     "techniques": 2189,
     "engine": 1685,
     "report": 1164,

@@ -104,9 +104,7 @@ def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
         )
         planned += [sizes_at(share)] if share else []
     if not planned:
-        raise UserError(
-            f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it"
-        )
+        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
     return planned
 
 
