@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 586,
     "hosts": 531,
     "config": 1277,
-    "models": 2718,
+    "models": 2721,
     "tasks": 2177,
     "techniques": 2189,
     "engine": 1685,

@@ -1,6 +1,5 @@
 """Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration, forward_replaced
+from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 
@@ -37,15 +36,21 @@ def remaining_layers(
         dense = calibration.answers(model)
 
         def divergence(without: Iterable[int]) -> float:
-            with contextlib.ExitStack() as skipped:
-                for number in without:
-                    skipped.enter_context(forward_replaced(layers[number], lambda hidden, *_, **__: hidden))
-                return calibration.divergence(dense, calibration.answers(model))
+            handles = [layers[number].register_forward_hook(_skip) for number in without]
+            answers = calibration.answers(model)
+            for handle in handles:
+                handle.remove()
+            return calibration.divergence(dense, answers)
 
         dropped = min(runs, key=divergence) if spec.contiguous else ()
         while len(dropped) < gone:
             dropped = min(((*dropped, number) for number in numbers if number not in dropped), key=divergence)
     return [number for number in numbers if number not in dropped]
+
+
+def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+    """Let a layer return what it was given, in the form in which it returns what it has computed."""
+    return (given[0], *out[1:]) if isinstance(out, tuple) else given[0]
 
 
 def _distances(model: Any, calibration: Calibration, span: int, device: torch.device) -> list[float]:
@@ -88,8 +93,8 @@ def observe(
     accepted = inspect.signature(base.forward).parameters
 
     def hook(name: str) -> Any:
-        def show(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            see(name, given[0][attended[-1]], out[attended[-1]])
+        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
+            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
 
         return show
 

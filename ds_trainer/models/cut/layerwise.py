@@ -166,7 +166,7 @@ class Layerwise:
                 forward = compute if index == self._at else skip
                 if index == self._at - 1:
                     forward = lambda *_, **__: before[0]  # noqa: E731
-                standing_aside.enter_context(forward_replaced(other, forward))
+                standing_aside.enter_context(_forward_replaced(other, forward))
             for inputs in self._inputs:
                 before[:] = [next(outputs)]
                 computed.clear()
@@ -197,7 +197,7 @@ def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
     """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
     with contextlib.ExitStack() as replaced:
         for linear in linears:
-            replaced.enter_context(forward_replaced(linear, partial(_zeros, out_features(linear))))
+            replaced.enter_context(_forward_replaced(linear, partial(_zeros, out_features(linear))))
         yield
 
 
@@ -222,7 +222,7 @@ def _inputs_recorded(linears: Mapping[str, AnyLinear]) -> Iterator[dict[str, lis
 
 
 @contextlib.contextmanager
-def forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of this module, not of its class: the model's code may read attributes of its layers."""
     layer.forward = forward
     try:

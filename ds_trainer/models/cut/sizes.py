@@ -25,7 +25,7 @@ from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.vocabulary import kept_alone
 from ds_trainer.models.flops import encoder_flops, layer_flops
-from ds_trainer.models.layers import blocks_of, in_features, layers_of, sizes_of, whole_class, whole_heads
+from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads
 from ds_trainer.models.shrink import check_known, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
@@ -242,6 +242,10 @@ def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
             f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
             'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
         )
+    if follow and not _has(model, "attention"):
+        raise UserError(
+            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
+        )
     heads = _size("heads", wanted, now.heads)
     step = config.num_attention_heads // whole_heads(config) * heads
     if follow:  # the config says how wide a head is only by the width over the heads
@@ -275,17 +279,19 @@ def _head_width(config: Any) -> int:
 
 
 def _heads_follow_width(model: Any) -> bool:
-    """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT."""
+    """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
+
+    Both dimensions of a query matrix then grow with the width.
+    """
     config = config_of_layers(model.config, range(1))
     config.head_dim = _head_width(config)
     config.hidden_size *= 2
     with torch.device("meta"):
         (layer,) = layers_of(whole_class(model)(config)).values()
-    before = next(iter(layers_of(model).values()))
+    before = dict(next(iter(layers_of(model).values())).named_parameters())
     return any(
-        block.kind == "attention"
-        and in_features(layer.get_submodule(block.outer)) > in_features(before.get_submodule(block.outer))
-        for block in blocks_of(layer)
+        weight.dim() == 2 and all(new != old for new, old in zip(weight.shape, before[name].shape, strict=True))
+        for name, weight in layer.named_parameters()
     )
 
 
