@@ -11,7 +11,11 @@ from ds_trainer.ranks.failures import UserError
 
 Method = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
-STRUCTURED = ("hybrid", "head", "neuron")
+Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
+"""A share to keep, or with an int how many to keep."""
+SIZES = ("layers", "width", "heads", "neurons")
+"""The fields of a cut that say a size of the whole model."""
+STRUCTURED = ("hybrid", "head", "neuron", "model")
 """The granularities that make matrices smaller. The others write zeros."""
 
 
@@ -40,9 +44,26 @@ class VocabularySpec(Strict):
 class CutSpec(Strict):
     """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
-    granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
-        "hybrid", description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros'
+    granularity: Literal["hybrid", "head", "neuron", "model", "weight", "block", "2:4"] = Field(
+        "hybrid",
+        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros; "model" cuts '
+        "layers, width and neurons to target_flops, by the loss that each mixture adds",
     )
+    layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
+    layer_criterion: Literal["loss", "cosine"] = Field(
+        "loss",
+        description="which layers go: those whose absence adds the least loss, or those that change their input least "
+        "(arXiv 2403.03853)",
+    )
+    contiguous: bool = Field(False, description="drop layers that follow one another (arXiv 2403.17887)")
+    width: Size | None = Field(
+        None, description="share of the channels of the residual stream to keep, or how many (arXiv 2407.14679)"
+    )
+    heads: Size | None = Field(
+        None,
+        description="share of each layer's heads to keep, or how many groups that share a key and value",
+    )
+    neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
     keep: KeptShare | Annotated[list[KeptShare], Field(min_length=1)] | None = Field(
         None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
     )
@@ -77,13 +98,23 @@ class CutSpec(Strict):
         return [name for name in names if getattr(self, name) is not None]
 
     @property
+    def sizes(self) -> dict[str, float | int]:
+        """The sizes of the whole model that the spec says, by the names of its fields."""
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
+
+    @property
+    def cuts_sizes(self) -> bool:
+        """Whether sizes of the whole model are cut, which are the same in every layer."""
+        return bool(self.sizes) or self.granularity == "model"
+
+    @property
     def cuts_layers(self) -> bool:
-        """Whether heads, neurons or weights are removed, and not only tokens."""
-        return bool(self.targets)
+        """Whether layers or parts of them are removed, and not only tokens."""
+        return bool(self.targets or self.sizes)
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether heads or neurons are cut out of the layers."""
+        """Whether matrices become smaller, and not sparse."""
         return self.cuts_layers and self.granularity in STRUCTURED
 
     @property
@@ -96,6 +127,8 @@ class CutSpec(Strict):
     @property
     def judges_answers(self) -> bool:
         """Whether the cut depends on the answers of the model, whose head must then be trained."""
+        if self.sizes:
+            return self.layers is not None and self.layer_criterion == "loss"
         if self.cuts_blocks or not self.cuts_layers:
             return self.cuts_blocks and not self.uniform
         by_loss = not self.uniform and self.granularity != "2:4" and self.method != "magnitude"
@@ -136,8 +169,20 @@ class CutSpec(Strict):
     def _mistakes(self) -> Iterator[str]:
         amounts, structured = self.targets, self.granularity in STRUCTURED
         targets = [name for name in amounts if name != "keep"]
-        if not amounts and self.vocabulary is None:
-            yield "nothing says how much to keep: set keep, target_flops, target_latency or vocabulary"
+        if not amounts and not self.sizes and self.vocabulary is None:
+            yield (
+                "nothing says how much to keep: set keep, target_flops, target_latency, vocabulary, or sizes of the "
+                f"model: {', '.join(SIZES)}"
+            )
+        if self.sizes and (amounts or self.granularity != "hybrid" or self.min_heads):
+            yield (
+                f"{' and '.join(self.sizes)}: a cut to sizes of the whole model goes without keep, targets, "
+                "granularity and min_heads: drop these, or the sizes"
+            )
+        if self.granularity == "model" and amounts != ["target_flops"]:
+            yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
+        if self.contiguous and not self.layers and self.granularity != "model":
+            yield "contiguous is of the layers that go, and layers is not set: set it, or drop contiguous"
         if len(amounts) > 1:
             yield f"{' and '.join(amounts)} are set: keep one"
         if targets and not structured:

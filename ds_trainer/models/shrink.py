@@ -178,18 +178,18 @@ def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     setattr(config, FIELD, {name: list(counts) for name, counts in sizes.items()})
     with torch.device("meta"):
         shrunk = shrunk_model.shrunk_class(base)(config)
-        plain_config = _plain_config(config, sizes)
-        if plain_config is None:
+        said = plain_config(config, sizes)
+        if said is None:
             return shrunk
         try:
-            plain = base(plain_config)
+            plain = base(said)
         except ValueError:  # BERT's heads, for example, must divide the width
             return shrunk
     # some families read the sizes otherwise: BERT's heads become wider where there are fewer of them
     return plain if _shapes(plain) == _shapes(shrunk) else shrunk
 
 
-def _plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
+def plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     """Return a plain config of these sizes; None where layers differ or are empty, or transformers refuses it."""
     if any(len(set(counts)) > 1 or 0 in counts for counts in sizes.values()):
         return None

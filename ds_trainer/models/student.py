@@ -81,7 +81,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
     config = load_config(source, HEADLESS)
     _check_layers(source, config, spec.layers)
     if spec.model_type in (None, config.model_type):
-        student = _same_family(source, _load(source, config), spec.layers)
+        student = with_layers(source, _load(source, config), spec.layers)
     else:
         _check_distilbert(source, config, spec.model_type)
         student = _distilbert(source, _load(source, config), spec.layers)
@@ -145,15 +145,16 @@ def _load(source: str | Path, config: Any) -> Any:
     return model
 
 
-def _same_family(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
-    student = type(teacher)(_config_of_layers(teacher.config, layers))
+def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
+    """Return a model of the teacher's class with these of its layers; `source` names the teacher in errors."""
+    student = type(teacher)(config_of_layers(teacher.config, layers))
     _fill(source, student, _copied(teacher, layers), layers)
     if teacher.can_generate():
         student.generation_config = teacher.generation_config
     return student
 
 
-def _config_of_layers(config: Any, layers: Sequence[int]) -> Any:
+def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
     """The config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep these entries.
 
     What a layer computes from its number (GPT-2's `scale_attn_by_inverse_layer_idx`) it computes from the new one.

@@ -306,6 +306,9 @@ def _cut(result: Mapping[str, Any]) -> Cells:
     if not cut:
         return {}
     cells = {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
+    if sizes := cut.get("sizes"):
+        for name, before in sizes["before"].items():
+            cells[f"cut: {name} of the model"] = f"{sizes['after'][name]:,} of {before:,}"
     by_role: dict[str, list[Mapping[str, Any]]] = {}
     for part in cut["parts"]:
         by_role.setdefault(label(role_of(part["name"])), []).append(part)

@@ -65,7 +65,7 @@ def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[Ex
 @torch.no_grad()
 def _answers(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[tuple[Tensor, ...]]:
     """Return logits of each batch, each (rows, classes)."""
-    device = next(model.parameters()).device
+    device = next(task.adapt(model).parameters()).device
     answers = []
     for batch in (batch.to(device) for batch in batches):
         logits = task.logits(model(**batch.inputs), batch)

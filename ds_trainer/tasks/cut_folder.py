@@ -12,6 +12,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.cut.costs import cut_costs
 from ds_trainer.models.cut.cut import cut_model, outline
+from ds_trainer.models.cut.sizes import cut_sizes, outline_of_sizes
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.pretrained import dtype_of, meta_model
 from ds_trainer.ranks import distributed
@@ -40,6 +41,12 @@ class CutResult:
         if parts and not CutSpec(**self.report["spec"]).cuts_blocks:  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
             line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
+        if sizes := self.report.get("sizes"):
+            line += "".join(
+                f", {sizes['before'][name]:,} -> {after:,} {name}"
+                for name, after in sizes["after"].items()
+                if after < sizes["before"][name]
+            )
         tokens = self.report["tokens"]
         if tokens["after"] < tokens["before"]:
             line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
@@ -62,11 +69,14 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     check_trained(task, source, spec)
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     model = task.build_model(source)
-    before, examples, parts = _size(model), 0, []
+    before, examples, parts, sizes = _size(model), 0, [], dict[str, Any]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
-        model, records = cut_model(model, calibration, spec, distributed.device())
+        if spec.cuts_sizes:
+            model, records, sizes = cut_sizes(model, calibration, spec, distributed.device())
+        else:
+            model, records = cut_model(model, calibration, spec, distributed.device())
         parts = [asdict(record) for record in records]
     model, tokenizer = _finished(model, task, source, spec)
     report = {
@@ -76,6 +86,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         "tokens": {"before": len(task.tokenizer), "after": len(tokenizer)},
         "seconds": round(time.perf_counter() - started, 1),
         "parts": parts,
+        **sizes,
     }
     return CutResult(model, tokenizer, report)
 
@@ -97,7 +108,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     model = task.build_model(source)
     if spec.cuts_layers:
-        model = outline(model, spec)
+        model = outline_of_sizes(model, spec) if spec.cuts_sizes else outline(model, spec)
     return CutResult(*_finished(model, task, source, spec), {})
 
 

@@ -141,6 +141,10 @@ class Task(ABC):
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load the model of `folder` (or a hub name) with this task's head, in fp32, on the CPU."""
 
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Let a model that was made of another one run as those that `build_model` loads, in place."""
+        return model
+
     @abstractmethod
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         """Make a batch on the CPU, padded to its longest example.

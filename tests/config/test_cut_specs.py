@@ -16,6 +16,11 @@ MISTAKES = {
     "wanda of heads": ({"keep": 0.5, "method": "wanda"}, "method wanda scores single weights"),
     "heads of weights": ({"keep": 0.5, "granularity": "weight", "min_heads": 1}, "no heads are cut"),
     "2:4": ({"granularity": "2:4", "keep": 0.3}, "2:4 keeps half"),
+    "sizes and keep": ({"layers": 0.5, "width": 0.5, "keep": 0.5}, "layers and width: a cut to sizes of the whole"),
+    "sizes of heads": ({"neurons": 0.5, "granularity": "head"}, "neurons: a cut to sizes of the whole model"),
+    "all layers": ({"layers": 1.0}, "less than 1"),
+    "mixture without a target": ({"granularity": "model", "keep": 0.5}, 'granularity "model" chooses the sizes'),
+    "a run of none": ({"width": 0.5, "contiguous": True}, "contiguous is of the layers that go"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
     "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
     "quoted": ({"vocabulary": {"keep": "5000"}}, "write 5000 without quotes"),
@@ -39,6 +44,10 @@ def test_a_mistake_is_named(spec, message):
         ({"keep": 0.5, "granularity": "weight", "uniform": True}, False),
         ({"keep": 0.5, "granularity": "weight", "uniform": True, "method": "fisher"}, True),
         ({"granularity": "2:4"}, False),
+        ({"layers": 0.5, "width": 0.5}, True),
+        ({"layers": 0.5, "layer_criterion": "cosine"}, False),
+        ({"width": 0.5, "neurons": 0.5}, False),
+        ({"granularity": "model", "target_flops": 0.5, "layer_criterion": "cosine"}, True),
     ],
 )
 def test_what_depends_on_answers_needs_a_trained_head(spec, judges):

@@ -15,6 +15,7 @@ FIGURES = {
     "against_hf_trainer": 2,
     "cut_quality": 5,
     "cut_speed": 9,
+    "decoder_cuts": 8,
     "deployed_speed": 4,
     "exit_speed": 14,
     "faults": 0,
@@ -50,6 +51,7 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     assert exported.returncode == 0, exported.stderr[-3000:]
     two = [model, model, str(folder)]
     arguments = {"exit_speed": [model, str(folder)], "student_speed": two, "deployed_speed": two}
+    arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
     arguments["cut_quality"] = ["sst2", "1", str(folder / "cut_quality"), str(folder)]
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES

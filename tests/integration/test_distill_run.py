@@ -52,6 +52,8 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     ):  # with the loss table itself, and a term on attention maps, which has the model compute otherwise
         terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.attention": 1.0}
         both = {"techniques": {"prune": prune, "distill": {"teacher": "@finetune"}}, "loss": terms}
+    cut = {"cut": {"layers": 1, "width": 0.5, "neurons": 0.5, "calibration_examples": 16}}
+    cut |= {"techniques": {"distill": {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8}}}
     return {
         "model": {"config": GPT2 if name == "clm" else BERT, "tokenizer": {"vocab_size": 256}},
         "task": task,
@@ -60,6 +62,7 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
             {"name": "finetune", "max_steps": 20, **common},
             {"name": "prune", "techniques": {"prune": prune}, **start},
             {"name": "distill", "techniques": {"distill": distill | whole}, "student": {"layers": [1]}, **start},
+            *([{"name": "cut", **cut, **start}] if name == "clm" else []),
             {"name": "both", "save_steps": 5, **both, **start},
         ],
     }
@@ -163,6 +166,19 @@ def test_predictions_lie_beside_the_score(run):
     assert predictions.is_file() == (name == "squad")
     if name == "squad":
         assert json.loads(predictions.read_text()).keys() == {f"q{number}" for number in range(40)}
+
+
+def test_a_decoder_cut_in_all_sizes_is_trained_and_its_folder_is_plain(run):
+    """GPT-2's config says its layers, width and neurons; its heads follow the width. It learns from the dense model."""
+    name, output = run
+    if name != "clm":
+        return
+    config = json.loads((output / "cut" / "model" / "config.json").read_text())
+    assert config.items() >= {"n_layer": 1, "n_embd": 16, "n_head": 1, "n_inner": 64}.items()
+    assert "auto_map" not in config
+    results = json.loads((output / "all_results.json").read_text())["cut"]
+    assert results["eval"]["loss"] < results["cut"]["scores"]["loss"]
+    assert results["cut"]["sizes"]["before"] == {"layers": 2, "width": 32, "heads": 2, "neurons": 128}
 
 
 def test_the_cache_of_answers_is_shared_by_phases(run):

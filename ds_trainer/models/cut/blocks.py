@@ -22,7 +22,8 @@ from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-KINDS = {"hybrid": ("attention", "feed_forward"), "head": ("attention",), "neuron": ("feed_forward",)}
+_BOTH = ("attention", "feed_forward")
+KINDS = {"hybrid": _BOTH, "model": _BOTH, "head": ("attention",), "neuron": ("feed_forward",)}
 """The kinds of blocks that each granularity cuts."""
 
 

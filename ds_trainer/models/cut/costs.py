@@ -3,7 +3,8 @@
 Operations are counted as `models/flops.py` counts them, for all ranks together. Every layer runs over the calibration
 examples once for each of its blocks, up to the inputs of the block's outer layer, and once more, whole, for the layer
 after it. A cut that chooses over all layers does so twice, and runs the whole model on a few examples for each size of
-each block that it tries.
+each block that it tries. A cut to sizes of the whole model does so for each of the sizes to choose from, and also runs
+the whole model: on a few examples for each layer that may go, and on all of them twice to choose channels.
 """
 
 from collections import Counter
@@ -16,9 +17,10 @@ import torch
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.allocation import MEASURED
 from ds_trainer.models.cut.blocks import CutBlock, cut_places, unused_linears
+from ds_trainer.models.cut.sizes import planned_sizes, sizes_now
 from ds_trainer.models.cut.surgeon import removal_seconds
 from ds_trainer.models.flops import encoder_flops, layer_flops
-from ds_trainer.models.layers import in_features, layers_of, out_features
+from ds_trainer.models.layers import SIZES_OF, in_features, layers_of, out_features
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
 
@@ -43,7 +45,7 @@ def cut_costs(
     The model may be on the meta device. The seconds follow from a product of matrices and from a few removals that are
     measured on the device. Elementwise operations are not counted: they may be wrong by a factor of two.
     """
-    places = list(cut_places(model, spec).values())
+    places = _places(model, spec)
     operations = cut_operations(model, spec, batches, probes)
     matrix = torch.rand(_PRODUCT, _PRODUCT, device=device)
     product = min(seconds(lambda: matrix @ matrix, device) for _ in range(3)) / (2 * _PRODUCT**3)
@@ -51,7 +53,7 @@ def cut_costs(
     return {
         "operations": operations,
         "bytes": _bytes(model, places, spec, batches),
-        "estimated_seconds": round(in_fp32 + _surgeon_seconds(places, spec, device), 1),
+        "estimated_seconds": round(in_fp32 + _surgeon_seconds(model, places, spec, device), 1),
     }
 
 
@@ -62,7 +64,7 @@ def cut_operations(
 
     Those of `passes` and `gram_matrices` are in fp32, those of the `surgeon` in fp64.
     """
-    places, layers = list(cut_places(model, spec).values()), list(layers_of(model).values())
+    places, layers = _places(model, spec), list(layers_of(model).values())
     passes = 0
     for batch in batches:
         partial_runs = sum(_flops_up_to(place, batch.length) for place in places)
@@ -70,12 +72,41 @@ def cut_operations(
     tokens = sum(batch.tokens for batch in batches)
     gram = sum(2 * tokens * in_features(place.outer) ** 2 for place in places)
     surgeon = sum(_surgeon_operations(in_features(place.outer), out_features(place.outer), spec) for place in places)
-    tried = probed = 0
-    if not spec.uniform:
+    tried = whole_runs = 0
+    if spec.cuts_sizes:
+        tried, whole_runs = _runs_for_sizes(model, spec)
+    elif not spec.uniform:
         tried = 1 + len(MEASURED) * len(places)
-        probed = sum(batch.rows * encoder_flops(model, batch.length) for batch in probes)
-    sweeps = _sweeps(spec)
-    return {"passes": sweeps * passes + tried * probed, "gram_matrices": sweeps * gram, "surgeon": sweeps * surgeon}
+    probed, whole = (
+        sum(batch.rows * encoder_flops(model, batch.length) for batch in some) for some in (probes, batches)
+    )
+    sweeps = _sweeps(model, spec)
+    passes = sweeps * passes * bool(places) + tried * probed + whole_runs * whole
+    return {"passes": passes, "gram_matrices": sweeps * gram, "surgeon": sweeps * surgeon}
+
+
+def _places(model: Any, spec: CutSpec) -> list[CutBlock]:
+    """Return the blocks that a cut makes smaller."""
+    places = list(cut_places(model, spec).values())
+    if not spec.cuts_sizes:
+        return places
+    now, planned = sizes_now(model), planned_sizes(model, spec)
+    cut = {kind for kind, name in SIZES_OF.items() for sizes in planned if getattr(sizes, name) < getattr(now, name)}
+    return [place for place in places if place.block.kind in cut]
+
+
+def _runs_for_sizes(model: Any, spec: CutSpec) -> tuple[int, int]:
+    """Count the runs of the whole model on a few examples, and on all of them, as if it were always the dense one."""
+    now, planned = sizes_now(model), planned_sizes(model, spec)
+    tried, runs = (1 + len(planned)) * (len(planned) > 1), 0
+    for sizes in planned:
+        gone = now.layers - sizes.layers
+        runs += 2 * (sizes.width < now.width)
+        if gone and spec.layer_criterion == "cosine":
+            runs += 1
+        elif gone:
+            tried += 1 + (sizes.layers + 1 if spec.contiguous else sum(now.layers - number for number in range(gone)))
+    return tried, runs
 
 
 def _flops_up_to(place: CutBlock, tokens: int) -> int:
@@ -84,7 +115,9 @@ def _flops_up_to(place: CutBlock, tokens: int) -> int:
     return layer_flops(place.layer, tokens) - 2 * tokens * unused
 
 
-def _sweeps(spec: CutSpec) -> int:
+def _sweeps(model: Any, spec: CutSpec) -> int:
+    if spec.cuts_sizes:
+        return len(planned_sizes(model, spec))
     return 1 if spec.uniform else 2
 
 
@@ -94,12 +127,12 @@ def _surgeon_operations(width: int, out: int, spec: CutSpec) -> int:
     return ordering + (width**3 // 12 + 3 * width**2 * out // 2 if spec.update_weights else 0)
 
 
-def _surgeon_seconds(places: Sequence[CutBlock], spec: CutSpec, device: torch.device) -> float:
+def _surgeon_seconds(model: Any, places: Sequence[CutBlock], spec: CutSpec, device: torch.device) -> float:
     """Measure a few removals of each shape, on every rank; all blocks are cut on the first one."""
     if spec.method != "obs":
         return 0.0
     shapes = Counter((out_features(p.outer), in_features(p.outer), in_features(p.outer) // p.count) for p in places)
-    return _sweeps(spec) * sum(times * removal_seconds(*shape, device) for shape, times in shapes.items())
+    return _sweeps(model, spec) * sum(times * removal_seconds(*shape, device) for shape, times in shapes.items())
 
 
 def _bytes(model: Any, places: Sequence[CutBlock], spec: CutSpec, batches: Sequence[BatchSize]) -> dict[str, int]:
@@ -107,7 +140,7 @@ def _bytes(model: Any, places: Sequence[CutBlock], spec: CutSpec, batches: Seque
 
     The hidden states of all examples are those that a layer gets, and those that it gives.
     """
-    widest = max(in_features(place.outer) for place in places)
+    widest = max((in_features(place.outer) for place in places), default=0)
     padded = sum(batch.rows * batch.length for batch in batches)
     outer = sum(in_features(place.outer) * out_features(place.outer) for place in places)
     sizes = {
@@ -115,6 +148,6 @@ def _bytes(model: Any, places: Sequence[CutBlock], spec: CutSpec, batches: Seque
         "largest_layer": 4 * max(sum(p.numel() for p in layer.parameters()) for layer in layers_of(model).values()),
         "gram_matrices": 6 * 8 * widest**2,
         "hidden_states": 2 * 4 * padded * model.config.hidden_size // distributed.world_size(),
-        "weights_tried": 0 if spec.uniform else 4 * len(MEASURED) * outer,
+        "weights_tried": 0 if spec.uniform or spec.cuts_sizes else 4 * len(MEASURED) * outer,
     }
     return sizes | {"total": sum(sizes.values())}

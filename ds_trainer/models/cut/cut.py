@@ -26,17 +26,17 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     UserError where the model's family is unknown, its weights are not finite, or the spec keeps less than must stay,
     or everything.
     """
-    _check_finite(model)
+    check_finite(model)
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
-        _check_tokens(cut_linears(model, spec).values(), calibration, spec)
+        check_tokens(cut_linears(model, spec).values(), calibration, spec)
         return model, cut_weights(model, calibration, spec, device)
     places = cut_places(model, spec)
     if spec.uniform:
         counts = uniform_counts(places, spec.share)
     else:
         counts = allocate(model, places, _prices(model, places, spec, device), calibration, spec, device)
-    _check_tokens([place.outer for place in places.values()], calibration, spec)
+    check_tokens([place.outer for place in places.values()], calibration, spec)
     records = cut_blocks(model, places, counts, calibration, spec, device)
     return shrink(model), records
 
@@ -63,7 +63,7 @@ def outline(model: Any, spec: CutSpec) -> Any:
     return shrink(model)
 
 
-def _check_finite(model: Any) -> None:
+def check_finite(model: Any) -> None:
     broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if broken is not None:
         raise UserError(
@@ -72,7 +72,7 @@ def _check_finite(model: Any) -> None:
         )
 
 
-def _check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: CutSpec) -> None:
+def check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: CutSpec) -> None:
     """Warn where a layer that is fitted has more inputs than the calibration examples have tokens; collective."""
     here = sum(int(attended.sum()) for attended in calibration.attended)
     tokens = sum(count for (count,) in distributed.numbers_of_all([here]))

@@ -46,7 +46,7 @@ def _cut_model(model: Any, ids: Sequence[int]) -> Any:
     smaller = type(model)(config).to(model.dtype)
     kept, state = torch.tensor(ids), smaller.state_dict()
     smaller.load_state_dict(
-        {name: _kept_alone(weight, state[name].shape, kept) for name, weight in model.state_dict().items()}
+        {name: kept_alone(weight, state[name].shape, kept) for name, weight in model.state_dict().items()}
     )
     if model.can_generate():
         smaller.generation_config = _with_ids(model.generation_config, renumbered)
@@ -54,7 +54,7 @@ def _cut_model(model: Any, ids: Sequence[int]) -> Any:
     return smaller
 
 
-def _kept_alone(weight: Tensor, shape: torch.Size, kept: Tensor) -> Tensor:
+def kept_alone(weight: Tensor, shape: torch.Size, kept: Tensor) -> Tensor:
     """Return the weight with the kept entries alone along each dimension that is smaller in `shape`."""
     for dimension, size in enumerate(shape):
         if weight.shape[dimension] != size:

@@ -22,8 +22,11 @@ def take_head_positions(model: Any) -> Any:
 
     The positions are (n,) int64 indices into the flattened batch x length; without them the model behaves as before.
     Hidden states in the output are (batch, length, width) either way. Copies of the model and engines keep the hooks,
-    saved folders do not. A forward that receives positions and never uses them raises UserError. Returns the model.
+    saved folders do not. A forward that receives positions and never uses them raises UserError. Returns the model,
+    as it is where it takes them already.
     """
+    if any(isinstance(getattr(hook, "__self__", None), _HeadPositions) for hook in model._forward_hooks.values()):
+        return model
     encoder = model.base_model
     if encoder is model:
         raise UserError(f"{type(model).__name__} has no encoder below its head: use another architecture")

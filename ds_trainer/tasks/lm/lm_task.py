@@ -115,6 +115,9 @@ class LmTask(Task):
             )
         return model
 
+    def adapt(self, model: nn.Module) -> nn.Module:
+        return take_head_positions(model)
+
     def examples(self, split: str) -> Examples:
         """Return the tokenised split; collective.
 

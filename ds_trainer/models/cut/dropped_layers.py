@@ -1,0 +1,106 @@
+"""Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.layers import encoder_layers
+from ds_trainer.ranks import distributed
+
+
+@torch.no_grad()
+def remaining_layers(
+    model: Any, count: int, calibration: Calibration, spec: CutSpec, device: torch.device
+) -> list[int]:
+    """Return the numbers of the `count` layers that stay, rising; collective. The model is on the device afterwards.
+
+    By loss, layers go one at a time, each time the one without which the answers diverge least from the dense model's.
+    By cosine those go that change their input least (ShortGPT, arXiv 2403.03853). Layers that follow one another go
+    together, by the divergence without them all or by the angle between what the first is given and the last gives
+    (arXiv 2403.17887).
+    """
+    layers = list(encoder_layers(model.to(device)).values())
+    numbers, gone = range(len(layers)), len(layers) - count
+    runs = [tuple(range(first, first + gone)) for first in range(count + 1)]
+    if spec.layer_criterion == "cosine":
+        distances = _distances(model, calibration, gone if spec.contiguous else 1, device)
+        order = sorted(range(len(distances)), key=distances.__getitem__)
+        dropped = runs[order[0]] if spec.contiguous else tuple(order[:gone])
+    else:
+        dense = calibration.answers(model)
+
+        def divergence(without: Iterable[int]) -> float:
+            handles = [layers[number].register_forward_hook(_skip) for number in without]
+            answers = calibration.answers(model)
+            for handle in handles:
+                handle.remove()
+            return calibration.divergence(dense, answers)
+
+        dropped = min(runs, key=divergence) if spec.contiguous else ()
+        while len(dropped) < gone:
+            dropped = min(((*dropped, number) for number in numbers if number not in dropped), key=divergence)
+    return [number for number in numbers if number not in dropped]
+
+
+def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+    """Let a layer return what it was given, in the form in which it returns what it has computed."""
+    return (given[0], *out[1:]) if isinstance(out, tuple) else given[0]
+
+
+def _distances(model: Any, calibration: Calibration, span: int, device: torch.device) -> list[float]:
+    """Return how far what each run of `span` layers gives is from what it is given, a mean over tokens; collective.
+
+    It is 1 - cosine for a single layer, and the angle as a share of a half turn for several.
+    """
+    layers, states = encoder_layers(model), list[Tensor]()
+    sums = torch.zeros(len(layers) - span + 1, dtype=torch.float64, device=device)
+    tokens = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def add(_: str, given: Tensor, out: Tensor) -> None:
+        states.append(given)
+        if len(states) < len(layers):
+            return
+        states.append(out)
+        for first in range(len(sums)):
+            cosine = torch.cosine_similarity(states[first].float(), states[first + span].float(), dim=1).clamp(-1, 1)
+            sums[first] += (1 - cosine if span == 1 else cosine.arccos() / math.pi).sum()
+        tokens.add_(len(out))
+        states.clear()
+
+    observe(model, layers, calibration, device, add)
+    return list((distributed.total(sums) / distributed.total(tokens)).tolist())
+
+
+@torch.no_grad()
+def observe(
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    calibration: Calibration,
+    device: torch.device,
+    see: Callable[[str, Tensor, Tensor], object],
+) -> None:
+    """Run the model without its head on the device, and show what each call of these modules is given and gives.
+
+    `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
+    """
+    base, attended = model.to(device).base_model, list[Tensor]()
+    accepted = inspect.signature(base.forward).parameters
+
+    def hook(name: str) -> Any:
+        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
+            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
+
+        return show
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    for inputs, tokens in zip(calibration.inputs, calibration.attended, strict=True):
+        attended.append(tokens.to(device))
+        base(**{name: values.to(device) for name, values in inputs.items() if name in accepted})
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,301 @@
+"""Cut a model to sizes of the whole: layers, channels of the residual stream, heads and neurons.
+
+The sizes are the same in every layer, so that a plain config of the family says them. Layers go first, then heads and
+neurons by optimal brain surgeon, then channels: those whose outputs of all norms, as means of absolute values over the
+calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). Whatever reads or writes the residual stream has
+a dimension that the config's width decides: it is found by comparing shapes, not by names.
+"""
+
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.blocks import cut_blocks, cut_places
+from ds_trainer.models.cut.cut import check_finite, check_tokens
+from ds_trainer.models.cut.dropped_layers import observe, remaining_layers
+from ds_trainer.models.cut.fitting import CutRecord
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.vocabulary import kept_alone
+from ds_trainer.models.flops import encoder_flops, layer_flops
+from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads
+from ds_trainer.models.shrink import check_known, plain_config, shrink
+from ds_trainer.models.student import config_of_layers, with_layers
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+
+MIXTURES = (
+    ("layers",),
+    ("neurons",),
+    ("layers", "neurons"),
+    ("width", "neurons"),
+    ("layers", "width", "neurons"),
+)
+"""The sizes that are cut together, by the same share, where a spec leaves the choice to the cut."""
+_SHARES = 64
+"""How many shares are considered of each mixture."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What every layer of a model has; heads are counted in groups that share a key and a value."""
+
+    layers: int
+    width: int
+    heads: int
+    neurons: int
+
+
+def cut_sizes(
+    model: Any, calibration: Calibration, spec: CutSpec, device: torch.device
+) -> tuple[Any, list[CutRecord], dict[str, Any]]:
+    """Return the cut model, on the CPU, what was done to its blocks, and its sizes as JSON values; collective.
+
+    UserError as `planned_sizes` raises it, and where weights are not finite.
+    """
+    check_finite(model)
+    model.eval().cpu()
+    before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
+    if len(planned) == 1:
+        best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
+    else:
+        dense, least = calibration.answers(model.to(device)), math.inf
+        for sizes in planned:
+            cut = _cut_to(copy.deepcopy(model.cpu()), sizes, calibration, spec, device)
+            divergence = calibration.divergence(dense, calibration.answers(cut[0].to(device)))
+            tried.append(asdict(sizes) | {"divergence": divergence})
+            if divergence < least:
+                best, least, (small, records, layers) = sizes, divergence, cut
+            cut[0].cpu()
+    told = {"before": asdict(before), "after": asdict(best), "layers": layers, "tried": tried}
+    return small, records, {"sizes": told}
+
+
+def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
+    """Return a model of the sizes that a spec says, or of the last mixture to choose from: its weights mean nothing."""
+    return whole_class(model)(config_of_sizes(model, planned_sizes(model, spec)[-1])).to(model.dtype)
+
+
+def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
+    """Return the sizes that a spec says, or those to choose from. The model may be on the meta device.
+
+    UserError where the family is unknown, its layers differ, or its config cannot say the sizes.
+    """
+    check_known(model)
+    if spec.sizes:
+        sizes = _wanted(model, spec.sizes)
+        if sizes == sizes_now(model):
+            raise UserError(f"cut: {spec.sizes} rounds to all that the model has: lower it")
+        return [sizes]
+    assert spec.target_flops is not None, "the spec saw to it"
+    total = encoder_flops(model, spec.cost_tokens)
+    planned = []
+    for mixture in MIXTURES:
+        sizes_at = partial(_at_share, model, mixture)
+        share = bisect_right(
+            range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
+        )
+        planned += [sizes_at(share)] if share else []
+    if not planned:
+        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
+    return planned
+
+
+def sizes_now(model: Any) -> Sizes:
+    """Return the sizes of a model. UserError where its layers differ."""
+    counts = sizes_of(model)
+    if any(len(set(of_layers)) > 1 for of_layers in counts.values()):
+        raise UserError("cut: the layers of the model differ in their heads or neurons: cut the dense model instead")
+    heads, neurons = counts["heads"], counts["neurons"]
+    return Sizes(len(heads), model.config.hidden_size, heads[0], neurons[0])
+
+
+def config_of_sizes(model: Any, sizes: Sizes) -> Any:
+    """Return the plain config of the model's family with these sizes. UserError where it cannot say them."""
+    config = config_of_layers(model.config, range(sizes.layers))
+    config.head_dim = _head_width(config)
+    config.hidden_size = sizes.width
+    lists = {"heads": [sizes.heads] * sizes.layers, "neurons": [sizes.neurons] * sizes.layers}
+    plain = plain_config(config, lists)
+    if plain is None:
+        heads = config.num_attention_heads // whole_heads(config) * sizes.heads
+        raise UserError(
+            f"cut: the config of a {config.model_type} refuses a width of {sizes.width:,} with {heads} heads: write a "
+            "share, which is rounded to a multiple of the heads"
+        )
+    return plain
+
+
+def _cut_to(
+    model: Any, sizes: Sizes, calibration: Calibration, spec: CutSpec, device: torch.device
+) -> tuple[Any, list[CutRecord], list[int]]:
+    """Return the cut model, on the CPU, the records of its blocks, and the numbers of the layers that are kept."""
+    now = sizes_now(model)
+    layers, records = list(range(now.layers)), list[CutRecord]()
+    if sizes.layers < now.layers:
+        layers = remaining_layers(model, sizes.layers, calibration, spec, device)
+        model = with_layers("the model", model.cpu(), layers).eval()
+    places = cut_places(model, spec)
+    counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
+    cut = [place.outer for name, place in places.items() if counts[name] < place.count]
+    if cut:
+        check_tokens(cut, calibration, spec)
+        records = cut_blocks(model, places, counts, calibration, spec, device)
+        model = shrink(model)
+    if sizes.width < now.width:
+        model = _narrowed(model, sizes, calibration, device)
+    return model, records, layers
+
+
+@torch.no_grad()
+def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
+    """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
+    config, width = config_of_sizes(model, sizes), model.config.hidden_size
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if "Norm" in type(module).__name__ and getattr(module, "weight", torch.empty(0)).shape == (width,)
+    }
+    active = torch.zeros(width, dtype=torch.float64, device=device)
+    observe(model, norms, calibration, device, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
+    channels = distributed.total(active).topk(sizes.width).indices.sort().values
+    scales = _scales(model, norms, channels, calibration, device)
+    channels = channels.cpu()
+    narrow = whole_class(model)(config).to(model.dtype)
+    state = narrow.state_dict()
+    try:
+        narrow.load_state_dict(
+            {name: kept_alone(weight, state[name].shape, channels) for name, weight in model.cpu().state_dict().items()}
+        )
+    except (RuntimeError, KeyError) as error:
+        raise UserError(
+            f"cut: {type(model).__name__} has more weights that its width decides about than its residual stream: "
+            "leave width out"
+        ) from error
+    for name, scale in scales.items():
+        _multiply(narrow.get_submodule(name), scale)
+    _keep_scale_of_embeddings(narrow, width)
+    if model.can_generate():
+        narrow.generation_config = copy.deepcopy(model.generation_config)
+    return narrow.eval()
+
+
+def _scales(
+    model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration, device: torch.device
+) -> dict[str, float]:
+    """Return for each norm the mean ratio of what it divides by in the narrow model and in the wide one; collective."""
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
+
+    def add(name: str, hidden: Tensor, _: Tensor) -> None:
+        centred = isinstance(norms[name], nn.LayerNorm)
+        deviations = [_deviation(values, centred) for values in (hidden[:, channels], hidden)]
+        ratio = deviations[0] / deviations[1].clamp_min(1e-12)
+        sums[name] += torch.stack((ratio.sum(), ratio.new_tensor(len(ratio))))
+
+    observe(model, norms, calibration, device, add)
+    totals = {name: distributed.total(of_norm).tolist() for name, of_norm in sums.items()}
+    return {name: total / max(1, tokens) for name, (total, tokens) in totals.items()}
+
+
+def _deviation(values: Tensor, centred: bool) -> Tensor:
+    values = values.double()
+    return (values - values.mean(1, keepdim=True) if centred else values).square().mean(1).sqrt()
+
+
+def _multiply(norm: Any, scale: float) -> None:
+    """Multiply what a norm gives, but for its bias. Gemma's norms multiply by one more than their weight."""
+    offset = 1 if "Gemma" in type(norm).__name__ else 0
+    norm.weight.copy_((norm.weight + offset) * scale - offset)
+
+
+def _keep_scale_of_embeddings(narrow: Any, width: int) -> None:
+    """Undo that Gemma multiplies its embeddings by the root of a width that is smaller now.
+
+    Where they are also the head's weights, the last norm makes up for it.
+    """
+    embeddings = narrow.get_input_embeddings()
+    if "gemma" not in narrow.config.model_type:
+        return
+    scale = (width / narrow.config.hidden_size) ** 0.5
+    embeddings.weight.mul_(scale)
+    if narrow.config.tie_word_embeddings and narrow.get_output_embeddings() is not None:
+        _multiply(narrow.base_model.norm, 1 / scale)
+
+
+def _at_share(model: Any, mixture: tuple[str, ...], share: int) -> Sizes:
+    return _wanted(model, dict.fromkeys(mixture, share / _SHARES))
+
+
+def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
+    """Return the sizes after a cut. UserError where the config cannot say them, or there are fewer now."""
+    now, config = sizes_now(model), model.config
+    follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
+    if "heads" in wanted and (follow or not _has(model, "attention")):
+        raise UserError(
+            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
+            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
+        )
+    if follow and not _has(model, "attention"):
+        raise UserError(
+            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
+        )
+    heads = _size("heads", wanted, now.heads)
+    step = config.num_attention_heads // whole_heads(config) * heads
+    if follow:  # the config says how wide a head is only by the width over the heads
+        step = now.width // now.heads
+    while not follow and step * _SHARES <= now.width:
+        step *= 2
+    width = _size("width", wanted, now.width, step)
+    step = 1
+    while step * _SHARES <= now.neurons:
+        step *= 2
+    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, _size("neurons", wanted, now.neurons, step))
+    return replace(sizes, heads=width * now.heads // now.width) if follow else sizes
+
+
+def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1) -> int:
+    """Return how many are kept: the number that is wanted, or a share, which is rounded to a multiple of `step`."""
+    size = wanted.get(name, now)
+    if isinstance(size, int):
+        if size > now:
+            raise UserError(f"cut: {name} is {size:,}, and the model has {now:,}: write fewer, or a share of them")
+        return size
+    return min(now, step * max(1, round(size * now / step)))
+
+
+def _has(model: Any, kind: str) -> bool:
+    return any(block.kind == kind for block in blocks_of(next(iter(layers_of(model).values()))))
+
+
+def _head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _heads_follow_width(model: Any) -> bool:
+    """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
+
+    Both dimensions of a query matrix then grow with the width.
+    """
+    config = config_of_layers(model.config, range(1))
+    config.head_dim = _head_width(config)
+    config.hidden_size *= 2
+    with torch.device("meta"):
+        (layer,) = layers_of(whole_class(model)(config)).values()
+    before = dict(next(iter(layers_of(model).values())).named_parameters())
+    return any(
+        weight.dim() == 2 and all(new != old for new, old in zip(weight.shape, before[name].shape, strict=True))
+        for name, weight in layer.named_parameters()
+    )
+
+
+def _flops(model: Any, sizes: Sizes, tokens: int) -> int:
+    with torch.device("meta"):
+        (layer,) = layers_of(whole_class(model)(config_of_sizes(model, replace(sizes, layers=1)))).values()
+    return sizes.layers * layer_flops(layer, tokens)

@@ -1,0 +1,140 @@
+"""Layers, channels, heads and neurons cut to sizes that a plain config says: what remains computes as it did."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.calibrated import CPU, calibration
+from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised
+
+from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.cut.costs import BatchSize, cut_operations
+from ds_trainer.models.cut.sizes import cut_sizes, outline_of_sizes
+from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.layers import blocks_of, layers_of, rows_of
+from ds_trainer.ranks.failures import UserError
+
+GIVEN = calibration(16)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
+CRITERIA = [{"layer_criterion": name, "contiguous": run} for name in ("loss", "cosine") for run in (False, True)]
+
+
+def decoder(family: str, **fields: Any) -> Any:
+    """A tiny decoder with its head; weights and biases large enough that each matters."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family] | fields)
+    return randomised(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_decoder_is_a_plain_folder_that_generates_alike_with_and_without_a_cache(
+    family: str, tmp_path: Path
+) -> None:
+    """All sizes at once; the rehearsal has the same shapes, and transformers loads the folder without our code."""
+    heads = {} if family == "gpt2" else {"heads": 1}
+    spec = CutSpec(layers=2, width=0.5, neurons=0.5, layer_criterion="cosine", **heads)
+    small, records, report = cut_sizes(decoder(family), GIVEN, spec, CPU)
+    assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
+    assert {record.kept / record.count for record in records} == {0.5}
+    shapes = [
+        {name: weight.shape for name, weight in model.state_dict().items()}
+        for model in (small, outline_of_sizes(decoder(family), spec))
+    ]
+    assert shapes[0] == shapes[1]
+    small.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(decoder(family))
+    torch.testing.assert_close(logits_of(loaded), logits_of(small))
+    ids = inputs_of()["input_ids"]
+    cached, uncached = (
+        loaded.generate(ids, max_new_tokens=8, do_sample=False, use_cache=cache, eos_token_id=None)
+        for cache in (True, False)
+    )
+    assert torch.equal(cached, uncached)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: "-".join(map(str, criterion.values())))
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_the_layer_that_changes_nothing_is_dropped(family: str, criterion: dict[str, Any]) -> None:
+    """The model then computes as with that layer skipped, and here, where it adds nothing, as before."""
+    model = decoder(family)
+    _, idle, _ = layers_of(model).values()
+    for block in blocks_of(idle):
+        for parameter in idle.get_submodule(block.outer).parameters():
+            parameter.mul_(1e-3)
+    hook = idle.register_forward_hook(lambda _, given, out: given[0])
+    skipped = logits_of(model)
+    hook.remove()
+    if family == "gemma2":  # the norms after its blocks undo small weights
+        for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
+            norm.weight.fill_(-1 + 1e-3)
+    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, **criterion), CPU)
+    assert report["sizes"]["layers"] == [0, 2]
+    torch.testing.assert_close(logits_of(small), skipped)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3_text"])
+def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> None:
+    """Norms, and the scale of Gemma's embeddings, make up for the width that they divide or multiply by."""
+    model = decoder(family)
+    silent = torch.randperm(32)[:16]
+    model.get_input_embeddings().weight[:, silent] = 0
+    for layer in layers_of(model).values():
+        for block in blocks_of(layer):
+            outer = layer.get_submodule(block.outer)
+            rows_of(outer.weight, type(outer))[silent] = 0
+    before = logits_of(model)
+    small, records, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16), CPU)
+    assert records == []
+    torch.testing.assert_close(logits_of(small), before, rtol=1e-3, atol=1e-3)
+
+
+def test_a_mixture_of_sizes_is_chosen_for_a_share_of_the_operations() -> None:
+    """It keeps no more than the share, and is the one of those tried whose answers diverge least."""
+    model = decoder("llama", num_hidden_layers=4)
+    whole = encoder_flops(model, 16)
+    spec = CutSpec(granularity="model", target_flops=0.6, cost_tokens=16, layer_criterion="cosine")
+    small, _, report = cut_sizes(model, GIVEN, spec, CPU)
+    tried = report["sizes"]["tried"]
+    assert len(tried) >= 3
+    best = min(tried, key=lambda sizes: sizes["divergence"])
+    assert report["sizes"]["after"].items() <= best.items()
+    assert 0.3 < encoder_flops(small, 16) / whole <= 0.6
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "message"),
+    [
+        ("gpt2", {"heads": 0.5}, "cannot say fewer heads in every layer: leave heads out"),
+        ("olmo2", {"heads": 0.5}, "cannot say fewer heads in every layer: leave heads out"),
+        ("llama", {"layers": 4}, "layers is 4, and the model has 3"),
+        ("llama", {"width": 18}, "refuses a width of 18 with 4 heads"),
+        ("llama", {"layers": 0.9}, "rounds to all that the model has"),
+        ("llama", {"granularity": "model", "target_flops": 0.001}, "meet target_flops 0.001: raise it"),
+        ("opt", {"width": 0.5}, "OPT"),
+        ("deberta-v2", {"width": 0.5}, "decides about its heads, which no cut knows: leave it out"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(family: str, spec: dict[str, Any], message: str) -> None:
+    """Before any calibration example is run, and by the rehearsal."""
+    if family == "opt":
+        tiny = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(**tiny, ffn_dim=24, vocab_size=64))
+    else:
+        model = bare_of(family) if family == "deberta-v2" else decoder(family)
+    with pytest.raises((UserError, ValueError), match=message):
+        outline_of_sizes(model, CutSpec(**spec))
+
+
+def test_the_operations_of_a_cut_are_counted() -> None:
+    """Dropping by loss costs a run of a few examples for each layer that may go, a narrower stream two of them all."""
+    model, batches = decoder("llama"), [BatchSize(2, 8, 16)]
+    whole = 2 * encoder_flops(model, 8)
+    for spec, runs in (({"layers": 1}, 1 + 3 + 2), ({"layers": 1, "contiguous": True}, 1 + 2), ({"width": 0.5}, 2)):
+        counted = cut_operations(model, CutSpec(**spec), batches, batches)
+        assert counted == {"passes": runs * whole, "gram_matrices": 0, "surgeon": 0}
