@@ -90,7 +90,7 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(matrix, case, tmp
         files = {path.name: path.read_bytes() for path in expected.iterdir()}
         assert "model.safetensors" in files
         assert ("shrunk_model.py" in files) == case.startswith("shrunk")
-        assert ("exit_heads.safetensors" in files) == case.startswith(("all", "heads"))
+        assert ("exit_heads.safetensors" in files) == case.startswith(("all", "heads", "ner"))
         assert {path.name: path.read_bytes() == files.get(path.name) for path in folder.iterdir()} == dict.fromkeys(
             files, True
         )

@@ -115,7 +115,7 @@ def test_the_heads_losses_are_the_same_however_a_run_is_cut():
     for step, row in enumerate(rows):
         for technique in filter(None, (whole, second)):
             technique._logits = lambda _, row=row: dict(enumerate(row))
-            technique.terms(SimpleNamespace(batch=None))
+            technique.terms(SimpleNamespace(batch=None, shares={}))
         if step == 5:
             second = heads()
             second.resume(json.loads(json.dumps(whole.state())))

@@ -196,12 +196,12 @@ def save_and_export(training: loop.Training) -> None:
         export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
 
 
-def make_run_folder(job: TrainJob, out: Path) -> None:
+def make_run_folder(job: TrainJob, out: Path, models: StartingModels) -> None:
     """What a run leaves beside its checkpoints: the recipe, the models of earlier phases and those it has made."""
     job.output.mkdir(parents=True)
     (job.output / "recipe.json").write_text(json.dumps(job.recipe.model_dump()))
     (job.output / "finetune").symlink_to(out / "teacher")
-    (job.output / "starting_models").symlink_to(out / "starting")
+    (job.output / "starting_models").symlink_to(models.folder)
 
 
 def main(recipe: str, out: Path) -> None:
@@ -212,17 +212,17 @@ def main(recipe: str, out: Path) -> None:
     distributed.start()
     distributed.on_main(lambda: Path(data_of(recipe), "packed.txt").write_text("\n".join(DOCUMENTS)))
     first = job_of(recipe, "zero0-fp32", out / "teacher")
-    models = StartingModels(first.recipe, out / "starting")
     distributed.on_main(lambda: first.output.mkdir(parents=True))
-    run_phase(first, 0, models, StopAfter(0))
-    models.add("finetune", first.output / "model")
+    run_phase(first, 0, StartingModels(first.recipe, out / "starting"), StopAfter(0))
     stopped = {case: BEST_STOPS if case in BEST else list(STOPS.values()) for case in (*CASES, *BEST)}
     for case in (*CASES, *BEST, *ONLY_WHOLE):
+        models = StartingModels(first.recipe, out / case / "starting")
+        models.add("finetune", first.output / "model")
         for name, stops in {"whole": [], "stopped": stopped.get(case)}.items():
             if stops is None:
                 continue
             job = job_of(recipe, case, out / case / name)
-            distributed.on_main(partial(make_run_folder, job, out))
+            distributed.on_main(partial(make_run_folder, job, out, models))
             for count in (*stops, 0):
                 if (job.output / "results.json").exists():
                     break

@@ -12,7 +12,8 @@ from support.lm_files import LINES, bytes_tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from ds_trainer.config.recipe import LmSpec, parse_recipe
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.config.technique_specs import LayerSkipSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.models.recomputing import set_recomputing
