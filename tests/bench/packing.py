@@ -1,10 +1,11 @@
 """What packing saves: tokens per second over padded batches in random order, and over batches grouped by length.
 
 Llama and GPT-2 of 6 layers x 512 (random weights, no dropout), fp32, 2 threads, one process, forward, backward and
-AdamW: causal language modelling on the lines of wikitext-2, 8 rows a batch, each of at most 256 tokens. Only tokens of
-documents count, padding does not. The three sides take turns of 3 steps: padded batches in random order, batches as
-`BatchPlan` groups them by length, and packed rows. The speed of a side is all its tokens by all its seconds, since
-batches differ in length. The loss over documents of the test file is compared as well. Needs ../shared:
+AdamW: causal language modelling on the lines of wikitext-2, each of at most 256 tokens: 8 of them a batch, or so many
+packed rows that a step has about as many tokens. Only tokens of documents count, padding does not. The three sides take
+turns of 3 steps: padded batches in random order, batches as `BatchPlan` groups them by length, and packed rows. The
+speed of a side is all its tokens by all its seconds, since batches differ in length. The loss over documents of the
+test file is compared as well. Needs ../shared:
 `python tests/bench/packing.py`.
 """
 
@@ -61,8 +62,8 @@ class Side:
         return self.tokens / self.seconds
 
 
-def planned_turns(task: LmTask) -> Iterator[list[ExampleIds]]:
-    plan = BatchPlan(task.examples("train").lengths, ROWS, seed=1)
+def planned_turns(task: LmTask, rows: int) -> Iterator[list[ExampleIds]]:
+    plan = BatchPlan(task.examples("train").lengths, rows, seed=1)
     for turn in count():
         yield [plan.indices(turn * STEPS + step) for step in range(STEPS)]
 
@@ -97,10 +98,11 @@ def figures_of(name: str, config: Any, folder: Path) -> list[Figure]:
         for packing in (False, True)
     ]
     plain, packed = tasks
+    short, full = (task.examples("train").lengths.mean() for task in tasks)
     turns = {
         "padded": (plain, random_turns(plain)),
-        "grouped": (plain, planned_turns(plain)),
-        "packed": (packed, planned_turns(packed)),
+        "grouped": (plain, planned_turns(plain, ROWS)),
+        "packed": (packed, planned_turns(packed, max(1, round(ROWS * short / full)))),
     }
     sides = {side: Side(task, folder, batches) for side, (task, batches) in turns.items()}
     for turn in range(TURNS):
