@@ -132,7 +132,7 @@ class TwoHosts:
         command: Sequence[str],
         more: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in a host to its end; past the timeout it is killed and TimeoutExpired raised."""
         process = self.start(host, command, more, cwd)
