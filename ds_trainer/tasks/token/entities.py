@@ -34,12 +34,18 @@ def score(gold: list[list[str]], predicted: list[list[str]], kinds: Sequence[str
 
     The lists have a list of tags for each sentence. Without kinds there is only the accuracy.
     """
-    from seqeval.metrics import accuracy_score, classification_report
+    from seqeval.metrics.sequence_labeling import get_entities
 
-    accuracy = {"accuracy": float(accuracy_score(gold, predicted))}
+    pairs = [pair for sentences in zip(gold, predicted, strict=True) for pair in zip(*sentences, strict=True)]
+    accuracy = {"accuracy": sum(one == other for one, other in pairs) / len(pairs)}
     if not kinds:
         return accuracy
-    report = classification_report(gold, predicted, output_dict=True, zero_division=0)
-    names = {"f1": "f1-score", "precision": "precision", "recall": "recall"}
-    scores = {name: float(report["micro avg"][column]) for name, column in names.items()} | accuracy
-    return scores | {f"f1/{kind}": float(report[kind]["f1-score"]) if kind in report else 0.0 for kind in kinds}
+    true, found = set(get_entities(gold)), set(get_entities(predicted))  # (kind, first, last)
+    right = true & found
+
+    def f1(kind: str | None = None) -> float:
+        hits, *sizes = (sum(kind in (None, entity[0]) for entity in some) for some in (right, true, found))
+        return 2 * hits / max(1, sum(sizes))
+
+    shares = {"precision": len(right) / max(1, len(found)), "recall": len(right) / max(1, len(true))}
+    return {"f1": f1()} | shares | accuracy | {f"f1/{kind}": f1(kind) for kind in kinds}
