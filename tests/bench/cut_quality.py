@@ -80,7 +80,7 @@ COMPARISONS = {
     ),
     "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=3.0),), task={"name": "cola"}),
     "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
-    "wnut17": Comparison("wnut17_cut", "f1", "wnut17"),
+    "wnut17": Comparison("wnut17_cut", "f1", "wnut17", task={"validation_file": "emerging.test.annotated"}),
 }
 """The bars of CoLA and RTE are one standard error of their validation sets, of 1,043 and 277 examples."""
 

@@ -25,8 +25,8 @@ from ds_trainer.models.cut.sizes import outline_of_sizes
 from ds_trainer.models.flops import encoder_flops
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-SHAPE = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-SHAPE |= {"head_dim": 32, "intermediate_size": 1024}
+SHAPE = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
+SHAPE |= {"head_dim": 32, "intermediate_size": 768}
 if is_quick():
     SHAPE |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 CUTS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "mixture": {"granularity": "model", "target_flops": 0.5},
 }
 """Each keeps about half of the operations at 128 tokens."""
-STEPS, FURTHER = (1, 1) if is_quick() else (1500, 300)
+STEPS, FURTHER = (1, 1) if is_quick() else (800, 150)
 WIDE = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4}
 WIDE |= {"head_dim": 64, "intermediate_size": 4096, "vocab_size": 256}
 if is_quick():

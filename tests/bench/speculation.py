@@ -1,6 +1,6 @@
 """Greedy generation that drafts with the model's own first layers, after LayerSkip's training and after a plain one.
 
-`python tests/bench/speculation.py [STEPS]`. A Llama of 16 layers x 256 is trained twice from scratch on wikitext-2, for
+`python tests/bench/speculation.py [STEPS]`. A Llama of 16 layers x 192 is trained twice from scratch on wikitext-2, for
 the same steps from the same weights: plainly, and with layer dropout and early-exit losses. Exit layer and number of
 drafted tokens are chosen on prompts apart, for each model its fastest. Then each goes on from 200 prompts of the
 held-out text, without and with `assistant_early_exit`, interleaved, in fp32 with 2 threads: the text must be the same,
@@ -27,7 +27,7 @@ from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks import distributed
 
 WIKITEXT = Path(__file__).resolve().parents[3] / "shared/data/wikitext-2"
-LAYERS, WIDTH, VOCABULARY = (4, 32, 128) if is_quick() else (16, 256, 8192)
+LAYERS, WIDTH, VOCABULARY = (4, 32, 128) if is_quick() else (16, 192, 4096)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = (2, 4, 6) if is_quick() else (200, 32, 48)
 CHOSEN_ON, ROUNDS = (1, 1) if is_quick() else (10, 10)
 EXITS, DRAFTS = ([2], [3]) if is_quick() else ([2, 3, 4, 6, 8], [3, 5, 8])
@@ -150,7 +150,7 @@ def some_text(folder: Path) -> Path:
     return folder
 
 
-def main(steps: str = "400") -> None:
+def main(steps: str = "300") -> None:
     use_threads(2)
     distributed.keep_freed_memory()
     with tempfile.TemporaryDirectory() as name:
