@@ -38,7 +38,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "mixture": {"granularity": "model", "target_flops": 0.5},
 }
 """Each keeps about half of the operations at 128 tokens."""
-STEPS, FURTHER = (1, 1) if is_quick() else (800, 150)
+STEPS, FURTHER = (1, 1) if is_quick() else (500, 100)
 WIDE = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4}
 WIDE |= {"head_dim": 64, "intermediate_size": 4096, "vocab_size": 256}
 if is_quick():
@@ -81,7 +81,7 @@ def wikitext(data: Path, folder: Path) -> dict[str, str]:
 
 def recipe(texts: dict[str, str]) -> dict[str, Any]:
     """The dense model from scratch, then each cut of it, trained with it as the teacher."""
-    common = {"train_batch_size": 4 if is_quick() else 16, "warmup_steps": 0.1, "logging_steps": 50}
+    common = {"train_batch_size": 4 if is_quick() else 8, "warmup_steps": 0.1, "logging_steps": 50}
     taught = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
     examples = 8 if is_quick() else 256
     cuts = [

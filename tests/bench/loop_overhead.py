@@ -65,9 +65,9 @@ class Loop:
         self.watch.check()
         flush(self.report, self.objective, self.engine)
 
-    def between_records(self) -> None:
-        """`LOG_EVERY` optimizer steps alone."""
-        for _ in range(LOG_EVERY):
+    def between_records(self, count: int = LOG_EVERY) -> None:
+        """So many optimizer steps alone."""
+        for _ in range(count):
             seen = self.engine.global_samples
             indices = self.batches.between(seen, seen + self.engine.train_batch_size())
             train_step(self.objective, self.engine, indices, self.report, self.seed)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support import hyperparameters
 from support.interrupting import records_of, without_rates
 from support.launching import run_deepspeed
-from support.resume_matrix import BEST, CASES, FEW, OFTEN, ONLY_WHOLE, SAVE, STEPS, STOPS
+from support.resume_matrix import BEST, CASES, FEW, OFTEN, OFTEN_STOPPED, ONLY_WHOLE, SAVE, STEPS
 
 from ds_trainer.checkpoint_model import export_checkpoint
 from ds_trainer.config.saved_checkpoint import read_checkpoint
@@ -97,12 +97,12 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(matrix, case, tmp
 
 
 def test_the_runs_were_stopped_where_it_is_hard(matrix):
-    """In an epoch, in an evaluation, at the end of an epoch, and at the last evaluation: four times each."""
+    """In an epoch, in an evaluation, at the end of an epoch, and at the last evaluation; some only in the middle."""
     said = matrix[1].splitlines()
+    assert OFTEN_STOPPED
     for case in CASES:
-        stops = [line for line in said if line.startswith(f"{case}: stopped at step ")]
-        assert [int(line.split()[4]) for line in stops] == [4, 6, 15, STEPS]
-        assert len(stops) == len(STOPS)
+        stops = [int(line.split()[4]) for line in said if line.startswith(f"{case}: stopped at step ")]
+        assert stops == ([4, 6, 15, STEPS] if case in OFTEN_STOPPED else [6, 15])
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from support import hyperparameters
-from support.exhaustive import chosen
+from support.exhaustive import chosen, exhaustive
 from support.words import WORDS
 
 from ds_trainer import loop
@@ -37,6 +37,8 @@ in an evaluation."""
 STOPS = {"in an epoch": 4, "in an evaluation": 3, "at the end of an epoch": 4 + 5 + 4 + 4, "at the last evaluation": 5}
 """At which of these questions, from where a run goes on, it stops: after step 4; in the evaluation of step 6; after
 step 15; in the evaluation after the last step."""
+FEW_STOPS = [4 + 3, 4 + 5 + 4 + 4]
+"""The second and the third of these alone, for all but one of the cases where they represent all."""
 PRECISIONS = {
     "fp32": [],
     "bf16": ["--set", "bf16.enabled=true"],
@@ -113,6 +115,7 @@ CASES, ONLY_WHOLE, BEST = (
     {name: cases[name] for name in chosen(cases, _REPRESENT.split().__contains__)}
     for cases in (CASES, ONLY_WHOLE, BEST)
 )
+OFTEN_STOPPED = list(CASES) if exhaustive() else ["hybrid-zero3-fp32"]
 BEST_STOPS = [5 + 2, 4 + 5 + 2, 4 + 5 + 2, 4 + 2]
 """In the midst of every evaluation, of 4 questions each, and of that of the best checkpoint at the end. What was cut
 short is the first thing that the next run does."""
@@ -214,7 +217,8 @@ def main(recipe: str, out: Path) -> None:
     first = job_of(recipe, "zero0-fp32", out / "teacher")
     distributed.on_main(lambda: first.output.mkdir(parents=True))
     run_phase(first, 0, StartingModels(first.recipe, out / "starting"), StopAfter(0))
-    stopped = {case: BEST_STOPS if case in BEST else list(STOPS.values()) for case in (*CASES, *BEST)}
+    stopped = {case: list(STOPS.values()) if case in OFTEN_STOPPED else FEW_STOPS for case in CASES}
+    stopped |= dict.fromkeys(BEST, BEST_STOPS)
     for case in (*CASES, *BEST, *ONLY_WHOLE):
         models = StartingModels(first.recipe, out / case / "starting")
         models.add("finetune", first.output / "model")
