@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.launching import ROOT
 
+from ds_trainer.config.recipe import DistillSpec, ExitsSpec, Phase, PruneSpec, Recipe, StudentSpec
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = "|".join(sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
@@ -77,3 +79,16 @@ def test_every_flag_is_one_of_its_command(page: Path) -> None:
         assert flags <= flags_of(command), (command, words)
         named = {after for flag, after in pairwise(words) if flag == "--recipe"}
         assert {name for name in named if re.fullmatch(r"[a-z]\w+", name)} <= RECIPES, words
+
+
+def test_the_new_names_of_old_flags_are_fields() -> None:
+    """What docs/coming_from.md gives in place of a flag is a field of that technique, or of a phase."""
+    page = read(ROOT / "docs/coming_from.md")
+    specs = {"prune": PruneSpec, "distill": DistillSpec, "exits": ExitsSpec, "student": StudentSpec}
+    named = re.findall(r"`(prune|distill|exits|student)\.(\w+)`", page)
+    assert len(named) > 20
+    assert [pair for pair in named if pair[1] not in specs[pair[0]].model_fields] == []
+    same = re.findall(
+        r"`(\w+)`", page.split("The names are the same where the meaning is:")[1].split("Those that differ")[0]
+    )
+    assert [name for name in same if name not in {*Phase.model_fields, *Recipe.model_fields}] == []
