@@ -1,5 +1,6 @@
-"""The examples run."""
+"""The examples run, and the pages that scripts write are what the scripts write now."""
 
+import importlib
 import json
 import runpy
 import threading
@@ -63,3 +64,10 @@ def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) ->
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="--allow_pickle"):
         task.build_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["error", "recipe"])
+def test_a_page_is_what_its_script_writes(name: str) -> None:
+    """docs/errors.md has the messages of the sources, and docs/recipes.md the fields of the schema, as they are now."""
+    script = importlib.import_module(f"tools.write_{name}_docs")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run tests/tools/write_{name}_docs.py"
