@@ -30,9 +30,9 @@ CURES = {
 HEAD = """# Every message with an exit code
 
 `tests/tools/write_error_docs.py` writes this page from the sources. Search it for a piece of your message in which
-there is no name and no number of yours: here `...` stands for these. A message that is made of several parts is listed by
-its parts. What is said of single keys of an engine file is in [engine_files.md](engine_files.md); messages of Python, torch,
-pydantic and DeepSpeed are not listed.
+there is no name and no number of yours: here `...` stands for these. A message that is made of several parts is listed
+by its parts. What is said of single keys of an engine file is in [engine_files.md](engine_files.md); messages of
+Python, torch, pydantic and DeepSpeed are not listed.
 
 | exit code | meaning | what to do |
 |---|---|---|
