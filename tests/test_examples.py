@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import runpy
 import threading
 import urllib.error
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.exit_folders import make_classifier
 from support.launching import ROOT
+from tools.write_matrix import PAGE
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.models.folders import train_tokenizer
@@ -71,3 +73,11 @@ def test_a_page_is_what_its_script_writes(name: str) -> None:
     """docs/errors.md has the messages of the sources, and docs/recipes.md the fields of the schema, as they are now."""
     script = importlib.import_module(f"tools.write_{name}_docs")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run tests/tools/write_{name}_docs.py"
+
+
+def test_the_tests_that_the_matrix_names_exist() -> None:
+    """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew."""
+    named = set(re.findall(r"\[yes\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
+    assert len(named) > 20
+    texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
+    assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tests/tools/write_matrix.py"
