@@ -77,7 +77,7 @@ def test_a_page_is_what_its_script_writes(name: str) -> None:
 
 def test_the_tests_that_the_matrix_names_exist() -> None:
     """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew."""
-    named = set(re.findall(r"\[yes\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
+    named = set(re.findall(r"\[(?:yes|neurons)\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
     assert len(named) > 20
     texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
     assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tests/tools/write_matrix.py"

@@ -31,20 +31,25 @@ FAMILIES = {
 """Names of families, and what tests call them. Below the encoders are the decoders."""
 DECODERS = list(FAMILIES)[6:]
 OF_MODELS = {
-    "masks of weights": "tests/techniques/test_prune.py::test_(any_encoder_is_masked|a_decoder_is_pruned)",
-    "of heads, neurons": "tests/techniques/test_granularity.py::test_whole_decisions_are_masked_and_folded",
+    "masked weights": "tests/techniques/test_prune.py::test_(any_encoder_is_masked|a_decoder_is_pruned)",
+    "masked heads, neurons": "tests/techniques/test_granularity.py::test_whole_decisions_are_masked_and_folded",
     "zeros cut out": "tests/models/test_shrink.py::test_(the_cut_model_computes|every_listed_kind_of_layer_is_cut)",
-    "cut to a share": "tests/models/cut/test_cut_blocks.py::test_every_(family|listed_kind_of_layer)_is_cut",
-    "of weights": "tests/models/cut/test_cut_weights.py::test_every_matrix_keeps_its_share_of_every_family",
-    "of layers, width": "tests/models/cut/test_sizes.py::test_a_cut_decoder_is_a_plain_folder",
-    "of tokens": "tests/models/cut/test_cut_vocabulary.py::test_(logits_are_those|heads_over_the_vocabulary)",
+    "cut of heads, neurons": "tests/models/cut/test_cut_blocks.py::test_every_(family|listed_kind_of_layer)_is_cut",
+    "cut of weights": "tests/models/cut/test_cut_weights.py::test_every_matrix_keeps_its_share_of_every_family",
+    "cut of layers, width": "tests/models/cut/test_sizes.py::test_a_cut_decoder_is_a_plain_folder",
+    "cut of tokens": "tests/models/cut/test_cut_vocabulary.py::test_(logits_are_those|heads_over_the_vocabulary)",
     "student of its layers": "tests/models/test_student.py::test_layers_of_any_family_are_copied",
     "exits": "tests/techniques/test_early_exit.py::test_a_batch_leaves_as_its_texts_do_alone",
     "ONNX": "tests/deploy/test_onnx_file.py::test_(families|names_are_the_models_own)",
 }
 """What is done with a model, and the tests of it by family."""
-MADE_FOR = {"exits": "encoders", "of layers, width": "decoders"}
+MADE_FOR = {"exits": "encoders", "cut of layers, width": "decoders"}
 """What is made for one kind of family alone."""
+PARTLY = dict.fromkeys(
+    [("DeBERTa-v2", column) for column in ("masked heads, neurons", "zeros cut out", "cut of heads, neurons")],
+    "neurons",
+)
+"""Where not all of it can be done: DeBERTa's heads share projections."""
 TASKS = ("classes", "values", "tags", "SQuAD", "MLM", "CLM")
 _DISTILL_RUN = "tests/integration/test_distill_run.py::test_every_combination_trains[{}]"
 _CALIBRATED = "tests/tasks/test_calibration.py::test_every_kind_of_task_calibrates_a_cut[{}]"
@@ -99,7 +104,6 @@ TOGETHER = {
     "layer_skip": "skip",
 }
 """Techniques, alone and together, and what the tests of ZeRO call them."""
-LEGEND = 'a "yes" leads to the test that shows it, – is what no test shows'
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast")
 ZERO = (
     r"tests/integration/test_zero.py::test_losses_equal_the_reference\[2-(recomputed-)?(?:{})-?zero(\d)-{}\]",
@@ -115,12 +119,12 @@ def collected() -> list[str]:
     return [line for line in lines if "::" in line]
 
 
-def proof(ids: Iterable[str], words: str) -> str:
-    """Return "yes", which links to the test module and names the test; or the words where there is no such test."""
+def proof(ids: Iterable[str], words: str, label: str = "yes") -> str:
+    """Return a link to the test's module, which names the test; or the words where there is no such test."""
     path, _, name = next(iter(ids), "").partition("::")
     if not path:
         return words
-    return f'[yes]({os.path.relpath(ROOT / path, PAGE.parent)} "{name.partition("[")[0]}")'
+    return f'[{label}]({os.path.relpath(ROOT / path, PAGE.parent)} "{name.partition("[")[0]}")'
 
 
 def rows(head: str, columns: Iterable[str], cells: dict[str, list[str]]) -> str:
@@ -136,7 +140,8 @@ def of_models(ids: list[str]) -> str:
         for column, tests in OF_MODELS.items():
             found = [test for test in ids if re.match(rf"{tests}\w*\[(.*-)?({names})([-,].*)?\]$", test)]
             made_for = MADE_FOR.get(column, kind)
-            cells.setdefault(family, []).append(proof(found, "–" if made_for == kind else f"{made_for} alone"))
+            words = "–" if made_for == kind else f"{made_for} alone"
+            cells.setdefault(family, []).append(proof(found, words, PARTLY.get((family, column), "yes")))
     return rows("family", OF_MODELS, cells)
 
 
@@ -163,16 +168,16 @@ def of_zero(ids: list[str]) -> str:
 
 def page() -> str:
     """Return the tables, each with a sentence."""
-    ids = collected()
-    tests = os.path.relpath(ROOT / "tests", PAGE.parent)
-    return (
-        f"What can be done with which models ({LEGEND}):\n\n{of_models(ids)}\n"
-        f"With which tasks:\n\n{of_tasks(ids)}\n"
-        "Under which stages of ZeRO, on two ranks: the losses are those of a plain loop in torch "
-        f"([test_zero]({tests}/integration/test_zero.py)), or a run that was stopped and resumed, or exported from a\n"
-        f"checkpoint, gives the same bits as one that was not ([test_resume]({tests}/integration/test_resume.py)):\n\n"
-        f"{of_zero(ids)}"
-    )
+    ids, tests = collected(), os.path.relpath(ROOT / "tests", PAGE.parent)
+    return f"""A "yes" leads to the module of a test that shows it, and – stands for what no test shows.
+
+{of_models(ids)}
+{of_tasks(ids)}
+Stages of ZeRO at which, on two ranks, the losses are those of a plain loop in torch
+([test_zero]({tests}/integration/test_zero.py)), or a run that was stopped and resumed, or exported from a checkpoint, gives the
+same bits as one that was not ([test_resume]({tests}/integration/test_resume.py)):
+
+{of_zero(ids)}"""
 
 
 if __name__ == "__main__":
