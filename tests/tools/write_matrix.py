@@ -45,11 +45,9 @@ OF_MODELS = {
 """What is done with a model, and the tests of it by family."""
 MADE_FOR = {"exits": "encoders", "cut of layers, width": "decoders"}
 """What is made for one kind of family alone."""
-PARTLY = dict.fromkeys(
-    [("DeBERTa-v2", column) for column in ("masked heads, neurons", "zeros cut out", "cut of heads, neurons")],
-    "neurons",
-)
-"""Where not all of it can be done: DeBERTa's heads share projections."""
+_OF_BLOCKS = ("masked heads, neurons", "zeros cut out", "cut of heads, neurons")
+PARTLY = {("DeBERTa-v2", column): "neurons" for column in _OF_BLOCKS}
+"""Where only a part of it is done."""
 TASKS = ("classes", "values", "tags", "SQuAD", "MLM", "CLM")
 _DISTILL_RUN = "tests/integration/test_distill_run.py::test_every_combination_trains[{}]"
 _CALIBRATED = "tests/tasks/test_calibration.py::test_every_kind_of_task_calibrates_a_cut[{}]"
@@ -174,8 +172,8 @@ def page() -> str:
 {of_models(ids)}
 {of_tasks(ids)}
 Stages of ZeRO at which, on two ranks, the losses are those of a plain loop in torch
-([test_zero]({tests}/integration/test_zero.py)), or a run that was stopped and resumed, or exported from a checkpoint, gives the
-same bits as one that was not ([test_resume]({tests}/integration/test_resume.py)):
+([test_zero]({tests}/integration/test_zero.py)), or a run that was stopped and resumed, or exported from a checkpoint,
+gives the same bits as one that was not ([test_resume]({tests}/integration/test_resume.py)):
 
 {of_zero(ids)}"""
 
