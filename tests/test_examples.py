@@ -1,6 +1,8 @@
-"""The examples run."""
+"""The examples run, and the pages that scripts write are what the scripts write now."""
 
+import importlib
 import json
+import re
 import runpy
 import threading
 import urllib.error
@@ -11,6 +13,7 @@ import pytest
 import torch
 from support.exit_folders import make_classifier
 from support.launching import ROOT
+from tools.write_matrix import PAGE
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.models.folders import train_tokenizer
@@ -63,3 +66,18 @@ def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) ->
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="--allow_pickle"):
         task.build_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["error", "recipe"])
+def test_a_page_is_what_its_script_writes(name: str) -> None:
+    """docs/errors.md has the messages of the sources, and docs/recipes.md the fields of the schema, as they are now."""
+    script = importlib.import_module(f"tools.write_{name}_docs")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run tests/tools/write_{name}_docs.py"
+
+
+def test_the_tests_that_the_matrix_names_exist() -> None:
+    """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew."""
+    named = set(re.findall(r"\[(?:yes|neurons)\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
+    assert len(named) > 20
+    texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
+    assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tests/tools/write_matrix.py"

@@ -14,7 +14,7 @@ BUDGETS = {
     "ranks": 739,
     "files": 589,
     "hosts": 531,
-    "config": 1349,
+    "config": 1357,
     "models": 2792,
     "tasks": 2635,
     "techniques": 2423,

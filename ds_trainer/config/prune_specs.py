@@ -70,7 +70,9 @@ class PruneSpec(Strict):
     A score is of a weight or, as in arXiv 2109.04838, of a larger part of the matrices that is kept or dropped whole.
     """
 
-    pruning_method: Method = "topK"
+    pruning_method: Method = Field(
+        "topK", description="where scores come from and how they decide; sigmoid_threshold is taken too"
+    )
     granularity: AnyGranularity = Field(
         "weight",
         description='the part of a matrix that one score is about; "hybrid" is {"attention": "head", "feed_forward": '
@@ -109,10 +111,12 @@ class PruneSpec(Strict):
     uniform: bool = Field(False, description="keep the same number in every layer, for each kind of matrix or block")
     min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
     multiple_of: Literal[1, 8, 16, 64] = Field(1, description="round the number of neurons, rows or columns to keep")
-    initial_warmup: Units = 1
-    final_warmup: Units = 2
-    schedule: Shape = "cubic"
-    regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = None
+    initial_warmup: Units = Field(1, description="how long the initial threshold is held at the start")
+    final_warmup: Units = Field(2, description="how long the final threshold is held at the end")
+    schedule: Shape = Field("cubic", description="shape of the way from the initial threshold to the final one")
+    regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = Field(
+        None, description="the penalty on the scores, whose weight is final_lambda"
+    )
     final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
     global_topk: bool = Field(False, description="one threshold over all layers; unlike scores are standardised")
     global_topk_frequency_compute: Positive = Field(1, description="steps between two choices over all layers")

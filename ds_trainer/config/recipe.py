@@ -32,14 +32,14 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 class TokenizerSpec(Strict):
     """A WordPiece tokenizer trained on the task's training text, for a model built from a config alone."""
 
-    vocab_size: Positive = 8192
-    lowercase: bool = True
+    vocab_size: Positive = Field(8192, description="tokens at the most, special ones included")
+    lowercase: bool = Field(True, description="write all letters small before the text is cut into tokens")
 
 
 class ModelSpec(Strict):
     """Where the first phase's model comes from: a folder or hub name, or a `transformers` config for a new one."""
 
-    name_or_path: str | None = None
+    name_or_path: str | None = Field(None, description="a folder, a checkpoint, or a name on the hub")
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields; random weights")
     tokenizer: TokenizerSpec | None = Field(None, description="only with `config`")
 
@@ -59,45 +59,47 @@ class GroupRule(Strict):
         description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
         'distill_projection) is reached only by patterns that contain its name, e.g. "*.mask_scores"'
     )
-    learning_rate: Rate | None = None
-    weight_decay: Rate | None = None
-    frozen: bool = False
+    learning_rate: Rate | None = Field(None, description="by default that of the phase")
+    weight_decay: Rate | None = Field(None, description="by default that of the phase, and 0 for biases and norms")
+    frozen: bool = Field(False, description="leave these parameters as they are")
 
 
 class Phase(Strict):
     """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
-    name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+    name: str = Field(
+        "train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder in the output folder"
+    )
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
     student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
     cut: CutSpec | None = Field(None, description="start from the model of start_from with parts of it cut away")
     task: AnyTask | None = Field(None, description="by default the recipe's")
-    techniques: Techniques = Techniques()
-    loss: dict[str, Rate] = Field(default_factory=lambda: {"task": 1.0}, description="weight of each loss term")
-    groups: list[GroupRule] = Field(default_factory=list)
+    techniques: Techniques = Field(Techniques(), description="what is trained beside the task")
+    loss: dict[str, Rate] = Field({"task": 1.0}, description="weight of each loss term")
+    groups: list[GroupRule] = Field([], description="settings of their own for some parameters")
     dropout: Share | None = Field(None, description="of the whole model in this phase; by default that of its config")
 
     num_train_epochs: Rate | None = Field(None, description="0 leaves the model that the phase starts from as it is")
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
     learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
-    lr_scheduler_type: LrSchedule = "linear"
-    warmup_steps: Steps = Field(0, description="with lr_restarts, of each part of the phase")
+    lr_scheduler_type: LrSchedule = Field("linear", description="how rates fall after the warm-up, to 0 or not at all")
+    warmup_steps: Steps = Field(0, description="how long rates rise from 0; with lr_restarts, in each part")
     lr_restarts: Count = Field(0, description="run warm-up and decay so many times again, in equal parts of the phase")
-    weight_decay: Rate | None = None
-    adam_beta1: Fraction | None = None
-    adam_beta2: Fraction | None = None
-    adam_epsilon: Rate | None = None
+    weight_decay: Rate | None = Field(None, description="fills optimizer.params.weight_decay; not of biases and norms")
+    adam_beta1: Fraction | None = Field(None, description="fills the first of optimizer.params.betas")
+    adam_beta2: Fraction | None = Field(None, description="fills the second of optimizer.params.betas")
+    adam_epsilon: Rate | None = Field(None, description="fills optimizer.params.eps")
     max_grad_norm: Rate | None = Field(None, description="fills gradient_clipping")
-    train_batch_size: Positive | None = None
+    train_batch_size: Positive | None = Field(None, description="examples of a step on all ranks; fills the same key")
     per_device_train_batch_size: Positive | None = Field(None, description="fills train_micro_batch_size_per_gpu")
-    gradient_accumulation_steps: Positive | None = None
-    bf16: bool | None = None
-    fp16: bool | None = None
+    gradient_accumulation_steps: Positive | None = Field(None, description="fills the same key")
+    bf16: bool | None = Field(None, description="fills bf16.enabled")
+    fp16: bool | None = Field(None, description="fills fp16.enabled")
     gradient_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
 
-    per_device_eval_batch_size: Positive = 64
+    per_device_eval_batch_size: Positive = Field(64, description="examples of a batch on each rank at evaluation")
     max_skipped_steps: Positive = Field(50, description="in a row; fp16 with a scale of 2**32 skips 33 at the most")
-    logging_steps: Steps = 10
+    logging_steps: Steps = Field(10, description="write a record every so many steps")
     histograms: bool = Field(False, description="of parameters, scores and gradients, in TensorBoard at every record")
     eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
@@ -179,13 +181,13 @@ class Phase(Strict):
 class Recipe(Strict):
     """A whole run."""
 
-    model: ModelSpec = ModelSpec()
-    task: AnyTask = TextSpec()
-    phases: list[Phase] = Field(min_length=1)
-    output_dir: str | None = None
+    model: ModelSpec = Field(ModelSpec(), description="what the first phase starts from")
+    task: AnyTask = Field(TextSpec(), description="of every phase that has none of its own")
+    phases: list[Phase] = Field(min_length=1, description="one after another, each from the model of the one before")
+    output_dir: str | None = Field(None, description="the folder of the run; --output_dir in its place")
     cache_dir: str | None = Field(None, description="tokenised data; by default ~/.cache/ds_trainer")
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = 42
-    tensorboard: bool = True
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = Field(42, description="of weights, order and dropout")
+    tensorboard: bool = Field(True, description="write the records, and the figures, for TensorBoard too")
     report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
 
     @field_validator("phases", mode="after")

@@ -21,14 +21,14 @@ Length = Annotated[int, Field(strict=True, ge=4)]
 class TaskBase(Strict):
     """The fields of every family."""
 
-    name: str
+    name: str = Field(description="selects the family")
     data_dir: str | None = Field(None, description="folder of the task's files; without it the hub's data set is used")
     dataset: str | None = Field(None, description="hub data set: name, owner/name or owner/name/config")
     train_file: str | None = Field(None, description="relative to data_dir")
     validation_file: str | None = Field(None, description="relative to data_dir")
     pad_to_multiple_of: Positive = Field(1, description="8 suits tensor cores")
-    max_train_samples: Positive | None = None
-    max_eval_samples: Positive | None = None
+    max_train_samples: Positive | None = Field(None, description="read so many of the training set, from its start")
+    max_eval_samples: Positive | None = Field(None, description="the same of the evaluation set")
 
     def source_mistakes(self) -> list[str]:
         """Return the mistakes of a task that reads the user's own files or a hub data set, one or the other."""
@@ -53,13 +53,15 @@ class TextSpec(LabelledSpec):
     The files of "text" are .csv, .tsv, .jsonl or .parquet.
     """
 
-    name: str = "docstrings"
-    text_columns: list[Column] | None = Field(None, min_length=1, max_length=2)
-    label_column: Column | None = None
+    name: str = Field("docstrings", description='a name of GLUE, such as "sst2"; "docstrings"; or "text"')
+    text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")
+    label_column: Column | None = Field(None, description="a class, or with regression a number")
     header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
-    regression: bool = False
-    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = None
-    max_seq_length: Length = 128
+    regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
+    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = Field(
+        None, description="by default those of the GLUE task; accuracy, and of a regression pearson and spearman"
+    )
+    max_seq_length: Length = Field(128, description="tokens at which texts are cut, special ones included")
 
 
 class TokenSpec(LabelledSpec):
@@ -68,7 +70,7 @@ class TokenSpec(LabelledSpec):
     Both read a hub data set where `dataset` names one.
     """
 
-    name: Literal["ner", "token"]
+    name: Literal["ner", "token"] = Field(description="CoNLL files, or .jsonl and .parquet")
     tokens_column: str = Field("tokens", description="words of a sentence; CoNLL files have no columns by name")
     tags_column: str = Field("tags", description="a tag for each word")
     label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
@@ -78,13 +80,13 @@ class TokenSpec(LabelledSpec):
 class SquadSpec(TaskBase):
     """Extractive question answering: SQuAD v1.1 (arXiv 1606.05250) or v2 (arXiv 1806.03822), in the official JSON."""
 
-    name: Literal["squad"] = "squad"
+    name: Literal["squad"] = Field("squad", description="selects the family")
     version_2_with_negative: bool = Field(False, description="some questions have no answer (SQuAD v2)")
     null_score_diff_threshold: float = Field(0.0, description='lead of "no answer" from which on it is the answer')
-    max_seq_length: Length = 384
+    max_seq_length: Length = Field(384, description="tokens of a window: question, context and special ones")
     doc_stride: Positive = Field(128, description="tokens by which windows of a long context are apart")
     max_query_length: Positive = Field(64, description="longer questions are cut to this many tokens")
-    n_best_size: Positive = 20
+    n_best_size: Positive = Field(20, description="best spans of a window, and answers of a question, that are kept")
     max_answer_length: Positive = Field(30, description="tokens")
 
     @model_validator(mode="after")
@@ -119,8 +121,8 @@ class LmSpec(TaskBase):
     restrict_ce_to_mask: false.
     """
 
-    name: Literal["mlm", "clm"]
-    text_column: str = "text"
+    name: Literal["mlm", "clm"] = Field(description="masked, of an encoder, or causal, of a decoder")
+    text_column: str = Field("text", description="column of the texts in .jsonl files and hub data sets")
     messages_column: str | None = Field(None, description="column of conversations, read in place of texts; clm only")
     packing: bool = Field(False, description="rows of max_seq_length hold several documents, kept apart; clm only")
     line_by_line: bool = Field(True, description="an example a line of a .txt file; false: the file is one document")

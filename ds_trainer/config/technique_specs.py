@@ -47,7 +47,7 @@ class DistillSpec(Strict):
     )
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
-    teacher_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    teacher_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="in which the teacher computes")
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
     cache_teacher: Annotated[bool | TopKSpec, BeforeValidator(_whole_or_top_k)] = Field(
         False,
@@ -95,10 +95,12 @@ class LayerSkipSpec(Strict):
 
 
 class Techniques(Strict):
-    exits: ExitsSpec | None = None
-    prune: PruneSpec | None = None
-    distill: DistillSpec | None = None
-    layer_skip: LayerSkipSpec | None = None
+    """The techniques of a phase, alone or together; a key that is absent, or null, is a technique that is not used."""
+
+    exits: ExitsSpec | None = Field(None, description="train heads at which sure samples leave")
+    prune: PruneSpec | None = Field(None, description="mask weights, or parts of the matrices, by scores")
+    distill: DistillSpec | None = Field(None, description="learn from a teacher")
+    layer_skip: LayerSkipSpec | None = Field(None, description="train a decoder to draft with its first layers")
     keep_zeros: Literal[True] | None = Field(
         None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
     )

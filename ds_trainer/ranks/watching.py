@@ -73,9 +73,9 @@ class RankWatch:
         lost = self._lost() or {
             rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
         }
-        text = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_named(error)}"
+        message = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_named(error)}"
         able_to_print = [rank for rank in range(len(self._roster)) if rank not in lost or rank in self._texts(_FAILED)]
-        return LostRankError(text, next(iter(able_to_print), 0))
+        return LostRankError(message, next(iter(able_to_print), 0))
 
     def _texts(self, state: str) -> dict[int, str]:
         """Return the texts of the ranks that posted a state."""

@@ -1,4 +1,4 @@
-"""Provoke faults many times and count what became of the runs: the table of the README.
+"""Provoke faults many times and count what became of the runs: the table of docs/faults.md.
 
     python tests/bench/faults.py [--kills 50]
 

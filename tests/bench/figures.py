@@ -81,6 +81,7 @@ def report(*figures: Figure) -> None:
                     "name": figure.name,
                     "value": float(f"{figure.value:.4g}"),
                     "bar": figure.bar,
+                    "at_least": figure.at_least,
                     "holds": figure.holds,
                 }
             )

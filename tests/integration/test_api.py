@@ -30,7 +30,7 @@ def test_a_notebook_gets_what_the_command_gives(recipe, tmp_path):
     """Two runs in one process; the model has the command's bits, and the scores and sizes are those of its report.
 
     A checkpoint is scored, cut and loaded like a model folder; the kept command names files that stay; and a flag that
-    only prints trains nothing.
+    only prints trains nothing. The notebook of `examples/` runs to its end: its server answers with a label for a text.
     """
     done = run_script("tests/support/notebook.py", str(recipe), str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -47,6 +47,9 @@ def test_a_notebook_gets_what_the_command_gives(recipe, tmp_path):
     assert seen["by_step"] == {"4": seen["by_step"]["4"], "8": seen["again"]["prune"]["eval"]}
     assert seen["dry"] == {}
     assert not (tmp_path / "dry").exists()
+    assert seen["served"]["scores"].keys() == {"dense", "small", "model", "onnx", "int8"}
+    assert seen["served"]["speed_ups"].keys() == {"1", "32"}
+    assert len(seen["served"]["answer"]["labels"]) == 2
     kept = json.loads((tmp_path / "second/command.json").read_text())["command"]
     assert [str(tmp_path / "second" / name) in kept for name in ("recipe.json", "deepspeed_config.json")] == [True] * 2
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.exit_folders import ENTROPY, make_folder
 from support.launching import ROOT, SHARED, Done, environment, run_script
+from tools.write_speed_table import table
 
 FIGURES = {
     "against_hf_trainer": 2,
@@ -58,9 +59,31 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     }
 
 
-def test_none_is_forgotten():
-    """`figures.py` is what they share."""
+def test_none_is_forgotten(tmp_path):
+    """`figures.py` is what they share, and `all.sh` runs them all where a GPU and ../shared are there."""
     assert {path.stem for path in (ROOT / "tests/bench").glob("*.py")} == {*FIGURES, "figures"}
+    python = tmp_path / "python"
+    line = '{"name": "a", "value": 1.5, "bar": null, "at_least": false, "holds": true}'
+    python.write_text(f"#!/bin/bash\n[ $1 = -c ] || echo '{line}'\n")
+    python.chmod(0o755)
+    words = ["bash", str(ROOT / "tests/bench/all.sh"), str(tmp_path / "out")]
+    variables = environment() | {"PYTHON": str(python)}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    commands = [json.loads(line)["command"] for line in (tmp_path / "out/figures.jsonl").read_text().splitlines()]
+    run = {command.split()[1].removeprefix("tests/bench/").removesuffix(".py") for command in commands}
+    assert run == FIGURES.keys() or not SHARED.is_dir(), done.stdout
+
+
+def test_the_table_has_the_newest_figures_and_their_commands():
+    """Of a figure that was measured again the last line counts; bars show their direction, and what does not hold."""
+    figure = {"name": "a", "value": 1.5, "bar": 2.0, "at_least": True, "holds": False, "command": "python a.py"}
+    other, apart = figure | {"name": "b", "bar": None}, figure | {"command": "python b.py", "at_least": False}
+    newest = figure | {"value": 2.5, "holds": True}
+    assert table(map(json.dumps, (figure, other, apart, newest))).splitlines()[2:] == [
+        "| a | 2.5 | >= 2 | yes | `python a.py` |",
+        "| b | 1.5 | | |  |",
+        "| a | 1.5 | <= 2 | **no** | `python b.py` |",
+    ]
 
 
 @pytest.mark.parametrize("name", FIGURES)

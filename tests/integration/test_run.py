@@ -68,7 +68,7 @@ def alone(recipe_file, tmp_path_factory) -> Path:
 
 
 def test_the_run_folder_is_complete(output):
-    """Resolved files, log, events, results, checkpoints and models are all where the README says."""
+    """Resolved files, log, events, results, checkpoints and models are all where docs/runs.md says."""
     names = ["recipe.json", "deepspeed_config.json", "log.jsonl", "tensorboard", "model/model.safetensors"]
     names += ["train_results.json", "eval_results.json", "all_results.json", "checkpoint-4", "checkpoint-12"]
     names += ["finetune/model/model.safetensors", "finetune/deepspeed_config.json", "model/tokenizer.json"]

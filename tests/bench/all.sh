@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Run every script of tests/bench, one after the other, and collect their figures. It takes hours, on a quiet machine.
+#
+#   bash tests/bench/all.sh [--quick] [OUT]
+#   python tests/tools/write_speed_table.py OUT/figures.jsonl
+#
+# OUT, by default runs/bench, lies in this project's folder. It gets what every script prints, and figures.jsonl, which
+# has a line for each figure, with its command.
+# A script that needs what is not there is left out with a line: a GPU, the data and the model of ../shared, or, with
+# --quick, a trained model. PYTHON (default python) runs them. The exit code is 1 if a script failed or a bar did not hold.
+set -uo pipefail
+quick=()
+[ "${1:-}" = --quick ] && quick=(--quick) && shift
+out=${1:-runs/bench}
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." && mkdir -p "$out" || exit 2
+python=${PYTHON:-python} failed=0
+shared=../shared
+sst2=$shared/data/glue/SST-2
+: > "$out/figures.jsonl"
+unset OMP_NUM_THREADS  # each script takes the threads that it is about
+
+run() { # NAME COMMAND ...: run a command, and keep what it prints
+    local name=$1
+    shift
+    echo "all.sh: $*"
+    "$python" "$@" > "$out/$name.txt" 2> "$out/$name.errors.txt" && return
+    failed=1
+    echo "all.sh: $name ended with an error, or a bar does not hold: see $out/$name.txt and $out/$name.errors.txt"
+}
+
+bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its figures
+    local name=$1 command="python tests/bench/$1.py${2:+ ${*:2}}"
+    [ "$1" = cut_quality ] && name=$1-$2
+    run "$name" "tests/bench/$1.py" "${@:2}" "${quick[@]}"
+    sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
+}
+
+trained() { # NAME MODEL RECIPE SETTING ...: train a model for a script, into OUT/NAME
+    run "$1" launch/train.py --deepspeed_config ds_configs/zero0.json --recipe "ds_configs/recipes/$3.json" \
+        --model_name_or_path "$2" --data_dir "$sst2" --output_dir "$out/$1" --resume "${@:4}"
+}
+
+for script in loop_overhead against_hf_trainer mask_cost lm_head teacher_cache top_k_cache length_grouping packing \
+    two_ranks openmp_spinning structured_speed cut_speed memory_model traffic; do
+    bench $script
+done
+bench tune
+bench faults --kills 50 --others 6
+if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then
+    bench gpu
+else
+    echo "all.sh: left out gpu: there is no GPU"
+fi
+if [ -d $shared ]; then
+    bench decoder_cuts "$out/decoder_cuts"
+    bench speculation
+    bench cut_quality sst2 3 "$out/cut_quality"
+    bench cut_quality squad 1 "$out/cut_quality"
+    for data in cola rte wnut17; do bench cut_quality $data 3 "$out/cut_quality"; done
+else
+    echo "all.sh: left out decoder_cuts, speculation and cut_quality: there is no $shared"
+fi
+if [ -d $shared ] && [ ${#quick[@]} = 0 ]; then
+    dense=$out/cut_quality/sst2/dense_0/model
+    trained exits $shared/models/minilm-l6 sst2_exits --set bf16.enabled=true
+    bench exit_speed "$out/exits/model"
+    trained student "$dense" sst2_student --set bf16.enabled=true
+    bench student_speed "$dense" "$out/student/model"
+    trained small "$dense" sst2_small
+    run export launch/export.py "$out/small/model" --onnx --quantize int8 --task_name sst2 --data_dir $sst2 --overwrite
+    bench deployed_speed "$dense" "$out/small/model"
+else
+    echo "all.sh: left out exit_speed, student_speed and deployed_speed: they need models trained on SST-2 of $shared"
+fi
+exit $failed
