@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 739,
     "files": 589,
-    "hosts": 531,
+    "hosts": 527,
     "config": 1349,
     "models": 2792,
     "tasks": 2635,
@@ -21,9 +21,9 @@ BUDGETS = {
     "engine": 1689,
     "report": 1164,
     "deploy": 1103,
-    "tuning": 953,
+    "tuning": 950,
     "": 1218,
-    "cli": 985,
+    "cli": 1018,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

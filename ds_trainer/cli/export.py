@@ -94,8 +94,7 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
     """Say which packages are missing for a flag that needs onnx and onnxruntime."""
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        names = " and ".join(missing)
-        yield f"""{flag}: {names} cannot be imported: pip install -e ".[onnx]" from the project's folder"""
+        yield f"{flag}: {' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"
 
 
 def _read_cut(text: str) -> CutSpec:
