@@ -18,7 +18,7 @@ import ds_trainer
 from ds_trainer.models.folders import create_folder, train_tokenizer
 
 MODEL = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-MODEL |= {"intermediate_size": 16, "max_position_embeddings": 32}
+MODEL |= {"intermediate_size": 16, "max_position_embeddings": 128}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_commands_work_without_the_checkout(clean):
     launched = {f"ds-{path.stem}" for path in (ROOT / "launch").glob("*.py")}
     assert {path.name for path in (clean / "env" / "bin").glob("ds-*")} == launched
     files = "--recipe sst2_prune_finetuned --deepspeed_config zero2 --model_name_or_path model --data_dir ."
-    short = "--set phases.*.max_steps=2 --set report=false"
+    short = "--set phases.*.max_steps=4 --set report=false"
     launcher = f"deepspeed --num_gpus 1 --master_port {free_port()} --module ds_trainer.cli.train"
     for command, said in (
         ("ds-train --help", "usage: ds-train "),

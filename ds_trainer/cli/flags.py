@@ -118,6 +118,17 @@ def checked_exits(values: dict[str, Any]) -> ExitsSpec:
         raise UserError(flag_mistake(error.errors()[0])) from None
 
 
+def add_push_flag(parser: argparse.ArgumentParser) -> None:
+    help = "send the model folder to this repository of the Hugging Face hub, which is made unless it exists"
+    parser.add_argument("--push_to_hub", metavar="NAME", type=_hub_name, help=help)
+
+
+def _hub_name(text: str) -> str:
+    if not re.fullmatch(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write NAME or OWNER/NAME")
+    return text
+
+
 def output_path(text: str) -> Path:
     """Return the folder that a flag names; an empty text would be the current folder."""
     if not text:

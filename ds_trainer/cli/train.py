@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.flags import add_common_flags, shipped_engine, shipped_recipe, trust_of
+from ds_trainer.cli.flags import add_common_flags, add_push_flag, shipped_engine, shipped_recipe, trust_of
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
@@ -53,7 +53,12 @@ def train(job: TrainJob) -> dict[str, Any]:
     try:
         with trusting(job.trust):
             if not (job.dry_run or job.trial):
-                return run(job)
+                results = run(job)
+                if job.push_to_hub and distributed.is_main():
+                    from ds_trainer.deploy.card import push_to_hub
+
+                    push_to_hub(job.output / "model", job.push_to_hub)
+                return results
             run_trial(job, job.trial) if job.trial else dry_run(job)
             return {}
     finally:
@@ -124,6 +129,7 @@ def train_parser() -> argparse.ArgumentParser:
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
     add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
+    add_push_flag(parser)
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
 

@@ -34,7 +34,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _COUNTS = ("ranks", "threads", MICRO)
 _WRITE = 'write {"PATH": [values to try], ...} or {"PATH": {"low": 1e-5, "high": 1e-3, "log": true}, ...}'
 _OF_SPEED = ("space", "phase", "trial_seconds")
-_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial")
+_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial", "--push_to_hub")
 
 
 def tune_command(arguments: Sequence[str]) -> None:

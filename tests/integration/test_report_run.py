@@ -108,6 +108,7 @@ def test_the_exits_of_a_checkpoint_are_calibrated_too(output, tmp_path):
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "model", output / "model")
     )
     found, saved = (json.loads(each.pop("exits.json")) for each in (files, expected))
+    assert b"latency, batch 1" in expected.pop("README.md")
     assert files == expected
     assert found["policy"]["thresholds"] == pytest.approx(saved["policy"]["thresholds"], abs=1e-5)
     assert found["calibration"]["mean_layers"] == saved["calibration"]["mean_layers"]
