@@ -58,7 +58,7 @@ def run(clean: Path, command: str) -> Done:
 
 
 def test_the_commands_work_without_the_checkout(clean):
-    """They are named like the launch scripts; what a run by names has trained is scored, and a phase is tuned."""
+    """They are named like the launch scripts; what a run by names has trained is scored; a tuning takes names."""
     launched = {f"ds-{path.stem}" for path in (ROOT / "launch").glob("*.py")}
     assert {path.name for path in (clean / "env" / "bin").glob("ds-*")} == launched
     files = "--recipe sst2_prune_finetuned --deepspeed_config zero2 --model_name_or_path model --data_dir ."
@@ -66,14 +66,13 @@ def test_the_commands_work_without_the_checkout(clean):
     launcher = f"deepspeed --num_gpus 1 --master_port {free_port()} --module ds_trainer.cli.train"
     for command, said in (
         ("ds-train --help", "usage: ds-train "),
-        (f"ds-train {files} --output_dir out --dry_run", '"memory_per_rank"'),
         ("python -c 'import ds_trainer; print(ds_trainer.__file__)'", str(clean / "env")),
         (f"{launcher} {files} {short} --output_dir out", "prune"),
         ("ds-evaluate out/model --recipe out/recipe.json", '"accuracy"'),
-        (f"ds-tune {files} --output_dir tuned --num_gpus 1 --budget 1s --trial_seconds 0.1s", "train with:"),
+        (f"ds-tune {files} --output_dir tuned --phase none", "the phases that train are 'prune'"),
     ):
         done = run(clean, command)
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == (2 if "none" in command else 0), done.stderr[-4000:]
         assert said in done.stdout + done.stderr
 
 

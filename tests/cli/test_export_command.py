@@ -338,7 +338,7 @@ def test_exit_heads(model, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["nothing to do", "--shrink, --cut, --onnx, --compact, --unpack or --import_from"]),
+        ([], ["nothing to do", "--shrink, --cut, --onnx, --compact, --unpack, --import_from or --push_to_hub"]),
         (["--shrink"], ["give --output_dir"]),
         (["--shrink", "--output_dir", "MODEL"], ["stays as it is"]),
         (["--shrink", "--output_dir", "FULL"], ["something else than a model"]),

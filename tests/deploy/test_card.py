@@ -21,7 +21,7 @@ from ds_trainer.config.recipe import ModelSpec, parse_recipe
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.files.run_folder import CARD, RunFolder
 
-TASK = {"name": "text", "data_dir": "/home/me/secret/data", "validation_file": "validation.csv"}
+TASK = {"name": "text", "data_dir": "/home/me/secret/data", "validation_file": "validation.csv", "held_out": 0.2}
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ class _Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": "http://hub/me/small/commit/1", "commitOid": "1"}
+            answer = {"commitUrl": f"http://{self.headers['Host']}/me/small/commit/1", "commitOid": "1"}
         else:
             answer = {}
         self.send_response(401 if "me/small" not in self.path and step[0] in ("preupload", "commit") else 200)
