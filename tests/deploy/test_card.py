@@ -17,6 +17,7 @@ from support.launching import ROOT
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command
+from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.config.recipe import ModelSpec, parse_recipe
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.files.run_folder import CARD, RunFolder
@@ -113,8 +114,8 @@ def hub(monkeypatch):
     server.server_close()
 
 
-def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys):
-    """A model as it is, and one that is exported first; the hub's refusal is an error that names the folder."""
+def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monkeypatch):
+    """A model as it is, one that is exported first, and that of a run; a refusal is an error that names the folder."""
     write(run, "google/bert_uncased")
     folder, out = run / "prune" / "model", tmp_path / "out"
     assert run_command(export_command, [str(folder), "--compact", "fp16", "--output_dir", str(out)]) == 0
@@ -124,6 +125,10 @@ def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys):
         assert hub.received == {path.name: path.read_bytes() for path in sent.iterdir()}
         assert ModelCard(hub.received[CARD].decode()).data.base_model == "google/bert_uncased"
         hub.received.clear()
+    monkeypatch.setattr("ds_trainer.run.run", lambda job: {})
+    files = ["--deepspeed_config", "zero0", "--recipe", "quickstart", "--output_dir", str(run)]
+    train(read_train_job([*files, "--overwrite_output_dir", "--push_to_hub", "me/small"]))
+    assert hub.received == {path.name: path.read_bytes() for path in (run / "model").iterdir()}
     assert run_command(export_command, [str(folder), "--push_to_hub", "other/small"]) == 2
     assert f"--push_to_hub other/small: {folder} is whole here, and was not sent: " in capsys.readouterr().err
     assert run_command(export_command, [str(folder), "--push_to_hub", "a/b/c"]) == 2
