@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ds_trainer.tasks.task import Task
     from ds_trainer.techniques.technique import Technique
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Recipe", "Task", "Technique", "cut", "evaluate", "load_model", "shrink", "train"]
 _MODULES = {
     **dict.fromkeys(("cut", "evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),

@@ -13,6 +13,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
+from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
@@ -67,6 +68,7 @@ def run(job: TrainJob) -> dict[str, Any]:
             _add_costs(job, results)
             distributed.on_main(partial(write_results, folder, results))
             distributed.on_main(lambda: write_report(job.output))
+        distributed.on_main(partial(write_cards, job.output, job.recipe))
         distributed.info("\n" + results_table(results) + "\n")
         status.finished(job.output / "model")
     return results

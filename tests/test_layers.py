@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 739,
-    "files": 589,
-    "hosts": 531,
-    "config": 1357,
+    "files": 594,
+    "hosts": 527,
+    "config": 1359,
     "models": 2792,
-    "tasks": 2635,
+    "tasks": 2639,
     "techniques": 2423,
     "engine": 1689,
     "report": 1164,
-    "deploy": 1103,
-    "tuning": 953,
-    "": 1218,
-    "cli": 985,
+    "deploy": 1220,
+    "tuning": 950,
+    "": 1220,
+    "cli": 1042,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 JsonFile = str | Path | Mapping[str, Any]
-"""A JSON file, or its content."""
+"""A JSON file, the name of one in `ds_configs/`, or its content."""
 
 
 def train(

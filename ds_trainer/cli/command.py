@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """Raises what argparse would print on every rank."""
 
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=f"{name}.py", description=description, allow_abbrev=False)
+        super().__init__(prog=f"ds-{name}", description=description, allow_abbrev=False)
 
     def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
         """Parse, and load the plugins that are named, before anything is read that may need them."""

@@ -51,3 +51,9 @@ def doctor_parser() -> argparse.ArgumentParser:
     add("--timeout", type=int, default=60, help="seconds for each command on a host (60)")
     add("--json", action="store_true", help="print the rows as JSON")
     return parser
+
+
+if __name__ == "__main__":  # a tuning on several hosts starts it
+    from ds_trainer.cli.main import main
+
+    main("doctor")

@@ -94,3 +94,9 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     elif unreadable:
         distributed.warn("these checkpoints are not scored:\n" + "\n".join(unreadable))
     return checkpoints
+
+
+if __name__ == "__main__":  # `deepspeed --module ds_trainer.cli.evaluate`
+    from ds_trainer.cli.main import main
+
+    main("evaluate")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
-from ds_trainer.cli.flags import NO_TASK, add_model_flags, names_task, output_path, read_task, trust_of
+from ds_trainer.cli.flags import NO_TASK, add_model_flags, add_push_flag, names_task, output_path, read_task, trust_of
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.config.prune_specs import BY_SHARE
@@ -41,6 +41,7 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def export(job: ExportJob, output: TextIO) -> None:
     """Export a model folder, which is made first where the job names a checkpoint; the report goes to `output`."""
+    from ds_trainer.deploy.card import push_to_hub
     from ds_trainer.deploy.export_folder import export_folder
 
     with trusting(job.trust), contextlib.ExitStack() as until_written:
@@ -49,7 +50,10 @@ def export(job: ExportJob, output: TextIO) -> None:
 
             folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
             job = job.model_copy(update={"model": folder})
-        export_folder(job, output)
+        if job.onnx or job.writes_folder:
+            export_folder(job, output)
+        if job.push_to_hub:
+            push_to_hub(job.output, job.push_to_hub)
 
 
 def read_export_job(arguments: Sequence[str]) -> ExportJob:
@@ -86,6 +90,7 @@ def export_parser() -> argparse.ArgumentParser:
     add("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
     add("--import_from", choices=("masked_bert", "deebert"), help="written by movement pruning's scripts or DeeBERT's")
+    add_push_flag(parser)
     add("--threshold", type=float, help="with --import_from masked_bert: the final threshold of its run")
     return parser
 
@@ -94,8 +99,7 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
     """Say which packages are missing for a flag that needs onnx and onnxruntime."""
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        names = " and ".join(missing)
-        yield f"""{flag}: {names} cannot be imported: pip install -e ".[onnx]" from the project's folder"""
+        yield f"{flag}: {' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"
 
 
 def _read_cut(text: str) -> CutSpec:
@@ -110,11 +114,17 @@ def _read_cut(text: str) -> CutSpec:
     return spec
 
 
+def _writes(flags: argparse.Namespace) -> bool:
+    """Whether anything is to be written, and not only sent."""
+    named = ("shrink", "cut", "onnx", "compact", "unpack", "import_from")
+    return is_checkpoint(flags.model) or any(getattr(flags, name) for name in named)
+
+
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Report the flags that do not go together."""
     of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.cut or flags.onnx or flags.compact
-    if not (others or flags.unpack or flags.import_from or of_checkpoint):
-        yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --import_from"
+    if not (_writes(flags) or flags.push_to_hub):
+        yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack, --import_from or --push_to_hub"
     for flag in ("unpack", "import_from"):
         if getattr(flags, flag) and of_checkpoint:
             yield f"--{flag}: {flags.model} is a checkpoint of this program, whose weights are whole: drop the flag"
@@ -166,6 +176,10 @@ def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iter
 
 def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Say why the output cannot be written where the flags want it."""
+    if not _writes(flags):
+        if flags.output_dir:
+            yield "--output_dir: --push_to_hub alone sends the folder as it is, and writes nothing: drop it"
+        return
     output, of_checkpoint = flags.output_dir or Path(flags.model), is_checkpoint(flags.model)
     itself = os.path.realpath(output) == os.path.realpath(flags.model)
     only_onnx = flags.onnx and not (flags.shrink or flags.cut or flags.compact)

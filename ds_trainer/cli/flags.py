@@ -1,7 +1,10 @@
 """The flags that commands share: the task, what model folders are permitted, and what DeepSpeed's launcher adds."""
 
 import argparse
+import difflib
 import os
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,31 @@ from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_setting
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
+from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
+from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
 NO_TASK = "no task: give --task_name, or --recipe with a task"
+
+
+def _shipped(folder: str, text: str) -> str:
+    """Return the path of the file in `folder` of this library that has this name; any other path as it is."""
+    files = {path.stem: path for path in sorted((PROJECT / folder).glob("*.json"))}
+    if text in files and not os.path.isfile(text):
+        return str(files[text])
+    if re.fullmatch(r"[\w-]{1,60}", text) and not os.path.exists(text):
+        near = difflib.get_close_matches(text, files) or files
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no file, nor a name in {folder}: {', '.join(near)}")
+    return text  # whoever reads it says what is wrong with it
+
+
+shipped_engine = partial(_shipped, "ds_configs")
+"""Parses a flag that names an engine file."""
+shipped_recipe = partial(_shipped, "ds_configs/recipes")
+"""Parses a flag that names a recipe."""
 
 
 def add_model_flags(parser: argparse.ArgumentParser, model: str = "model folder or hub name") -> None:
@@ -31,7 +53,8 @@ def add_model_flags(parser: argparse.ArgumentParser, model: str = "model folder 
 
 def add_task_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags from which `read_task` reads."""
-    parser.add_argument("--recipe", help="take the task from this recipe, e.g. OUTPUT_DIR/recipe.json")
+    source = "take the task from this recipe, e.g. OUTPUT_DIR/recipe.json, or a name of ds_configs/recipes"
+    parser.add_argument("--recipe", type=shipped_recipe, help=source)
     add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
 
 
@@ -93,6 +116,17 @@ def checked_exits(values: dict[str, Any]) -> ExitsSpec:
         return ExitsSpec(**values)
     except ValidationError as error:
         raise UserError(flag_mistake(error.errors()[0])) from None
+
+
+def add_push_flag(parser: argparse.ArgumentParser) -> None:
+    help = "send the model folder to this repository of the Hugging Face hub, which is made unless it exists"
+    parser.add_argument("--push_to_hub", metavar="NAME", type=_hub_name, help=help)
+
+
+def _hub_name(text: str) -> str:
+    if not re.fullmatch(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write NAME or OWNER/NAME")
+    return text
 
 
 def output_path(text: str) -> Path:

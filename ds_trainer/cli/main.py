@@ -1,4 +1,4 @@
-"""The entry of every script in `launch/`: find the environment, then run the command of that name.
+"""The entry of the scripts in `launch/` and of the `ds-...`: find the environment, then run the command of that name.
 
 Imports nothing but the standard library at the top, so that a Python without the project's packages can say so.
 """
@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 _NEEDED = ("torch", "deepspeed", "transformers", "pydantic", "hjson")
+
+
+def console_script() -> None:
+    """Run the command that an installed script is named after: `ds-train` runs `train`."""
+    main(Path(sys.argv[0]).name.removeprefix("ds-"))
 
 
 def main(name: str) -> None:

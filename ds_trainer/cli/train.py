@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.flags import add_common_flags, trust_of
+from ds_trainer.cli.flags import add_common_flags, add_push_flag, shipped_engine, shipped_recipe, trust_of
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
@@ -53,7 +53,12 @@ def train(job: TrainJob) -> dict[str, Any]:
     try:
         with trusting(job.trust):
             if not (job.dry_run or job.trial):
-                return run(job)
+                results = run(job)
+                if job.push_to_hub and distributed.is_main():
+                    from ds_trainer.deploy.card import push_to_hub
+
+                    push_to_hub(job.output / "model", job.push_to_hub)
+                return results
             run_trial(job, job.trial) if job.trial else dry_run(job)
             return {}
     finally:
@@ -107,8 +112,10 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
 def train_parser() -> argparse.ArgumentParser:
     parser = Parser("train", "Train a recipe on DeepSpeed.")
     add, existing = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("--deepspeed_config", required=True, help="the engine file, DeepSpeed's own JSON")
-    add("--recipe", required=True, help="model, task, phases and techniques, as JSON")
+    engine = "the engine file, DeepSpeed's own JSON; or a name of ds_configs, e.g. zero2"
+    recipe = "model, task, phases and techniques, as JSON; or a name of ds_configs/recipes, e.g. sst2_cut"
+    add("--deepspeed_config", type=shipped_engine, required=True, help=engine)
+    add("--recipe", type=shipped_recipe, required=True, help=recipe)
     add("--model_name_or_path", help="model folder or hub name the first phase starts from")
     add("--output_dir", help="where everything is written")
     add("--seed", type=int)
@@ -122,6 +129,7 @@ def train_parser() -> argparse.ArgumentParser:
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
     add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
+    add_push_flag(parser)
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
 
@@ -170,5 +178,12 @@ def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
 def _as_given(arguments: Sequence[str]) -> str:
     """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks."""
     local, world = distributed.local_world_size(), distributed.world_size()
-    launcher = ["python"] if world == 1 else ["deepspeed", *(["--num_gpus", str(world)] if local == world else [])]
-    return shlex.join([*launcher, "launch/train.py", *(word for word in arguments if "--local_rank" not in word)])
+    ranks = ["--num_gpus", str(world)] if local == world else []
+    launcher = ["ds-train"] if world == 1 else ["deepspeed", *ranks, "--module", "ds_trainer.cli.train"]
+    return shlex.join([*launcher, *(word for word in arguments if "--local_rank" not in word)])
+
+
+if __name__ == "__main__":  # `deepspeed --module ds_trainer.cli.train`
+    from ds_trainer.cli.main import main
+
+    main("train")

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.hosts.hostfile import read_hostfile
+from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.text.glue import metrics_of
 from ds_trainer.tuning.space import checked_recipe
@@ -32,7 +34,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _COUNTS = ("ranks", "threads", MICRO)
 _WRITE = 'write {"PATH": [values to try], ...} or {"PATH": {"low": 1e-5, "high": 1e-3, "log": true}, ...}'
 _OF_SPEED = ("space", "phase", "trial_seconds")
-_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial")
+_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial", "--push_to_hub")
 
 
 def tune_command(arguments: Sequence[str]) -> None:
@@ -41,6 +43,8 @@ def tune_command(arguments: Sequence[str]) -> None:
     from ds_trainer.tuning.recipe_search import tune_recipe
     from ds_trainer.tuning.tune import tune
 
+    paths = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the trials run this code, installed or not
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)  # the trial that runs is to end as well
     tune_recipe(job) if isinstance(job, RecipeTuneJob) else tune(job)
@@ -89,7 +93,7 @@ def _files(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tune_parser() -> argparse.ArgumentParser:
-    more = "All other flags are those of launch/train.py, for every trial."
+    more = "All other flags are those of ds-train, for every trial."
     parser = Parser("tune", f"Find the fastest settings for a phase on this machine. {more}")
     add = parser.add_argument
     add("--deepspeed_config", required=True, help="the engine file to start from, which is a candidate too")

@@ -91,6 +91,8 @@ class TrainJob(CommandJob):
     timeout: Annotated[int, Field(ge=1)]
     """Seconds that a rank waits for another."""
     debug_port: int | None
+    push_to_hub: str | None
+    """The name of the repository that the run's model is sent to."""
 
 
 class TuneJob(CommandJob):
@@ -219,6 +221,8 @@ class ExportJob(CommandJob):
     cache_dir: str | None
     checkpoint: SavedCheckpoint | None
     """The checkpoint that becomes the model folder first."""
+    push_to_hub: str | None
+    """The name of the repository that the output is sent to."""
 
     @property
     def plain(self) -> bool:

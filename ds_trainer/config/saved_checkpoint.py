@@ -69,7 +69,7 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     if not phase:
         raise UserError(
             f"{name} was written by an older version of this library, which did not store the phase: go on from it "
-            f"with launch/train.py --resume {name}, whose next checkpoint has it"
+            f"with ds-train --resume {name}, whose next checkpoint has it"
         )
     if writer not in names or phase["name"] != writer:
         raise UserError(

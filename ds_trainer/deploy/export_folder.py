@@ -26,6 +26,7 @@ from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.agreement import check_same, tolerance_in
+from ds_trainer.deploy.card import write_export_card
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
@@ -75,6 +76,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
         write_json(made / REPORT, report)
         with held_back():  # no signal may end the command between the removal of the old model and the new one
             _put_in_place(made, job)
+            write_export_card(job, report)
     print(json.dumps(report, indent=2), file=output, flush=True)
 
 

@@ -90,7 +90,7 @@ def read_engine_file(path: str | Path) -> dict[str, Any]:
     if _is_of_autotuner(str(path)):
         raise UserError(
             "deepspeed --autotuning changes the global batch and leaves teachers, masks and offload out: use "
-            "python launch/tune.py with the same --deepspeed_config and --recipe"
+            "ds-tune with the same --deepspeed_config and --recipe"
         )
     return read_json(path, "the engine file")
 

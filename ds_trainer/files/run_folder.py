@@ -22,6 +22,8 @@ from ds_trainer.ranks.failures import UserError
 
 RUN_LIST = ".ds_trainer.json"
 """The file in an output folder that lists the paths, or patterns of paths, that runs of this program wrote."""
+CARD = "README.md"
+CARD_MARK = "<!-- ds_trainer wrote this card and replaces it: remove this line to keep your changes -->"
 _LOCK = ".ds_trainer.lock"
 _ENDING = 60  # seconds in which a run that was asked to stop has mostly saved and ended
 TOKENIZER_FILES = (
@@ -85,6 +87,11 @@ def kept_from_runs(folder: Path) -> Iterator[None]:
         except OSError:
             pass
         yield
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether a file is a card that this program wrote, and that nobody has made their own."""
+    return path.name == CARD and path.is_file() and CARD_MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
 class RunFolder:
@@ -162,7 +169,8 @@ class RunFolder:
             return
         inside = sorted(target.rglob("*"), reverse=True)  # the deepest first; rglob follows no links
         for file in inside if target.is_dir() else [target]:
-            if file.is_file() and (file == target or any(fnmatchcase(file.name, name) for name in _WRITTEN)):
+            written = file == target or is_own_card(file) or any(fnmatchcase(file.name, name) for name in _WRITTEN)
+            if file.is_file() and written:
                 file.unlink()
         for folder in (*inside, target, target.parent):
             with contextlib.suppress(OSError):  # it is a file, or not empty, as the run's own folder with its list

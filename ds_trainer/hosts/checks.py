@@ -77,7 +77,7 @@ def ssh_row(host: Host, error: str) -> Row:
 def fact_rows(host: Host, facts: Mapping[str, Any], here: Mapping[str, Any], folder: Path | None) -> list[Row]:
     """Compare the facts of one host with those of this machine; `folder` holds the token, if one was written."""
     copy = f"share {PROJECT}, or copy it to the same path on that host"
-    install = f"share the environment, or on that host: {sys.executable} -m pip install -c constraints.txt -e ."
+    install = f"share the environment, or install these versions there by {sys.executable} -m pip install"
     mount = f"mount one file system (such as NFS) at {folder} on every host, which the user of ssh can write to"
     output = facts["output_folder"]
     return [

@@ -58,7 +58,7 @@ def examine(job: Job) -> list[Row]:
     try:
         hosts = read_hostfile(job.hostfile)
     except UserError as error:
-        cure = "write a line `NAME slots=RANKS` for each host: see launch/hostfile.example"
+        cure = "write a line `NAME slots=RANKS` for each host"
         rest = Row("all others", _ALL, SKIPPED, "hostfile failed")
         return [Row("hostfile", _ALL, FAILED, str(error), cure), *environment, rest]
     addresses = {host: probe.resolve(host.address) for host in hosts}

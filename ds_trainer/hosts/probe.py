@@ -52,17 +52,13 @@ def facts(request: dict) -> dict:
 
 
 def source_hash(project: str) -> str | None:
-    """Hash the source of the library and the commands; None where the project does not exist."""
-    digest = hashlib.sha256()
-    for part in ("ds_trainer", "launch"):
-        top = os.path.join(project, part)
-        if not os.path.isdir(top):
-            return None
-        paths = [os.path.join(folder, name) for folder, _, files in os.walk(top) for name in files]
-        for path in sorted(path for path in paths if path.endswith((".py", ".json"))):
-            with open(path, "rb") as file:
-                digest.update(os.path.relpath(path, project).encode() + b"\0" + file.read() + b"\0")
-    return digest.hexdigest()[:12]
+    """Hash the source of the library; None where the project does not exist."""
+    digest, top = hashlib.sha256(), os.path.join(project, "ds_trainer")
+    paths = [os.path.join(folder, name) for folder, _, files in os.walk(top) for name in files]
+    for path in sorted(path for path in paths if path.endswith((".py", ".json"))):
+        with open(path, "rb") as file:
+            digest.update(os.path.relpath(path, project).encode() + b"\0" + file.read() + b"\0")
+    return digest.hexdigest()[:12] if paths else None
 
 
 def resolve(name: str) -> str | None:

@@ -21,7 +21,7 @@ def debug_port_mistakes(port: int | None) -> list[str]:
     if port is None or not distributed.is_main():
         return []
     if importlib.util.find_spec("debugpy") is None:
-        return ["--debug_port needs debugpy, which is not installed: pip install 'ds_trainer[debug]'"]
+        return ["--debug_port needs debugpy, which is not installed: pip install debugpy"]
     return [] if 1 <= port <= 65535 else [f"--debug_port is {port}: give a port from 1 to 65535"]
 
 

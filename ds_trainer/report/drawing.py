@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """(height, width, 3), RGB."""
 
-INSTALL = """pip install -e ".[plots]" from the project's folder"""
+INSTALL = "pip install matplotlib markdown-it-py"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 """Colours that colour-blind readers can distinguish too (Okabe and Ito, 2008)."""
 MARKERS = "osD^vP*X"

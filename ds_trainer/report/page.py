@@ -63,7 +63,7 @@ def make_report(folder: Path) -> None:
 
 def write_report(folder: Path) -> None:
     """Make the report at the end of a run, on rank 0, and add its figures to TensorBoard; a failure is a warning."""
-    _tried("report", partial(_write_with_images, folder))
+    tried("report", partial(_write_with_images, folder))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _write_with_images(folder: Path) -> None:
 def _write(run: RunFiles) -> dict[_Plot, Figure]:
     """Write the figures and both pages; return the figures that were drawn."""
     folder, failures = RunFolder(run.folder), list[str]()
-    figures = _tried("the report has no figures", partial(_draw, run, folder, failures), failures) or {}
+    figures = tried("the report has no figures", partial(_draw, run, folder, failures), failures) or {}
     page = _page(run, list(figures), failures)
     write_whole(folder.claim("report.md"), page)
     if (text := _html(run, page)) is not None:
@@ -111,7 +111,7 @@ def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, 
         return figure
 
     check_installed()
-    figures = {plot: _tried(f"plot {plot.name}", partial(drawn, plot), failures) for plot in _all_plots(run, failures)}
+    figures = {plot: tried(f"plot {plot.name}", partial(drawn, plot), failures) for plot in _all_plots(run, failures)}
     return {plot: figure for plot, figure in figures.items() if figure is not None}
 
 
@@ -122,7 +122,7 @@ def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
         yield _Plot("score_by_density", list(run.results)[-1], caption, partial(_score_by_density, run))
     for phase in run.phases:
         for kind in (_plots, _exit_plots):
-            yield from _tried(f"plots of {phase}", partial(kind, run, phase), failures) or []
+            yield from tried(f"plots of {phase}", partial(kind, run, phase), failures) or []
 
 
 def _plots(run: RunFiles, phase: str) -> list[_Plot]:
@@ -199,8 +199,8 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
     if task:
         parts.append(_escaped(f"Model {model.get('name_or_path') or 'new'}, task {task.get('name')}."))
-    table = _tried("the table of results", partial(_table, run), failures)
-    notes = _tried("the notes on the table", partial(_notes, run), failures) or []
+    table = tried("the table of results", partial(table_of, run), failures)
+    notes = tried("the notes on the table", partial(notes_on, run), failures) or []
     parts += ["## Results", table or "", *map(_escaped, notes)]
     if drawn:
         parts.append("## Figures")
@@ -221,14 +221,14 @@ def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
     """Yield the command and the resolved files with their titles. The run has written them without secrets."""
     command = run.folder / "command.json"
     if command.is_file():
-        yield "Command", str(_tried("command.json", lambda: read_object(command)["command"]))
+        yield "Command", str(tried("command.json", lambda: read_object(command)["command"]))
     folders = dict.fromkeys([run.folder, *map(run.folder_of, run.phases)])
     for file in (run.folder / "recipe.json", *(folder / "deepspeed_config.json" for folder in folders)):
         if file.is_file():
             yield str(file.relative_to(run.folder)), file.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _table(run: RunFiles) -> str:
+def table_of(run: RunFiles) -> str:
     """Return a Markdown table with a column for each phase."""
     if not run.results:
         return "No phase has finished."
@@ -241,7 +241,7 @@ def _table(run: RunFiles) -> str:
     return markdown(rows)
 
 
-def _notes(run: RunFiles) -> list[str]:
+def notes_on(run: RunFiles) -> list[str]:
     """Return warnings, and notes on where phases were trained and measured, and which exits changed since."""
     trained: dict[str, list[str]] = {}
     measured: dict[str, list[str]] = {}
@@ -381,7 +381,7 @@ def _folded(_renderer: Any, tokens: Sequence[Any], index: int, _options: Any, _e
     return block if text.count("\n") < 5 else f"<details><summary>show</summary>\n{block}</details>\n"
 
 
-def _tried(name: str, call: Callable[[], T], failures: list[str] | None = None) -> T | None:
+def tried(name: str, call: Callable[[], T], failures: list[str] | None = None) -> T | None:
     """Return the call's value. After an error return None, warn, and add the cause to the failures."""
     try:
         return call()

@@ -8,7 +8,7 @@ from typing import Any
 from ds_trainer.ranks import distributed
 from ds_trainer.tuning.space import RANKS, THREADS, Candidate
 
-INSTALL = """pip install -e ".[tune]" from the project's folder"""
+INSTALL = "pip install optuna"
 _LARGE = 128
 """More candidates than this are sampled."""
 

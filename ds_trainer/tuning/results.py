@@ -76,7 +76,7 @@ def training_command(job: TuneJob, winner: Candidate, flag: str = "--deepspeed_c
     hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(winner.ranks)]
     threads = [f"OMP_NUM_THREADS={winner.threads}"] if winner.threads else []
     settings = [word for pair in pairs if of_recipe[pair[1]] != (flag == "--recipe") for word in pair]
-    command = ["deepspeed", *hosts, "launch/train.py", *kept, *settings, "--output_dir", "OUT"]
+    command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *kept, *settings, "--output_dir", "OUT"]
     return str(redacted(" ".join([*threads, shlex.join(command)])))
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.files.writing import write_json
-from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import (
     NonFiniteLossError,
@@ -38,7 +37,7 @@ _OUTCOMES |= {OutOfMemoryError.exit_code: NO_MEMORY}
 LOG = "output.log"
 """What the processes of a trial print, in its folder."""
 NO_TIME = "the budget was used up"
-_TRAIN = PROJECT / "launch" / "train.py"
+_TRAIN = "ds_trainer.cli.train"
 _POLL = 0.2  # seconds between two looks at a process
 _GRACE = 5  # seconds that a process group has to end before it is killed
 
@@ -130,14 +129,14 @@ def _command(job: TuneJob, candidate: Candidate, folder: Path, more: Sequence[st
     """Return a training command, which DeepSpeed's launcher starts unless it is of one rank on this host."""
     words = [*training_words(job, candidate), *more, "--output_dir", str(folder), "--overwrite_output_dir"]
     if candidate.ranks == 1 and not job.hostfile:
-        return [sys.executable, str(_TRAIN), *words]
+        return [sys.executable, "-m", _TRAIN, *words]
     where = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(candidate.ranks)]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    return [launcher, *where, "--master_port", str(distributed.free_port()), str(_TRAIN), *words]
+    return [launcher, *where, "--master_port", str(distributed.free_port()), "--module", _TRAIN, *words]
 
 
 def training_words(job: TuneJob, candidate: Candidate) -> list[str]:
-    """Return the user's arguments of `launch/train.py`, and the candidate's settings after them."""
+    """Return the user's arguments of `ds-train`, and the candidate's settings after them."""
     settings = [f"{path}={json.dumps(value)}" for path, value in candidate.settings]
     return [*job.arguments, *(word for setting in settings for word in ("--set", setting))]
 

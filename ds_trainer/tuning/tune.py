@@ -19,7 +19,6 @@ from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.reading import free_memory
-from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tuning.order import order_of
@@ -98,9 +97,8 @@ def examine_hosts(job: TuneJob) -> None:
     """Have the doctor examine the hosts of a tuning on several; UserError where they are not ready."""
     if not job.hostfile:
         return
-    doctor = PROJECT / "launch" / "doctor.py"
-    command = [sys.executable, str(doctor), "--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
-    if subprocess.run(command, check=False).returncode:
+    flags = ["--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
+    if subprocess.run([sys.executable, "-m", "ds_trainer.cli.doctor", *flags], check=False).returncode:
         raise UserError(f"the hosts of {job.hostfile} are not ready for a run: mend what the doctor found first")
 
 

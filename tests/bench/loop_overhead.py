@@ -147,6 +147,7 @@ def plan_of(
         timeout=distributed.TIMEOUT,
         trust=Trust(),
         debug_port=None,
+        push_to_hub=None,
     )
     return plan_phase(job, recipe.phases[0], source, teacher)
 

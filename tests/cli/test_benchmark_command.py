@@ -57,6 +57,6 @@ def test_onnxruntime_that_is_missing_is_told(plain: Path, monkeypatch: pytest.Mo
     find = "ds_trainer.cli.export.importlib.util.find_spec"
     monkeypatch.setattr(find, lambda name: None if name == "onnxruntime" else object())
     for backend in ("onnxruntime", "all"):
-        with pytest.raises(ValueError, match=r"onnxruntime cannot be imported: pip install -e \"\.\[onnx\]\""):
+        with pytest.raises(ValueError, match=r"onnxruntime cannot be imported: pip install onnxruntime"):
             read_benchmark_job([str(plain), "--backends", backend])
     assert read_benchmark_job([str(plain)]).backends == ("torch",)

@@ -89,6 +89,21 @@ def test_mistakes_of_a_command(command, spoil, words, monkeypatch):
     assert [word for word in words if word not in message] == []
 
 
+def test_shipped_files_are_found_by_name(command, monkeypatch, tmp_path):
+    """From any folder, unless a file there has the name; a wrong name lists the nearest."""
+    (tmp_path / "zero1").write_text('{"gradient_clipping": 0.25}')
+    (tmp_path / "zero3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    clipping = {"zero1": 0.25, "zero2": "auto", "zero3": "auto"}
+    jobs = {name: read_train_job(arguments_of(command | {"--deepspeed_config": name})) for name in clipping}
+    assert {name: job.engine_config["gradient_clipping"] for name, job in jobs.items()} == clipping
+    assert jobs["zero3"].engine_config["zero_optimization"]["stage"] == 3
+    assert "clm_decoder_cut" in mistakes_of(command | {"--recipe": "clm_decoder"})
+    assert "nor a name in ds_configs: autocast, bf16, " in mistakes_of(command | {"--deepspeed_config": "mine"})
+    scored = read_evaluate_job([str(ROOT / "tests/fixtures/version_0_1/run/model"), "--recipe", "quickstart"])
+    assert scored.task.name == "docstrings"
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "\x00", "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
 )

@@ -93,7 +93,7 @@ def test_onnx_goes_to_the_model_folder(folders, tmp_path, capsys):
     model = Path(shutil.copytree(folders / "qa", tmp_path / "model"))
     before = names(model)
     assert exported(model, "--onnx") == 0
-    assert names(model) == before | {"model.onnx", "export.json"}
+    assert names(model) == before | {"model.onnx", "export.json", "README.md"}
     report = json.loads(capsys.readouterr().out)
     assert report["onnx"]["largest"] > 0
     assert report["onnx"]["max_difference"] <= 1e-4 * max(1, report["onnx"]["largest"])
@@ -164,7 +164,7 @@ def test_overwriting_leaves_nothing_of_the_old_model(model, folders, tmp_path):
     for name in ("shrunk_model.py", "vocab.txt", "model-00001-of-00002.safetensors", "pytorch_model.bin"):
         (out / name).write_text("old")
     assert exported(model, "--compact", "fp16", "--output_dir", out, "--overwrite") == 0
-    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
+    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json", "README.md"}
     assert not hasattr(load_model(out)(**inputs(2, 8)), "exit_layers")
 
 
@@ -192,7 +192,7 @@ def test_a_signal_between_two_models_waits(model, tmp_path, monkeypatch, number,
     finally:
         signal.signal(signal.SIGINT, handler)
     assert len(moved) > 3
-    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json"}
+    assert names(out) == {*names(model) - {"model.safetensors"}, COMPACT_FILE, "export.json", "README.md"}
     assert names(tmp_path) >= {"out"}
     assert not [name for name in names(tmp_path) if is_aside(Path(name))]
     assert load_model(out)(**inputs(2, 8)).logits.shape == (2, 3)
@@ -338,7 +338,7 @@ def test_exit_heads(model, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], ["nothing to do", "--shrink, --cut, --onnx, --compact, --unpack or --import_from"]),
+        ([], ["nothing to do", "--shrink, --cut, --onnx, --compact, --unpack, --import_from or --push_to_hub"]),
         (["--shrink"], ["give --output_dir"]),
         (["--shrink", "--output_dir", "MODEL"], ["stays as it is"]),
         (["--shrink", "--output_dir", "FULL"], ["something else than a model"]),

@@ -77,7 +77,7 @@ def test_bad_files_are_reported_with_their_place(tmp_path, text, words):
 def test_deepspeeds_autotuner_is_refused_in_one_sentence():
     """It starts its trials with the file itself in base64 in place of a path, and logs what a trial prints."""
     file = base64.b64encode(json.dumps({"zero_optimization": {"stage": 3}, "autotuning": {}}).encode()).decode()
-    with pytest.raises(UserError, match=r"use python launch/tune\.py with the same --deepspeed_config and --recipe"):
+    with pytest.raises(UserError, match=r"use ds-tune with the same --deepspeed_config and --recipe"):
         read_engine_file(file)
 
 

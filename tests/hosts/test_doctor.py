@@ -341,14 +341,14 @@ def test_the_doctor_loads_no_torch():
 
 
 def test_the_source_hash_sees_a_changed_file(tmp_path):
-    """A changed byte, or name, of the library or a command changes it; a compiled file does not."""
-    for name in ("ds_trainer/a.py", "launch/b.py"):
+    """A changed byte, or name, of the library changes it; a compiled file does not."""
+    for name in ("ds_trainer/a.py", "ds_trainer/b.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     hashes = [probe.source_hash(str(tmp_path))]
     (tmp_path / "ds_trainer" / "a.pyc").write_text("compiled")
     assert probe.source_hash(str(tmp_path)) == hashes[0]
-    (tmp_path / "launch" / "b.py").write_text("x = 2\n")
+    (tmp_path / "ds_trainer" / "b.py").write_text("x = 2\n")
     hashes.append(probe.source_hash(str(tmp_path)))
     os.rename(tmp_path / "ds_trainer" / "a.py", tmp_path / "ds_trainer" / "c.py")
     hashes.append(probe.source_hash(str(tmp_path)))

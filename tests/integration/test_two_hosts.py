@@ -119,7 +119,7 @@ def test_a_tuning_measures_on_both_hosts(both_hosts, recipe_file, hosts, tmp_pat
     (trial,) = map(json.loads, (tmp_path / "out/trials.jsonl").read_text().splitlines())
     assert (trial["outcome"], trial["label"].split(",")[0]) == ("measured", "2 ranks")
     assert "host2: " in (tmp_path / "out/trials/000/output.log").read_text()
-    assert f"--hostfile {hosts.hostfile} launch/train.py" in done.stderr.split("train with:")[1]
+    assert f"--hostfile {hosts.hostfile} --module ds_trainer.cli.train" in done.stderr.split("train with:")[1]
 
 
 @pytest.fixture(scope="module")

@@ -183,5 +183,5 @@ def test_without_debugpy_the_error_says_how_to_get_it(monkeypatch):
     """It is an extra: a run without it needs none."""
     monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda _: None)
     (mistake,) = debug_port_mistakes(free_port())
-    assert "pip install 'ds_trainer[debug]'" in mistake
+    assert "pip install debugpy" in mistake
     assert debug_port_mistakes(None) == []

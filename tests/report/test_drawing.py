@@ -62,7 +62,7 @@ def test_an_svg_holds_shapes(band, tmp_path):
 def test_a_missing_library_is_an_error_with_the_way_out(monkeypatch):
     """Not an ImportError from deep down."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r'pip install -e "\.\[plots\]" from the project'):
+    with pytest.raises(ValueError, match="pip install matplotlib"):
         new_figure(80, 40, "")
 
 

@@ -22,9 +22,10 @@ def read(path: Path):
 
 
 def becomes_model(checkpoint: Path, expected: Path, target: Path) -> bool:
-    """Whether a checkpoint is exported, by the command, as the files of a model folder, byte by byte."""
+    """Whether a checkpoint is exported, by the command, as the files of a model folder, byte by byte, but its card."""
     export_command([str(checkpoint), "--output_dir", str(target)])
     found, wanted = ({path.name: path.read_bytes() for path in place.iterdir()} for place in (target, expected))
     report = json.loads(found.pop("export.json"))
     assert (report["folder"], report["checkpoint"]["step"]) == (str(checkpoint), int(checkpoint.name.split("-")[1]))
+    assert found.pop("README.md") != wanted.pop("README.md")
     return found == wanted

@@ -331,9 +331,10 @@ first = {"eval": {"accuracy": 0.0}, "train": {"train_seconds": 1.0}}
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path) -> None:
-    """In place of training, a script that writes what a run writes."""
-    (tmp_path / "run.py").write_text(RUN)
-    monkeypatch.setattr("ds_trainer.tuning.trials._TRAIN", tmp_path / "run.py")
+    """In place of training, a module that writes what a run writes."""
+    (tmp_path / "written_run.py").write_text(RUN)
+    monkeypatch.setattr("ds_trainer.tuning.trials._TRAIN", "written_run")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 def followed(job: RecipeTuneJob, rate: float, cannot_win=lambda *_: False) -> tuple[RecipeTrial, Path]:

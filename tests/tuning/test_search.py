@@ -163,12 +163,12 @@ def test_the_printed_command_trains_the_winner(job):
     made = job(None, "--set", "zero_optimization.stage=3", "--set", "phases.prune.dropout=0.1")
     settings = (("zero_optimization.stage", 2), (CHECKPOINTING, False))
     command = training_command(made, Candidate(2, threads=3, settings=settings))
-    assert command.startswith("OMP_NUM_THREADS=3 deepspeed --num_gpus 2 launch/train.py")
+    assert command.startswith("OMP_NUM_THREADS=3 deepspeed --num_gpus 2 --module ds_trainer.cli.train ")
     assert "zero_optimization" not in command
     assert f"--deepspeed_config {made.output}/tuned.json" in command
     dropout, checkpointing = (command.index(path) for path in ("phases.prune.dropout=0.1", f"{CHECKPOINTING}=false"))
     assert dropout < checkpointing
-    words = command.split("launch/train.py ")[1].split()
+    words = command.split("ds_trainer.cli.train ")[1].split()
     words[words.index("--deepspeed_config") + 1] = "ds_configs/zero2.json"
     assert read_train_job([*words, "--dry_run"]).recipe.phases[1].dropout == 0.1
 

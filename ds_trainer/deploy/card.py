@@ -1,0 +1,156 @@
+"""The card of a model folder, its `README.md`: scores, sizes, latency, how to load the model, and how it was made.
+
+Its head is metadata for the hub, to which `push_to_hub` sends a folder. A card without `CARD_MARK` is the user's own,
+and stays as it is.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+
+import ds_trainer
+from ds_trainer.config.exit_specs import EXITS_FILE
+from ds_trainer.config.jobs import ExportJob
+from ds_trainer.config.recipe import Recipe
+from ds_trainer.config.task_specs import TaskBase
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE
+from ds_trainer.deploy.latency import bytes_on_disk
+from ds_trainer.files.redaction import redacted
+from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
+from ds_trainer.files.tables import Row, markdown
+from ds_trainer.files.writing import write_whole
+from ds_trainer.models.loading import as_user_error
+from ds_trainer.models.model_folder import is_compact, is_hub_name
+from ds_trainer.ranks import distributed
+from ds_trainer.report.page import notes_on, table_of, tried
+from ds_trainer.report.run_files import read_object, read_run
+
+_TASKS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+}
+"""The hub's name of what a model does, by the end of the name of its class."""
+_FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack", "import_from", "threshold"}
+_PATH = re.compile(r'"/(?:[^"]*/)?([^"/]+)/?"')
+
+
+def write_cards(output: Path, recipe: Recipe) -> None:
+    """Write the card of each model of a run, from the files in its output folder; a failure is a warning."""
+    tried("the models have no cards", partial(_write_cards, output, recipe))
+
+
+def _write_cards(output: Path, recipe: Recipe) -> None:
+    run = read_run(output)
+    latency = [note for note in notes_on(run) if note.startswith("Latency")]
+    for phase in recipe.phases:
+        models = f"The models of the run, side by side. This one is `{phase.name}`."
+        sections = ["## Results", models, table_of(run), *latency, *_section(recipe)]
+        task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
+        _write(run.folder_of(phase.name) / "model", recipe.model.name_or_path, task, scores, sections)
+
+
+def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
+    """Write the card of an export; a model to which .onnx files were added keeps the card of its run."""
+    if not job.writes_folder and is_own_card(job.output / CARD) and (job.output / "config.json").exists():
+        return
+    scores = report.get("scores", {})
+    rows = [_row("source", bytes_on_disk(job.model), scores.get("model"))]
+    if job.writes_folder:
+        rows.append(_row("this model", bytes_on_disk(job.output), scores.get("compact", scores.get("cut"))))
+    onnx = [name for name in ("onnx", "int8") if name in report]
+    rows += [_row(report[name]["file"], report[name]["bytes"], scores.get(name)) for name in onnx]
+    flags = job.model_dump(mode="json", exclude_unset=True, include=_FLAGS)
+    made = _json({name: value for name, value in flags.items() if value})
+    recipe = job.checkpoint.recipe if job.checkpoint else None
+    source = recipe.model.name_or_path if recipe else str(job.model)
+    sections = ["## Results", markdown(rows), "## Export", made, *_section(recipe)]
+    _write(job.output, source, job.task, [{}, *scores.values()][-1], sections)
+
+
+def push_to_hub(folder: Path, name: str) -> None:
+    """Send a model folder to the hub, into a repository that is made unless it exists; UserError where that fails.
+
+    The account is that of the token that `huggingface_hub` finds: of `hf auth login`, or in HF_TOKEN.
+    """
+    api = HfApi()
+    with as_user_error(f"--push_to_hub {name}: {folder} is whole here, and was not sent"):
+        repository = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, ignore_patterns=[".*"])
+    distributed.info(f"{folder} was sent to {repository}")
+
+
+def _write(
+    folder: Path, source: str | None, task: TaskBase | None, scores: Mapping[str, float], sections: Sequence[str]
+) -> None:
+    """Write the card of a folder that was made from `source`, a folder or hub name; None stands for new weights."""
+    home = folder if (folder / "config.json").exists() else Path(source or "")
+    if ((folder / CARD).exists() and not is_own_card(folder / CARD)) or not (home / "config.json").exists():
+        return  # the card is the user's own, or the user has deleted the model
+    config, name = read_object(home / "config.json"), "/".join(folder.absolute().parts[-2:])
+    classes = config.get("architectures") or []
+    kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
+    does, base = _TASKS.get(kind), _base_of(source)
+    results = [
+        EvalResult(does, task.dataset or task.name, task.name, metric, value)
+        for metric, value in scores.items()
+        if does and task and "/" not in metric
+    ]
+    head = ModelCardData(base_model=base, library_name="transformers", pipeline_tag=does, tags=["ds_trainer"])
+    if results:
+        head.model_name, head.eval_results = name, results
+    origin = f"from {base or Path(source).name}" if source else "from new weights"
+    text = f"This {config['model_type']} was made by ds_trainer {ds_trainer.__version__} {origin}"
+    text += f", for the task {task.name}." if task else "."
+    parts = [f"---\n{head.to_yaml()}\n---\n{CARD_MARK}", f"# {name}", text, *sections, "## How to load"]
+    write_whole(folder / CARD, "\n\n".join([*parts, *_ways(folder, config, kind)]) + "\n")
+
+
+def _base_of(source: str | None) -> str | None:
+    """Return the hub name of the model that a model was made from, as its own card says; None where nothing does."""
+    if source is None or is_hub_name(source):
+        return source
+    card = Path(source) / CARD
+    return ModelCard.load(card).data.base_model if is_own_card(card) else None
+
+
+def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Yield a fence of Python for each way to load what a folder holds."""
+    auto = f"AutoModel{kind}".replace("LMHeadModel", "ForCausalLM")
+    trust = ", trust_remote_code=True" if "auto_map" in config else ""
+    model, exits = (folder / "config.json").exists(), (folder / EXITS_FILE).exists()
+    if model and not is_compact(folder):
+        yield f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER"{trust})\n```'
+    if exits or is_compact(folder):
+        early = "  # exits early" if exits else ""
+        yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'
+    for name in filter(lambda name: (folder / name).exists(), (ONNX_FILE, INT8_FILE)):
+        yield f'```python\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("FOLDER/{name}")\n```'
+
+
+def _row(name: str, size: int, scores: Mapping[str, float] | None) -> Row:
+    cells = {metric: f"{value:.4f}" for metric, value in (scores or {}).items()}
+    return {"": name, "MiB": f"{size / 2**20:,.1f}", **cells}
+
+
+def _section(recipe: Recipe | None) -> list[str]:
+    """Return the section of a card with what a recipe sets."""
+    if recipe is None:
+        return []
+    places = {"output_dir", "cache_dir"}
+    return ["## Recipe", _json(recipe.model_dump(mode="json", exclude_defaults=True, exclude=places))]
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    """Return a fence of JSON. A card is public: it has no secrets, and of absolute paths only the last parts."""
+    text = json.dumps(redacted(value), indent=2, ensure_ascii=False)
+    text = _PATH.sub(r'".../\1"', text)
+    return f"```json\n{text}\n```"
