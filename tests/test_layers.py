@@ -14,7 +14,7 @@ BUDGETS = {
     "ranks": 739,
     "files": 594,
     "hosts": 527,
-    "config": 1359,
+    "config": 1352,
     "models": 2792,
     "tasks": 2639,
     "techniques": 2423,

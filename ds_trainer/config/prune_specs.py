@@ -70,9 +70,7 @@ class PruneSpec(Strict):
     A score is of a weight or, as in arXiv 2109.04838, of a larger part of the matrices that is kept or dropped whole.
     """
 
-    pruning_method: Method = Field(
-        "topK", description="where scores come from and how they decide; sigmoid_threshold is taken too"
-    )
+    pruning_method: Method = Field("topK", description="how scores arise and decide; sigmoid_threshold is known, too")
     granularity: AnyGranularity = Field(
         "weight",
         description='the part of a matrix that one score is about; "hybrid" is {"attention": "head", "feed_forward": '
@@ -114,10 +112,8 @@ class PruneSpec(Strict):
     initial_warmup: Units = Field(1, description="how long the initial threshold is held at the start")
     final_warmup: Units = Field(2, description="how long the final threshold is held at the end")
     schedule: Shape = Field("cubic", description="shape of the way from the initial threshold to the final one")
-    regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = Field(
-        None, description="the penalty on the scores, whose weight is final_lambda"
-    )
-    final_lambda: Rate | None = Field(None, description='becomes the loss weight "prune.penalty"')
+    regularization: Annotated[Literal["l1", "l0"] | None, BeforeValidator(_null)] = Field(None, description="on scores")
+    final_lambda: Rate | None = Field(None, description='weight of the penalty: the loss weight "prune.penalty"')
     global_topk: bool = Field(False, description="one threshold over all layers; unlike scores are standardised")
     global_topk_frequency_compute: Positive = Field(1, description="steps between two choices over all layers")
     mask_scores_learning_rate: Rate = Field(1e-2, description="by default 0.1 for l0")

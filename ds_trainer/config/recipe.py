@@ -67,9 +67,7 @@ class GroupRule(Strict):
 class Phase(Strict):
     """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
-    name: str = Field(
-        "train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder in the output folder"
-    )
+    name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
     student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
     cut: CutSpec | None = Field(None, description="start from the model of start_from with parts of it cut away")

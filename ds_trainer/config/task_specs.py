@@ -16,6 +16,7 @@ from ds_trainer.ranks.failures import UserError
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
+Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 
 class TaskBase(Strict):
@@ -58,9 +59,7 @@ class TextSpec(LabelledSpec):
     label_column: Column | None = Field(None, description="a class, or with regression a number")
     header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
-    metrics: list[Literal["accuracy", "f1", "matthews", "pearson", "spearman"]] | None = Field(
-        None, description="by default those of the GLUE task; accuracy, and of a regression pearson and spearman"
-    )
+    metrics: list[Metric] | None = Field(None, description="by default GLUE's; or accuracy, or pearson and spearman")
     max_seq_length: Length = Field(128, description="tokens at which texts are cut, special ones included")
 
 

@@ -1,6 +1,6 @@
 """What a notebook does with the public API, in one process: `notebook.py RECIPE OUT` trains twice, scores and cuts.
 
-Then it runs the cells of the notebook in `examples/`, with a smaller model and few examples.
+Then it runs the cells of the notebook in `examples/`, with the recipe's model and task.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ def main(recipe: str, out: Path) -> None:
     seen["dry"] = train(recipe, out / "dry", "--dry_run")
     for name, folder in (("weights", "cut"), ("of_checkpoint", "second/checkpoint-8")):
         seen[name] = sum(parameter.numel() for parameter in load_model(out / folder).parameters())
-    served = run_cells(Path(__file__).parents[2] / "examples/from_model_to_served.ipynb", out / "served")
+    settings = {"OUT": str(out / "served"), "TASK": content["task"], "MODEL": content["model"], "EPOCHS": 1}
+    served = run_cells(Path(__file__).parents[2] / "examples/from_model_to_served.ipynb", settings)
     seen["served"] = {name: served[name] for name in ("scores", "speed_ups", "answer")}
     (out / "seen.json").write_text(json.dumps(seen))
 
 
-def run_cells(notebook: Path, out: Path) -> dict[str, Any]:
-    """Run the code of a notebook, with other settings than those of its first cell; return what it has defined."""
+def run_cells(notebook: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run the code of a notebook, with these settings in place of its first cell's; return what it has defined."""
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = json.loads(notebook.read_text())["cells"]
     first, *others = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     exec(first, names)
-    names["OUT"] = str(out)
-    names["TASK"] |= {"max_train_samples": 64, "max_eval_samples": 64}
+    assert settings.keys() < names.keys()
+    names |= settings
     for source in others:
         exec(source, names)
     return names
