@@ -182,7 +182,7 @@ class CutSpec(Strict):
         if self.granularity == "model" and amounts != ["target_flops"]:
             yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
         if self.contiguous and not self.layers and self.granularity != "model":
-            yield "contiguous is of the layers that go, and layers is not set: set it, or drop contiguous"
+            yield "contiguous says which layers go, and no layers are cut: set layers, or drop contiguous"
         if len(amounts) > 1:
             yield f"{' and '.join(amounts)} are set: keep one"
         if targets and not structured:

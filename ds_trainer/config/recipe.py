@@ -234,10 +234,12 @@ class Recipe(Strict):
             )
 
     def _check_exits(self, phase: Phase) -> None:
-        """Allow exits on labelled text only, and calibration only on examples that no phase has trained on."""
+        """Allow exits on labelled text and tags, and calibration only on examples that no phase has trained on."""
         task, exits = phase.task or self.task, phase.techniques.exits
         if not isinstance(task, LabelledSpec):
-            raise UserError(f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text')
+            raise UserError(
+                f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text or tags'
+            )
         unsuited = "pooling" if isinstance(task, TokenSpec) else "sequence_uncertainty"
         if getattr(exits, unsuited):
             raise UserError(f'phase "{phase.name}" has exits.{unsuited}, which the heads of {task.name} lack: drop it')

@@ -90,7 +90,8 @@ class LayerSkipSpec(Strict):
         "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
     )
     rotation: Positive | None = Field(
-        None, description="each step trains every so many-th exit; 1 is all of them; by default one exit a step"
+        None,
+        description="N: each step trains one exit in N, by turns; 1 trains all; by default one exit a step",
     )
 
 

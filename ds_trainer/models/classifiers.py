@@ -23,6 +23,8 @@ def trained_head(config: Any, kind: HeadKind) -> tuple[str, ...] | None:
 
 def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple[str, ...]:
     """Return the task's labels, in the order of a trained head if that has the same ones, otherwise unchanged."""
+    if head is not None and sorted(head) == sorted(task_labels):
+        return tuple(head)
     by_name = {_folded(name): name for name in task_labels}
     if head is None or len(head) != len(task_labels) or {_folded(name) for name in head} != set(by_name):
         return tuple(task_labels)
@@ -74,8 +76,9 @@ def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_to
 
 
 def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Sequence[str]) -> None:
-    folded = [_folded(name) for name in head]
-    wanted = [_folded(name) for name in labels]
+    folded, wanted = list(head), list(labels)
+    if sorted(folded) != sorted(wanted):
+        folded, wanted = [_folded(name) for name in head], [_folded(name) for name in labels]
     if sorted(folded) != sorted(wanted):
         names = "are unnamed" if unnamed(head) else f"are {', '.join(head)}"
         distributed.warn(f"{source}: the head's classes {names}; they are taken for {', '.join(labels)}, in order")

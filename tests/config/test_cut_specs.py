@@ -20,7 +20,7 @@ MISTAKES = {
     "sizes of heads": ({"neurons": 0.5, "granularity": "head"}, "neurons: a cut to sizes of the whole model"),
     "all layers": ({"layers": 1.0}, "less than 1"),
     "mixture without a target": ({"granularity": "model", "keep": 0.5}, 'granularity "model" chooses the sizes'),
-    "a run of none": ({"width": 0.5, "contiguous": True}, "contiguous is of the layers that go"),
+    "a run of none": ({"width": 0.5, "contiguous": True}, "contiguous says which layers go"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
     "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
     "quoted": ({"vocabulary": {"keep": "5000"}}, "write 5000 without quotes"),

@@ -22,6 +22,8 @@ MARKED = (
 """CHATML, which says itself what the assistant writes."""
 LAST = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}")
 """It writes what the assistant says in another way where others follow, as Qwen3's does."""
+THINKING = CHATML.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}<think>")
+"""Its prompt begins an answer with what it does not keep."""
 TWO_TURNS = chat("why is it wet?", "it rains.", "and the cat?", "sat on the mat", system="be brief")
 
 
@@ -55,6 +57,12 @@ def test_only_what_the_assistant_writes_is_learned(template: str, packing: bool,
     assert learned(task) == ["it rains.<end>sat on the mat<end>"]
     text = task.tokenizer.decode(task.examples("train").row(0)["input_ids"])
     assert text.startswith("<|system|>be brief<end>\n<|user|>why is it wet?<end>\n<|assistant|>it rains.<end>\n")
+
+
+def test_a_greeting_of_the_assistant_has_no_labels(build: Any) -> None:
+    """It answers nothing; what it says later is learned."""
+    greeting = {"role": "assistant", "content": "good morning"}
+    assert learned(build([[greeting, *chat("is it wet?", "yes")]])) == ["yes<end>"]
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -96,6 +104,7 @@ def test_long_conversations_are_cut_and_those_without_a_label_go(build: Any, cap
 REFUSED = [
     ([TWO_TURNS], None, "has no chat template, which messages_column needs"),
     ([TWO_TURNS], LAST, r"chat\.jsonl, line 1: the chat template writes message 3 in another way where others follow"),
+    ([TWO_TURNS], THINKING, r"begins an answer in another way than it writes message 3, .* mark the turns"),
     ([chat("a"), TWO_TURNS], "{{ raise_exception('no system') }}", r"line 1: the chat template refuses .* no system"),
     ([[{"role": "user"}]], CHATML, r'line 1: message 1 must have a "role" and a "content"'),
     ([chat("a"), []], CHATML, r"line 2: 'messages' is a list, and must be a list of messages"),

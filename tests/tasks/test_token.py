@@ -16,6 +16,7 @@ from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
 from transformers import BertConfig, BertForTokenClassification, BertModel
 
 from ds_trainer.config.recipe import parse_task
+from ds_trainer.models import classifiers
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
@@ -249,6 +250,20 @@ def test_an_entity_that_begins_inside_counts() -> None:
     """As in CoNLL's script, I-per after O begins an entity in any scheme, and one of another kind ends the last."""
     scores = entities.score([["O", "B-per", "B-loc"]], [["O", "I-per", "I-loc"]], ("loc", "per"))
     assert (scores["f1"], scores["accuracy"]) == (1.0, pytest.approx(1 / 3))
+
+
+def test_tags_that_differ_in_case_alone_stay_apart() -> None:
+    """A head that was trained for them has each; names that differ in case everywhere are taken for the same ones."""
+    tags = ("O", "B-x", "b-x")
+    assert classifiers.label_order(tags, ("b-x", "O", "B-x")) == ("b-x", "O", "B-x")
+    assert classifiers.label_order(("O", "B-x"), ("b-x", "o")) == ("B-x", "O")
+
+
+def test_tags_without_kinds_are_entities_of_one_kind() -> None:
+    """B, I and O alone, as of chunks or of symptoms."""
+    assert entities.kinds_of("OBI") == ("_",)
+    scores = entities.score([["B", "I", "O", "B"]], [["B", "I", "O", "O"]], ("_",))
+    assert scores == pytest.approx({"f1": 2 / 3, "precision": 1, "recall": 0.5, "accuracy": 0.75, "f1/_": 2 / 3})
 
 
 def test_tags_of_no_entities_have_an_accuracy_alone(build: Any) -> None:

@@ -107,6 +107,15 @@ def test_a_doubt_is_that_of_the_tokens_that_count():
     assert doubt("patience", "mean", shares, before, counted).tolist() == [0.0, 1.0]
 
 
+def test_where_nothing_is_of_the_text_all_that_is_attended_counts():
+    """A sequence of special tokens alone, such as a sentence that is `[SEP]`, is as sure as these are."""
+    model = tagger("bert", *RULES[0])
+    special = int(model.special_tokens[0])
+    text = next(id for id in range(20) if id not in model.special_tokens)
+    ids, mask = torch.tensor([[special] * 3, [special, text, text]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    assert model.counted(ids, mask).tolist() == [[True, True, False], [False, True, False]]
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

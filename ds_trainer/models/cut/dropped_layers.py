@@ -1,6 +1,5 @@
 """Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 
@@ -90,7 +89,6 @@ def observe(
     `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
     """
     base, attended = model.to(device).base_model, list[Tensor]()
-    accepted = inspect.signature(base.forward).parameters
 
     def hook(name: str) -> Any:
         def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
@@ -101,6 +99,6 @@ def observe(
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
     for inputs, tokens in zip(calibration.inputs, calibration.attended, strict=True):
         attended.append(tokens.to(device))
-        base(**{name: values.to(device) for name, values in inputs.items() if name in accepted})
+        base(**encoder_inputs(base, {name: values.to(device) for name, values in inputs.items()}))
     for handle in handles:
         handle.remove()

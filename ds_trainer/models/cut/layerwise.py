@@ -86,6 +86,13 @@ class Gram:
         return moments, added
 
 
+def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what an encoder takes of a batch. With a cache, transformers would not keep packed documents apart."""
+    accepted = inspect.signature(base.forward).parameters
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    return {name: values for name, values in batch.items() if name in accepted} | options
+
+
 class Layerwise:
     """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer.
 
@@ -98,9 +105,7 @@ class Layerwise:
         if model.config.is_encoder_decoder:
             raise self._no_row()
         self._layers = list(encoder_layers(model).values())
-        accepted = inspect.signature(self._base.forward).parameters
-        self._inputs = [{name: x for name, x in batch.items() if name in accepted} for batch in calibration.inputs]
-        self._options = {"use_cache": False} if "use_cache" in accepted else {}
+        self._inputs = [encoder_inputs(self._base, batch) for batch in calibration.inputs]
         self._outputs: list[Any] = [None] * len(self._inputs)  # of the layer before, by batch, on the CPU
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -170,7 +175,7 @@ class Layerwise:
             for inputs in self._inputs:
                 before[:] = [next(outputs)]
                 computed.clear()
-                self._base(**inputs, **self._options)
+                self._base(**inputs)
                 if not computed:
                     raise self._no_row()
                 yield computed[0]

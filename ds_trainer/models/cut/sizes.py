@@ -97,7 +97,8 @@ def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
     assert spec.target_flops is not None, "the spec saw to it"
     total = encoder_flops(model, spec.cost_tokens)
     planned = []
-    for mixture in MIXTURES:
+    widens = not _heads_follow_width(model) or _has(model, "attention")
+    for mixture in (mixture for mixture in MIXTURES if widens or "width" not in mixture):
         sizes_at = partial(_at_share, model, mixture)
         share = bisect_right(
             range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
@@ -158,18 +159,21 @@ def _cut_to(
 def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
+    narrow = whole_class(model)(config).to(model.dtype)
+    state = narrow.state_dict()
+    # norms of queries and keys may be as wide, and stay so
     norms = {
         name: module
         for name, module in model.named_modules()
-        if "Norm" in type(module).__name__ and getattr(module, "weight", torch.empty(0)).shape == (width,)
+        if "Norm" in type(module).__name__
+        and f"{name}.weight" in state
+        and module.weight.shape == (width,) != state[f"{name}.weight"].shape
     }
     active = torch.zeros(width, dtype=torch.float64, device=device)
     observe(model, norms, calibration, device, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
     channels = distributed.total(active).topk(sizes.width).indices.sort().values
     scales = _scales(model, norms, channels, calibration, device)
     channels = channels.cpu()
-    narrow = whole_class(model)(config).to(model.dtype)
-    state = narrow.state_dict()
     try:
         narrow.load_state_dict(
             {name: kept_alone(weight, state[name].shape, channels) for name, weight in model.cpu().state_dict().items()}
@@ -253,6 +257,11 @@ def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
     while not follow and step * _SHARES <= now.width:
         step *= 2
     width = _size("width", wanted, now.width, step)
+    if follow and width % step:
+        raise UserError(
+            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
+            f"{step}, or a share"
+        )
     step = 1
     while step * _SHARES <= now.neurons:
         step *= 2

@@ -1,7 +1,8 @@
 """Conversations as the tokenizer's chat template writes them, with labels on the assistant's turns alone.
 
-A template may mark these turns itself (`{% generation %}`). Of any other template, an assistant's turn is what it adds
-to the prompt for that turn; the turn ends with the token that the template writes after it.
+A template may mark these turns itself (`{% generation %}`). With any other template, a turn is the text between the
+prompt that the template renders for it and the conversation rendered up to its end. A first message of the assistant
+answers nothing, and has no labels.
 """
 
 import re
@@ -58,7 +59,8 @@ class Conversations:
             if self._marks_turns:
                 encoded = self.tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)
                 return encoded["input_ids"], encoded["assistant_masks"]
-            text, turns = self._render(messages), list(self._turns(messages))
+            text = self._render(messages)
+            turns = list(self._turns(messages, text))
         except TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from None
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -66,18 +68,23 @@ class Conversations:
         labelled = [int(any(start <= first < end for start, end in turns)) for first, _ in encoded["offset_mapping"]]
         return encoded["input_ids"], labelled
 
-    def _turns(self, messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    def _turns(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
         """Yield where each turn of the assistant begins and ends in the rendered text, in characters."""
-        text = self._render(messages)
+        mark = "mark the turns in the template ({% generation %} ... {% endgeneration %})"
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if index and message["role"] == "assistant":
                 prompt = self._render(messages[:index], add_generation_prompt=True)
                 until = self._render(messages[: index + 1])
-                if not (text.startswith(until) and until.startswith(prompt)):
+                if not until.startswith(prompt):
+                    raise ValueError(
+                        f"the chat template begins an answer in another way than it writes message {index + 1}, so "
+                        f"that the assistant's turns cannot be found: {mark}"
+                    )
+                if not text.startswith(until):
                     raise ValueError(
                         f"the chat template writes message {index + 1} in another way where others follow it, so that "
                         f"the assistant's turns cannot be found: end conversations with their first turn of the "
-                        f"assistant, or mark the turns in the template ({{% generation %}} ... {{% endgeneration %}})"
+                        f"assistant, or {mark}"
                     )
                 yield len(prompt), len(until.rstrip())  # the model need not write the space between turns
 

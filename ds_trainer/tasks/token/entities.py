@@ -15,10 +15,12 @@ _TAG = re.compile(r"[BIES]-(.+)")
 
 
 def kinds_of(tags: Sequence[str]) -> tuple[str, ...]:
-    """Return the kinds of entities that tags name, sorted; none where they are no tags of entities, such as NOUN.
+    """Return the kinds of entities that the tags name, sorted. Tags such as NOUN name none.
 
-    UserError where some are and others are not.
+    Of B, I and O alone the only kind is `_`, as seqeval calls it. UserError for a mixture of both sorts.
     """
+    if set(tags) <= set("BIESO"):
+        return ("_",)
     kinds = {match[1] for tag in tags if (match := _TAG.fullmatch(tag))}
     others = [tag for tag in tags if not _TAG.fullmatch(tag) and tag != OUTSIDE]
     if kinds and others:

@@ -119,12 +119,13 @@ class EarlyExitModel(nn.Module):
     def counted(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
         """Return which tokens count in how sure a head is of a sequence, (batch, length): those of the text.
 
-        None where the heads classify whole sequences.
+        All that are attended count where none is of the text. None where the heads classify whole sequences.
         """
         if self._model_head[0].pooling:
             return None
-        of_text = ~torch.isin(input_ids, self.special_tokens)
-        return of_text if attention_mask is None else of_text & attention_mask.bool()
+        attended = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        of_text = attended.bool() & ~torch.isin(input_ids, self.special_tokens)
+        return torch.where(of_text.any(-1, keepdim=True), of_text, attended.bool())
 
     def _after_layer(self, layer: int, args: Any, kwargs: Any) -> Any:
         running = self._running.get(threading.get_ident())

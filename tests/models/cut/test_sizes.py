@@ -1,6 +1,7 @@
 """Layers, channels, heads and neurons cut to sizes that a plain config says: what remains computes as it did."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, logits_of, rando
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.costs import BatchSize, cut_operations
+from ds_trainer.models.cut.dropped_layers import observe
 from ds_trainer.models.cut.sizes import cut_sizes, outline_of_sizes
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import blocks_of, layers_of, rows_of
@@ -78,9 +80,53 @@ def test_the_layer_that_changes_nothing_is_dropped(family: str, criterion: dict[
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3_text"])
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: "-".join(map(str, criterion.values())))
+def test_two_layers_of_five_that_change_nothing_are_dropped(criterion: dict[str, Any]) -> None:
+    """One after the other or as a run, by what both change together."""
+    model = decoder("llama", num_hidden_layers=5)
+    for layer in [*layers_of(model).values()][2:4]:
+        for block in blocks_of(layer):
+            layer.get_submodule(block.outer).weight.mul_(1e-3)
+    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=3, **criterion), CPU)
+    assert report["sizes"]["layers"] == [0, 1, 4]
+
+
+@pytest.mark.parametrize(("contiguous", "kept"), [(False, [1, 3]), (True, [3])])
+def test_layers_that_are_apart_go_unless_a_run_is_wanted(contiguous: bool, kept: list[int]) -> None:
+    """The first and the third of four change nothing; a run of three has the second with them."""
+    model = decoder("llama", num_hidden_layers=4)
+    for number, layer in enumerate(layers_of(model).values()):
+        for block in blocks_of(layer):
+            layer.get_submodule(block.outer).weight.data.mul_({0: 1e-3, 1: 0.1, 2: 1e-3, 3: 1}[number])
+    spec = CutSpec(layers=len(kept), layer_criterion="cosine", contiguous=contiguous)
+    _, _, report = cut_sizes(model, GIVEN, spec, CPU)
+    assert report["sizes"]["layers"] == kept
+
+
+def test_documents_of_a_packed_row_are_observed_as_if_alone() -> None:
+    """The norm before the last layer gives what it gives for each document of its own."""
+    model, seen = decoder("llama"), list[torch.Tensor]()
+    ids = torch.randint(3, VOCABULARY, (1, 9))
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = {"input_ids": ids, "position_ids": places}
+    alone = [{"input_ids": part} for part in ids.split([4, 5], 1)]
+    norms = {"norm": model.get_submodule("model.layers.2.input_layernorm")}
+    for inputs in ([packed], alone):
+        attended = [torch.ones_like(batch["input_ids"]).bool() for batch in inputs]
+        given = replace(GIVEN, inputs=inputs, attended=attended)
+        found = list[torch.Tensor]()
+        observe(model, norms, given, CPU, lambda _, __, out, found=found: found.append(out))
+        seen.append(torch.cat(found))
+    torch.testing.assert_close(*seen)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gemma", "gemma3_text"])
 def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> None:
-    """Norms, and the scale of Gemma's embeddings, make up for the width that they divide or multiply by."""
+    """Norms, and the scale of Gemma's embeddings, make up for the width that they divide or multiply by.
+
+    OLMo's norms of queries and keys are as wide as the stream, and are none of its norms.
+    """
     model = decoder(family)
     silent = torch.randperm(32)[:16]
     model.get_input_embeddings().weight[:, silent] = 0
@@ -88,6 +134,8 @@ def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> Non
         for block in blocks_of(layer):
             outer = layer.get_submodule(block.outer)
             rows_of(outer.weight, type(outer))[silent] = 0
+        if family == "olmo2":  # whose attention no cut knows
+            layer.self_attn.o_proj.weight[silent] = 0
     before = logits_of(model)
     small, records, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16), CPU)
     assert records == []
@@ -114,6 +162,7 @@ def test_a_mixture_of_sizes_is_chosen_for_a_share_of_the_operations() -> None:
         ("olmo2", {"heads": 0.5}, "cannot say fewer heads in every layer: leave heads out"),
         ("llama", {"layers": 4}, "layers is 4, and the model has 3"),
         ("llama", {"width": 18}, "refuses a width of 18 with 4 heads"),
+        ("gpt2", {"width": 27}, "each head of a gpt2 is 8 wide: write a multiple of 8"),
         ("llama", {"layers": 0.9}, "rounds to all that the model has"),
         ("llama", {"granularity": "model", "target_flops": 0.001}, "meet target_flops 0.001: raise it"),
         ("opt", {"width": 0.5}, "OPT"),
@@ -129,6 +178,12 @@ def test_what_cannot_be_cut_is_refused(family: str, spec: dict[str, Any], messag
         model = bare_of(family) if family == "deberta-v2" else decoder(family)
     with pytest.raises((UserError, ValueError), match=message):
         outline_of_sizes(model, CutSpec(**spec))
+
+
+def test_where_no_width_can_be_cut_a_mixture_of_the_others_is_chosen() -> None:
+    """The heads of DeBERTa, which no cut knows, follow its width."""
+    spec = CutSpec(granularity="model", target_flops=0.6)
+    assert outline_of_sizes(bare_of("deberta-v2"), spec).config.hidden_size == 32
 
 
 def test_the_operations_of_a_cut_are_counted() -> None:
