@@ -28,7 +28,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 SHAPE = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
 SHAPE |= {"head_dim": 32, "intermediate_size": 768}
 if is_quick():
-    SHAPE |= {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    SHAPE |= {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 64}
 CUTS: dict[str, dict[str, Any]] = {
     "layers by loss": {"layers": 0.5},
     "layers by cosine": {"layers": 0.5, "layer_criterion": "cosine"},
