@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.exit_folders import make_classifier
 from support.launching import ROOT
-from tools.write_matrix import PAGE
+from tools.write_matrix import PAGE, README, short
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.models.folders import train_tokenizer
@@ -76,8 +76,9 @@ def test_a_page_is_what_its_script_writes(name: str) -> None:
 
 
 def test_the_tests_that_the_matrix_names_exist() -> None:
-    """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew."""
+    """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew. So does the README."""
     named = set(re.findall(r"\[(?:yes|neurons)\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
     assert len(named) > 20
     texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
     assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tests/tools/write_matrix.py"
+    assert short(PAGE.read_text(encoding="utf-8")) in README.read_text(encoding="utf-8")

@@ -155,12 +155,11 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
 
 def test_the_summary_of_a_weight_cut_counts_weights_and_tokens():
     """Also where fewer tokens make the model smaller; of heads and neurons it counts parameters."""
-    parts = [{"name": "layer", "count": 100, "kept": 30, "error": 0.1}]
-    report = {"parts": parts, "parameters": {"before": 250, "after": 200}, "seconds": 1}
+    part = {"name": "layer", "count": 100, "kept": 30, "error": 0.1}
+    report = {"parameters": {"before": 250, "after": 200}, "seconds": 1}
     report["tokens"] = {"before": 40, "after": 20}
     told = [
-        CutResult(None, None, report | {"spec": {"keep": 0.3} | fields}).summary
-        for fields in ({"granularity": "weight"}, {})
+        CutResult(None, None, report | {"parts": [part | {"unit": unit}]}).summary for unit in ("weights", "neurons")
     ]
     assert [text.partition(" s, ")[2].partition(", error")[0] for text in told] == [
         "100 -> 30 weights of the encoder, 40 -> 20 tokens",

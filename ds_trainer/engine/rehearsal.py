@@ -8,6 +8,7 @@ disk or a server (NVMe, the log in to a monitor).
 import copy
 import logging
 import traceback
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def rehearse(config: Mapping[str, Any], base: Hyperparameters) -> None:
         _check_monitors(config)
         batch = {TRAIN: config[MICRO] * config[STEPS] * distributed.world_size()}  # a dry run may be for other ranks
         engine = start_engine(model, groups, _without_traces(config) | batch, base, lambda step: 1.0)
-        engine.lr_scheduler.step()  # torch's schedulers read some of their parameters only now
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects a step of the optimizer before
+            engine.lr_scheduler.step()  # torch's schedulers read some of their parameters only now
         stop_engine(engine)
     # neither DeepSpeed nor torch has a type of its own for the errors by which it refuses a file
     except (ArithmeticError, AssertionError, ImportError, NotImplementedError, TypeError, ValueError) as error:

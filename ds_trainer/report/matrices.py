@@ -65,6 +65,12 @@ def role_of(name: str) -> str:
     return _ROLES.get(inside, inside)
 
 
+def part_of(record: Mapping[str, Any]) -> str:
+    """Return what the record of a cut is about: heads, neurons, or the role of the matrix whose weights were cut."""
+    unit: str = record["unit"]
+    return role_of(record["name"]) if unit == "weights" else unit
+
+
 def _heads_of(model: Path) -> tuple[int, int]:
     """Return the number of heads of a layer and the size of a head, or zeros if the model's config has neither."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import plots
 from ds_trainer.report.drawing import INSTALL, check_installed, label, pixels, save
-from ds_trainer.report.matrices import role_of
+from ds_trainer.report.matrices import part_of
 from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_object, read_run
 
 if TYPE_CHECKING:
@@ -189,8 +189,9 @@ def _score_by_density(run: RunFiles) -> Figure | None:
     last = list(run.results)[-1]
     metric = next(iter(run.results[last]["eval"]))
     alike = {name: each for name, each in run.results.items() if metric in each["eval"] and task(name) == task(last)}
-    points = {name: (each["weights"]["encoder"]["kept"], each["eval"][metric]) for name, each in alike.items()}
-    return plots.score_by_density(metric, points)
+    weights = {name: encoder_weights(each) or (0, 0) for name, each in alike.items()}
+    points = {name: (weights[name][0], each["eval"][metric]) for name, each in alike.items()}
+    return plots.score_by_density(metric, points, max(whole for _, whole in weights.values()))
 
 
 def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
@@ -311,7 +312,7 @@ def _cut(result: Mapping[str, Any]) -> Cells:
             cells[f"cut: {name} of the model"] = f"{sizes['after'][name]:,} of {before:,}"
     by_role: dict[str, list[Mapping[str, Any]]] = {}
     for part in cut["parts"]:
-        by_role.setdefault(label(role_of(part["name"])), []).append(part)
+        by_role.setdefault(label(part_of(part)), []).append(part)
     for role, parts in by_role.items():  # layer by layer
         cells[f"cut: {role}, kept"] = ", ".join(f"{part['kept']:,}" for part in parts)
         cells[f"cut: {role}, error of the outputs"] = ", ".join(f"{100 * part['error']:.2g}%" for part in parts)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_trainer.report import drawing
 from ds_trainer.report.drawing import COLOURS, LEGEND, colours, dress, label
-from ds_trainer.report.matrices import Array, KeptCounts, kept_shares, layer_of, role_of
+from ds_trainer.report.matrices import Array, KeptCounts, kept_shares, layer_of, part_of, role_of
 from ds_trainer.report.run_files import LogRecords
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     above, below = drawing.add_panels(figure, 2, 1, sharex=True)
     roles: dict[str, dict[int, Mapping[str, Any]]] = {}
     for part in parts:
-        roles.setdefault(role_of(part["name"]), {})[int(layer_of(part["name"]) or 0) + 1] = part
+        roles.setdefault(part_of(part), {})[int(layer_of(part["name"]) or 0) + 1] = part
     layers = range(1, 1 + max(layer for by_layer in roles.values() for layer in by_layer))
     for colour, (role, by_layer) in zip(colours(roles), roles.items(), strict=True):
         most = f" (of {next(iter(by_layer.values()))['count']:,})"
@@ -134,10 +134,10 @@ def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     return figure
 
 
-def score_by_density(metric: str, phases: Mapping[str, tuple[int, float]]) -> Figure | None:
+def score_by_density(metric: str, phases: Mapping[str, tuple[int, float]], whole: int) -> Figure | None:
     """Draw the score of each phase against the encoder weights that it has kept; None if all have kept equally many.
 
-    The legend has each number as a share of the largest.
+    The legend has each number as a share of those of the `whole` encoder.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -145,11 +145,10 @@ def score_by_density(metric: str, phases: Mapping[str, tuple[int, float]]) -> Fi
     if len({kept for kept, _ in phases.values()}) < 2:
         return None
     figure, axes = drawing.one_panel(800, 400, f"{metric} against size")
-    most = max(kept for kept, _ in phases.values())
     looks = zip(colours(phases), drawing.markers(phases), strict=True)
     for (name, (kept, score)), (colour, marker) in zip(phases.items(), looks, strict=True):
-        axes.plot(kept, score, marker, color=colour, markersize=9, label=f"{label(name)}: {100 * kept / most:.0f} %")
-    axes.set_xlim(0, 1.05 * most)
+        axes.plot(kept, score, marker, color=colour, markersize=9, label=f"{label(name)}: {100 * kept / whole:.0f} %")
+    axes.set_xlim(0, 1.05 * whole)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     drawing.limit_scores(axes, [score for _, score in phases.values()])
     dress(axes, "encoder weights kept", drawing.score_name(metric))

@@ -38,7 +38,7 @@ class CutResult:
         """What was cut, in a line for the console."""
         parts, size = self.report["parts"], self.report["parameters"]
         line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
-        if parts and not CutSpec(**self.report["spec"]).cuts_blocks:  # the rest are zeros
+        if parts and parts[0]["unit"] == "weights":  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
             line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
         if sizes := self.report.get("sizes"):

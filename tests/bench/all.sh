@@ -54,14 +54,15 @@ fi
 if [ -d $shared ]; then
     bench decoder_cuts "$out/decoder_cuts"
     bench speculation
+    bench front_page 3 "$out/cut_quality"
     bench cut_quality sst2 3 "$out/cut_quality"
     bench cut_quality squad 1 "$out/cut_quality"
     for data in cola rte wnut17; do bench cut_quality $data 3 "$out/cut_quality"; done
 else
-    echo "all.sh: left out decoder_cuts, speculation and cut_quality: there is no $shared"
+    echo "all.sh: left out decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
 fi
 if [ -d $shared ] && [ ${#quick[@]} = 0 ]; then
-    dense=$out/cut_quality/sst2/dense_0/model
+    dense=$out/cut_quality/sst2/cuts_0/finetune/model
     trained exits $shared/models/minilm-l6 sst2_exits --set bf16.enabled=true
     bench exit_speed "$out/exits/model"
     trained student "$dense" sst2_student --set bf16.enabled=true

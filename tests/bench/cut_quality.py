@@ -1,7 +1,7 @@
 """What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
 
-`python tests/bench/cut_quality.py {sst2,squad,cola,rte,wnut17} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed three
-runs of `ds_trainer.train` in bf16: the dense model, the cuts from it, and from it the masked phases of the older
+`python tests/bench/cut_quality.py {sst2,squad,cola,rte,wnut17} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed two
+runs of `ds_trainer.train` in bf16: the recipe of the cuts, and from its dense model the masked phases of the older
 recipe. It prints a table of scores, mean and spread, with the seconds of the cut and of training, and each bar as a
 figure. A second call with the same folder goes on where the first one stopped. Bars are points lost against the dense
 model, or scores.
@@ -86,24 +86,13 @@ COMPARISONS = {
 
 
 def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality", data_dir: str = "") -> None:
-    comparison, folder = COMPARISONS[name], Path(output) / name
-    task = comparison.task | {"data_dir": data_dir or str(SHARED / "data" / comparison.data)}
-    comparison = replace(comparison, task=task)
-    start: dict[str, Any] = {"name_or_path": str(SHARED / "models" / "minilm-l6")}
-    if is_quick():
-        config = {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}
-        start = {"config": config, "tokenizer": {"vocab_size": 256}}
+    comparison, folder = comparison_of(name, data_dir), Path(output) / name
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}
     for seed in range(1 if is_quick() else int(seeds)):
-        phases = phases_of(comparison.recipe)
-        dense = folder / f"dense_{seed}"
-        results = trained(comparison, phases[:1], start, dense, seed)
-        found = {"name_or_path": str(dense / "model")}
-        results |= trained(comparison, phases[1:], found, folder / f"cuts_{seed}", seed)
+        results = trained(comparison, folder, seed)
         if comparison.masked:
-            phases = [phase for phase in phases_of(comparison.masked) if phase["name"] in comparison.masked_phases]
-            of_masked = trained(comparison, phases, found, folder / f"masked_{seed}", seed)
+            of_masked = masked(comparison, folder, seed)
             results |= {f"masked {phase}": of_phase for phase, of_phase in of_masked.items()}
         for phase, of_phase in results.items():
             scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
@@ -120,22 +109,38 @@ def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality",
     report(*(judged(bar, scores, name) for bar in comparison.bars))
 
 
-def phases_of(recipe: str) -> list[dict[str, Any]]:
-    """Read the phases of a shipped recipe."""
-    phases: list[dict[str, Any]] = read_json(RECIPES / f"{recipe}.json", "the recipe")["phases"]
-    return phases
+def comparison_of(name: str, data_dir: str = "") -> Comparison:
+    """Return a comparison with its data."""
+    comparison = COMPARISONS[name]
+    data = data_dir or str(SHARED / "data" / comparison.data)
+    return replace(comparison, task=comparison.task | {"data_dir": data})
 
 
-def trained(
-    comparison: Comparison, phases: list[dict[str, Any]], model: dict[str, Any], output: Path, seed: int
-) -> dict[str, Any]:
-    """Run phases from a model, or go on with that run, and return its results by phase.
-
-    The model takes the place of a dense one that the recipe trains before these phases.
-    """
+def trained(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
+    """Run the recipe of the cuts from the pretrained model, or go on with it, and return its results by phase."""
+    start: dict[str, Any] = {"name_or_path": str(SHARED / "models" / "minilm-l6")}
+    if is_quick():
+        config = {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}
+        start = {"config": config, "tokenizer": {"vocab_size": 256}}
     content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
-    content |= {"model": model, "seed": seed}
+    return run(content | {"model": start, "seed": seed}, comparison, cuts_folder(folder, seed))
+
+
+def masked(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
+    """Run the masked phases from the dense model of the cuts, or go on with them, and return their results."""
+    content = read_json(RECIPES / f"{comparison.masked}.json", "the recipe")
+    phases = [phase for phase in content["phases"] if phase["name"] in comparison.masked_phases]
     content["phases"] = json.loads(json.dumps(phases).replace("@finetune", "@model"))
+    content |= {"model": {"name_or_path": str(cuts_folder(folder, seed) / "finetune/model")}, "seed": seed}
+    return run(content, comparison, folder / f"masked_{seed}")
+
+
+def cuts_folder(folder: Path, seed: int) -> Path:
+    """Return the output folder of a seed's cuts; a phase's model lies in PHASE/model below it."""
+    return (folder / f"cuts_{seed}").resolve()
+
+
+def run(content: dict[str, Any], comparison: Comparison, output: Path) -> dict[str, Any]:
     content["task"] |= comparison.task
     if is_quick():
         shorten(content)

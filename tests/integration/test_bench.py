@@ -16,10 +16,11 @@ FIGURES = {
     "against_hf_trainer": 2,
     "cut_quality": 5,
     "cut_speed": 9,
-    "decoder_cuts": 8,
+    "decoder_cuts": 9,
     "deployed_speed": 4,
     "exit_speed": 14,
     "faults": 0,
+    "front_page": 0,
     "gpu": 37,
     "length_grouping": 4 if SHARED.is_dir() else 0,
     "lm_head": 2,
@@ -37,7 +38,7 @@ FIGURES = {
     "tune": 1,
     "two_ranks": 3,
 }
-"""How many figures each prints; `faults.py` prints a table."""
+"""How many figures each prints; `faults.py` and `front_page.py` print tables."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     """How each script ended, by its name."""
     folder = tmp_path_factory.mktemp("bench")
     model = str(make_folder(folder / "model", ["negative", "positive"], ENTROPY))
-    rows = [f"the {word} is old\t{label}" for label, word in enumerate(("plum", "saw"))] * 8
+    rows = [f"the {word} is old\t{label}" for label, word in enumerate(("plum", "saw"))] * 16
     for name in ("train.tsv", "dev.tsv"):
         (folder / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
     exported = run_script("launch/export.py", model, "--onnx", "--quantize", "int8")
@@ -53,7 +54,8 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     two = [model, model, str(folder)]
     arguments = {"exit_speed": [model, str(folder)], "student_speed": two, "deployed_speed": two}
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
-    arguments["cut_quality"] = ["sst2", "1", str(folder / "cut_quality"), str(folder)]
+    of_seeds = ["1", str(folder / "cut_quality"), str(folder)]
+    arguments |= {"cut_quality": ["sst2", *of_seeds], "front_page": of_seeds}
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }

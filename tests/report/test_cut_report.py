@@ -18,6 +18,7 @@ def parts() -> list[dict]:
     return [
         {
             "name": f"bert.encoder.layer.{i}.{name}",
+            "unit": "heads" if count == 12 else "neurons",
             "count": count,
             "kept": count // (4 if i == 1 else 2),
             "error": i / 10,
@@ -33,7 +34,7 @@ def test_the_figure_has_what_each_layer_kept_and_its_error() -> None:
     assert figure is not None
     above, below = figure.axes
     kept = {str(line.get_label()): list(line.get_ydata()) for line in above.get_lines()}
-    assert kept == {"output (of 12)": [50, 25, 50], "ff out (of 1,536)": [50, 25, 100]}
+    assert kept == {"heads (of 12)": [50, 25, 50], "neurons (of 1,536)": [50, 25, 100]}
     assert [list(line.get_ydata()) for line in below.get_lines()] == [[0, 10, 20], [0, 10, 0]]
     assert plots.cut_parts("quarter", []) is None
 
@@ -48,8 +49,8 @@ def test_the_page_has_a_cut_beside_phases_without_one(tmp_path: Path) -> None:
     page = (folder / "report.md").read_text()
     assert "| cut | – | 8.1 s, 512 examples | – |" in page
     assert "| accuracy of the cut, before any training | – | 0.8624 | – |" in page
-    assert "| cut: ff out, kept | – | 768, 384, 768 | – |" in page
-    assert "| cut: output, error of the outputs | – | 0%, 10%, 20% | – |" in page
+    assert "| cut: neurons, kept | – | 768, 384, 768 | – |" in page
+    assert "| cut: heads, error of the outputs | – | 0%, 10%, 20% | – |" in page
     assert page.count("](plots/taught.cut.png)") == 1
     assert (folder / "plots" / "taught.cut.png").is_file()
     assert "What is missing" not in page

@@ -28,7 +28,7 @@ def every_figure(folder: Path) -> dict[str, Figure | None]:
         "alike": plots.densities("taught", [record(s, prune__density=1 / s) for s in range(1, 5)], {}),
         "kept": plots.kept_weights("taught", counts, folder / "model"),
         "kept_deep": plots.kept_weights("a" * 64, deep, folder / "deep"),
-        "score": plots.score_by_density("accuracy", long),
+        "score": plots.score_by_density("accuracy", long, 8 * 10**6),
         "agreement": plots.agreement("taught", taught(), 0.93),
         **{f"exits{n}": plots.exit_curves("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
         **{f"histogram{n}": plots.exit_histogram("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
@@ -98,8 +98,8 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert plots.densities("a", bare, {}) is None
     assert plots.agreement("a", bare, 0.9) is None
     assert plots.kept_weights("a", {}, Path("gone")) is None
-    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (9, math.nan)}) is None
-    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (10, 0.6)}) is None
+    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (9, math.nan)}, 10) is None
+    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (10, 0.6)}, 10) is None
     exits = synthetic_exits()
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {}
     assert plots.exit_histogram("a", "validation", exits) is None
@@ -239,8 +239,8 @@ def test_a_model_without_the_counted_weight_is_told(tmp_path):
 
 
 def test_phases_stand_at_their_size_and_score():
-    """Weights kept across, in millions, score up; the legend names each, with its share of the largest."""
-    figure = plots.score_by_density("f1", {"dense": (10_000_000, 0.9), "pruned": (1_500_000, 0.8)})
+    """Weights kept across, in millions, score up; the legend names each, with its share of the dense encoder."""
+    figure = plots.score_by_density("f1", {"dense": (10_000_000, 0.9), "pruned": (1_500_000, 0.8)}, 10_000_000)
     points = {label: (line.get_xdata()[0], line.get_ydata()[0]) for label, line in lines(figure).items()}
     assert points == {"dense: 100 %": (10_000_000, 0.9), "pruned: 15 %": (1_500_000, 0.8)}
     assert figure.axes[0].xaxis.get_major_formatter()(1_500_000) == "1.5M"
@@ -248,12 +248,12 @@ def test_phases_stand_at_their_size_and_score():
 
 def test_noise_is_not_drawn_as_a_result():
     """A tenth of a point fills a small part of the panel; the axis of a perplexity notes that less is better."""
-    figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)})
+    figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)}, 10)
     low, high = figure.axes[0].get_ylim()
     assert high - low == pytest.approx(0.02)
     assert low < 0.899 < 0.9 < high
     assert figure.axes[0].get_ylabel() == "f1"
-    figure = plots.score_by_density("perplexity", {"dense": (10, 20.0), "pruned": (5, 30.0)})
+    figure = plots.score_by_density("perplexity", {"dense": (10, 20.0), "pruned": (5, 30.0)}, 10)
     assert figure.axes[0].get_ylabel() == "perplexity (less is better)"
     low, high = figure.axes[0].get_ylim()
     assert low < 20 < 30 < high
@@ -321,5 +321,5 @@ def test_names_are_drawn_as_they_are_written():
     figure = plots.losses("$\\frac$", rows)
     pixels(figure)
     assert len(figure.axes[1].get_legend().get_texts()) == 2
-    long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10 * number, 0.5) for number in (1, 2)})
+    long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10 * number, 0.5) for number in (1, 2)}, 20)
     assert [label[-9:] for label in lines(long)] == ["x_1: 50 %", "_2: 100 %"]

@@ -1,4 +1,6 @@
-"""Write what works with what: tables whose every "yes" is a test that pytest has collected. It takes half a minute.
+"""Write what works with what, into docs/matrix.md and the README: every "yes" is a test that pytest has collected.
+
+It takes half a minute.
 
 python tests/tools/write_matrix.py
 """
@@ -12,7 +14,8 @@ from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "matrix.md"
-"""The page with the markers `<!-- matrix:begin -->` and `<!-- matrix:end -->`."""
+README = ROOT / "README.md"
+"""Both have the markers `<!-- matrix:begin -->` and `<!-- matrix:end -->`; the README has the tables in short."""
 FAMILIES = {
     "BERT": "bert|cls",
     "RoBERTa": "roberta",
@@ -178,7 +181,25 @@ gives the same bits as one that was not ([test_resume]({tests}/integration/test_
 {of_zero(ids)}"""
 
 
+def short(tables: str) -> str:
+    """Return the tables of the page for the README: without links; families of equal cells share a row."""
+    shortened = []
+    plain = re.sub(r"\[(\w+)\]\([^)]*\)", r"\1", tables)
+    for table in re.findall(r"(?:^\|.*\n)+", plain, re.MULTILINE):
+        head, ruler, *lines = table.splitlines()
+        if head.startswith("| family"):
+            names: dict[str, list[str]] = {}
+            for line in lines:
+                name, cells = line.removeprefix("| ").split(" | ", 1)
+                names.setdefault(cells, []).append(name)
+            lines = [f"| {', '.join(alike)} | {cells}" for cells, alike in names.items()]
+        shortened.append("\n".join([head, ruler, *lines]) + "\n")
+    return "\n".join(shortened)
+
+
 if __name__ == "__main__":
     from markers import write_between
 
-    write_between(PAGE, "matrix", page())
+    text = page()
+    write_between(PAGE, "matrix", text)
+    write_between(README, "matrix", short(text))

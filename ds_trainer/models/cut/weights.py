@@ -35,7 +35,7 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
         replacement = cut.solved(name, gram, shares[name])
         replacement.write(cut.linears[name])
         kept = int(replacement.weight.count_nonzero())
-        records.append(CutRecord(name, replacement.weight.numel(), kept, replacement.error))
+        records.append(CutRecord(name, "weights", replacement.weight.numel(), kept, replacement.error))
     if all(record.kept == record.count for record in records):
         raise UserError(f"cut: a share of {spec.share} rounds to all weights: lower it")
     return records
