@@ -76,6 +76,15 @@ def test_the_commands_work_without_the_checkout(clean):
         assert said in done.stdout + done.stderr
 
 
+def test_a_python_without_the_packages_is_told_how_to_install_them(clean):
+    """By pip: there is no checkout whose set-up could be run."""
+    (library,) = (clean / "env" / "lib").glob("python*/site-packages")
+    call = f"import sys; sys.path.append({str(library)!r}); from ds_trainer.cli.main import main; main('train')"
+    done = run(clean, shlex.join(["python", "-S", "-c", call]))
+    assert done.returncode == 2
+    assert "python -m pip install torch deepspeed" in done.stderr
+
+
 def test_the_release_has_one_version():
     """CITATION.cff and the top of CHANGELOG.md tell the version of the package."""
     version = ds_trainer.__version__

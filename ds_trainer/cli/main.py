@@ -21,10 +21,12 @@ def main(name: str) -> None:
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         root = Path(__file__).resolve().parents[2]
-        activate = f"source {root}/.venv/bin/activate"
-        if not (root / ".venv").exists():
-            activate = f"cd {root} && source launch/setup.sh"
-        print(f"error: {sys.executable} has no {', '.join(missing)}: run `{activate}` first", file=sys.stderr)
+        way = f"source {root}/.venv/bin/activate"
+        if not (root / "launch").exists():  # installed without the checkout
+            way = f"{sys.executable} -m pip install {' '.join(missing)}"
+        elif not (root / ".venv").exists():
+            way = f"cd {root} && source launch/setup.sh"
+        print(f"error: {sys.executable} has no {', '.join(missing)}: run `{way}` first", file=sys.stderr)
         sys.exit(2)
     from ds_trainer.ranks.openmp import limit_spinning
 
