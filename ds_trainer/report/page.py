@@ -223,10 +223,13 @@ def _texts(run: RunFiles) -> Iterator[tuple[str, str]]:
     command = run.folder / "command.json"
     if command.is_file():
         yield "Command", str(tried("command.json", lambda: read_object(command)["command"]))
-    folders = dict.fromkeys([run.folder, *map(run.folder_of, run.phases)])
+    folders = [run.folder, *map(run.folder_of, run.phases)]
+    names: dict[str, str] = {}  # by the text: most phases have the engine file of the run
     for file in (run.folder / "recipe.json", *(folder / "deepspeed_config.json" for folder in folders)):
         if file.is_file():
-            yield str(file.relative_to(run.folder)), file.read_text(encoding="utf-8", errors="replace").strip()
+            text = file.read_text(encoding="utf-8", errors="replace").strip()
+            names.setdefault(text, str(file.relative_to(run.folder)))
+    yield from ((name, text) for text, name in names.items())
 
 
 def table_of(run: RunFiles) -> str:
@@ -250,7 +253,8 @@ def notes_on(run: RunFiles) -> list[str]:
         for session in result.get("trained_on", []):
             trained.setdefault(_session(session), []).append(phase)
         if on := result.get("measured_on"):
-            line = f"on {on['device']}, {on['threads']} threads, {on['dtype']}: {on['examples']} examples of "
+            threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
+            line = f"on {on['device']}, {threads}, {on['dtype']}: {on['examples']} examples of "
             measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
     notes = [f"{phase}: {line}." for phase, result in run.results.items() for line in result.get("warnings", [])]
     notes += [f"Trained on {where}: {', '.join(phases)}." for where, phases in trained.items()]

@@ -116,6 +116,20 @@ def test_the_page_shows_the_files_and_the_command(made):
     assert "Model /models/bert, task mnli." in page
 
 
+@pytest.mark.usefixtures("unrendered")
+def test_an_engine_file_that_phases_share_is_shown_once(run):
+    """And one of its own below its name."""
+    whole = (run / "deepspeed_config.json").read_text()
+    for phase, text in (("dense", whole), ("taught", whole.replace("8", "16"))):
+        (run / phase).mkdir(exist_ok=True)
+        (run / phase / "deepspeed_config.json").write_text(text)
+    write_report(run)
+    page = (run / "report.md").read_text()
+    assert page.count(whole) == 1
+    assert "## taught/deepspeed_config.json" in page
+    assert "## dense/deepspeed" not in page
+
+
 def test_the_html_page_asks_nothing_of_the_network(made):
     """Every image is in the page, there is no script and no stylesheet to load, and the policy forbids both."""
     text = (made / "report.html").read_text()
