@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # Run every script of tests/bench, one after the other, and collect their figures. It takes hours, on a quiet machine.
 #
-#   bash tests/bench/all.sh [--quick] [OUT]
+#   bash tests/bench/all.sh [--quick] [OUT [SCRIPT ...]]
 #   python tests/tools/write_speed_table.py OUT/figures.jsonl
 #
-# OUT, by default runs/bench, lies in this project's folder. It gets what every script prints, and figures.jsonl, which
-# has a line for each figure, with its command.
+# With names of scripts, such as "mask_cost two_ranks", it runs these alone. OUT, by default runs/bench, lies in this
+# project's folder. It gets what every script prints, and figures.jsonl, to which a line is added for each figure, with
+# its command; the table has the last line of each.
 # A script that needs what is not there is left out with a line: a GPU, the data and the model of ../shared, or, with
 # --quick, a trained model. PYTHON (default python) runs them. The exit code is 1 if a script failed or a bar did not hold.
 set -uo pipefail
 quick=()
 [ "${1:-}" = --quick ] && quick=(--quick) && shift
 out=${1:-runs/bench}
+only=" ${*:2} "
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." && mkdir -p "$out" || exit 2
 python=${PYTHON:-python} failed=0
 shared=../shared
 sst2=$shared/data/glue/SST-2
-: > "$out/figures.jsonl"
 unset OMP_NUM_THREADS  # each script takes the threads that it is about
 
 run() { # NAME COMMAND ...: run a command, and keep what it prints
@@ -30,6 +31,7 @@ run() { # NAME COMMAND ...: run a command, and keep what it prints
 
 bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its figures
     local name=$1 command="python tests/bench/$1.py${2:+ ${*:2}}"
+    [[ $only = "  " || $only = *" $1 "* ]] || return
     [ "$1" = cut_quality ] && name=$1-$2
     run "$name" "tests/bench/$1.py" "${@:2}" "${quick[@]}"
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
@@ -61,7 +63,7 @@ if [ -d $shared ]; then
 else
     echo "all.sh: left out decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
 fi
-if [ -d $shared ] && [ ${#quick[@]} = 0 ]; then
+if [ -d $shared ] && [ ${#quick[@]} = 0 ] && [ "$only" = "  " ]; then
     dense=$out/cut_quality/sst2/cuts_0/finetune/model
     trained exits $shared/models/minilm-l6 sst2_exits --set bf16.enabled=true
     bench exit_speed "$out/exits/model"
@@ -71,6 +73,6 @@ if [ -d $shared ] && [ ${#quick[@]} = 0 ]; then
     run export launch/export.py "$out/small/model" --onnx --quantize int8 --task_name sst2 --data_dir $sst2 --overwrite
     bench deployed_speed "$dense" "$out/small/model"
 else
-    echo "all.sh: left out exit_speed, student_speed and deployed_speed: they need models trained on SST-2 of $shared"
+    echo "all.sh: left out exit_speed, student_speed and deployed_speed: they need models of a whole run with $shared"
 fi
 exit $failed
