@@ -1,9 +1,10 @@
 """The first table and the first picture of the README: a dense model, what cuts make of it, and what is deployed.
 
 `python tests/bench/front_page.py [SEEDS] [OUTPUT_DIR] [DATA_DIR] [--write]`: for each seed the recipe `sst2_cut`, and
-`launch/benchmark.py` of its models on SST-2's texts, which are the two commands that the README gives. It prints a
-table of the means; `--write` puts it, and the picture, into the README. The runs are those of `cut_quality.py sst2`, in
-the same folder; a second call goes on where the first one stopped.
+`launch/benchmark.py` of its models on SST-2's texts, which are the two commands that the README gives. Scores are means
+over the seeds; sizes and times are those of the first, which is to run alone on the machine. `--write` puts table and
+picture into the README. The runs are those of `cut_quality.py sst2`, in the same folder; a second call goes on where
+the first one stopped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ def main(seeds: str = "3", output: str = "runs/cut_quality", data_dir: str = "")
     measured = [measure(folder, seed, data_dir) for seed in range(1 if is_quick() else int(seeds))]
     on = measured[0].benchmark["conditions"]
     text = f"{markdown([row(measured, *which) for which in ROWS])}\n\n"
-    text += f"Means of {len(measured)} seeds, ± their standard deviation, on {on['cores']} cores of an {on['cpu']}.\n"
+    text += f"Accuracies are means of {len(measured)} seeds, ± their standard deviation. Times are of one seed, on "
+    text += f"{on['cores']} cores of an {on['cpu']}.\n"
     print(text)
     save(picture(measured), folder / "front_page.png")
     if "--write" in sys.argv:
@@ -101,21 +102,15 @@ def measure(folder: Path, seed: int, data_dir: str) -> Measured:
 
 def row(measured: list[Measured], label: str, phase: str, runtime: tuple[str, str]) -> dict[str, str]:
     """Return the cells of a model."""
-
-    def mean(value: Callable[[Measured], float]) -> float:
-        return statistics.mean(map(value, measured))
-
-    parameters = measured[0].benchmark["folders"][phase]["parameters"]["total"]
-    cells = {
-        "all-MiniLM-L6-v2 on SST-2": label,
-        "accuracy": with_spread([one.accuracy(phase, runtime) for one in measured]),
-    }
-    cells |= {"parameters": f"{parameters / 1e6:.1f}M", "MiB": f"{mean(lambda one: one.mebibytes(phase, runtime)):.1f}"}
+    first = measured[0]
+    scores = [one.accuracy(phase, runtime) for one in measured]
+    parameters = first.benchmark["folders"][phase]["parameters"]["total"]
+    cells = {"all-MiniLM-L6-v2 on SST-2": label, "accuracy": with_spread(scores)}
+    cells |= {"parameters": f"{parameters / 1e6:.1f}M", "MiB": f"{first.mebibytes(phase, runtime):.1f}"}
     for size in SIZES:
-        took = mean(lambda one, size=size: one.milliseconds(phase, runtime, size))
+        took = first.milliseconds(phase, runtime, size)
         cells[f"ms, batch {size}"] = f"{took:.1f}" if took < 100 else f"{took:.0f}"
-    # `small` drops tokens of the quarter without any training
-    minutes = mean(lambda one: one.minutes("quarter" if phase == "small" else phase))
+    minutes = first.minutes("quarter" if phase == "small" else phase)  # `small` drops its tokens without any training
     return cells | {"minutes of training": f"{'' if phase == 'finetune' else '+ '}{minutes:.1f}"}
 
 
@@ -128,17 +123,21 @@ def with_spread(values: list[float]) -> str:
 def picture(measured: list[Measured]) -> Any:
     """Draw the front: accuracy over how many times as fast as the dense model in torch one text is answered."""
     figure, axes = one_panel(880, 420, "SST-2: accuracy and speed of one model, cut")
-    base = statistics.mean(one.milliseconds("finetune", TORCH, 1) for one in measured)
+    base = measured[0].milliseconds("finetune", TORCH, 1)
     for runtime, colour, name in ((TORCH, "#0072b2", "in torch, fp32"), (INT8, "#d55e00", "in onnxruntime, int8")):
-        phases = [phase for phase in MODELS if runtime == INT8 or phase != "small"]
+        phases = ["finetune", "half", "quarter" if runtime == TORCH else "small", "eighth"]
         scores = [[one.accuracy(phase, runtime) for one in measured] for phase in phases]
-        speeds = [base / statistics.mean(one.milliseconds(phase, runtime, 1) for one in measured) for phase in phases]
+        speeds = [base / measured[0].milliseconds(phase, runtime, 1) for phase in phases]
         means = [statistics.mean(each) for each in scores]
         spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in scores]
-        axes.errorbar(speeds, means, spreads, color=colour, fmt="o", markersize=8, capsize=3, label=name)
-        for phase, speed, mean in zip(phases, speeds, means, strict=True):
-            axes.annotate(MODELS[phase], (speed, mean), (7, -13), textcoords="offset points", fontsize=9, color=colour)
+        axes.errorbar(speeds, means, spreads, color=colour, fmt="o-", markersize=8, capsize=3, linewidth=1, label=name)
+        for phase, speed, mean, spread in zip(phases, speeds, means, spreads, strict=True):
+            style: dict[str, Any] = {"ha": "center", "fontsize": 9, "color": colour}
+            axes.annotate(MODELS[phase], (speed, mean + spread), (0, 8), textcoords="offset points", **style)
     dress(axes, "times as fast as the dense model in torch, one text at a time", "accuracy")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.01, high + 0.006)  # room for the legend, and noise is not to look like a result
+    axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
     axes.legend(loc="lower left", frameon=False)
     return figure
 
