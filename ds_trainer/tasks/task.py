@@ -171,7 +171,9 @@ class Task(ABC):
     # What a family may change
 
     def limit(self, split: str) -> int | None:
-        """Return the largest number of examples of the split to use; None for all of them."""
+        """Return the largest number of examples of the split to use; None for all, as of those that are held out."""
+        if split == self.held_out_split:
+            return None
         return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
 
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:

@@ -102,10 +102,6 @@ class TextTask(Task):
             return None
         return f"{values[0]:.3g}" if self.regression else self._task_labels[values[0]]
 
-    def limit(self, split: str) -> int | None:
-        """Return the largest number of examples to use. The limit of "train" does not count held-out examples."""
-        return None if split == HELD_OUT else super().limit(split)
-
     def fingerprint(self, split: str) -> str:
         fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
         source = text_data.fingerprint(self.spec, source_split(self.spec, split))

@@ -73,10 +73,6 @@ class TokenTask(Task):
             self._sentences[split] = [sentences[index] for index in spread(len(sentences), self.limit(split))]
         return self._sentences[split]
 
-    def limit(self, split: str) -> int | None:
-        """Return the largest number of sentences to use. The limit of "train" does not count held-out ones."""
-        return None if split == HELD_OUT else super().limit(split)
-
     def fingerprint(self, split: str) -> str:
         fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
         source = token_data.fingerprint(self.spec, source_split(self.spec, split))
