@@ -25,7 +25,7 @@ from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.phase import PhaseModel
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
@@ -79,8 +79,7 @@ def _start_and_teacher(saved: SavedCheckpoint) -> tuple[str, str | None]:
         for role, model in (("the model at the start", source), ("the teacher", teacher))
         for mistake in (model_mistakes(model, trust_in_force()) if model else ())
     ]
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(mistakes)
     return source, teacher
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import raise_mistakes
 from ds_trainer.tasks.task import Forward, Task, Unit
 from ds_trainer.techniques.technique import Technique
 
@@ -29,8 +29,7 @@ class Objective:
             for name in self.units
             if name not in weights
         ]
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        raise_mistakes(mistakes)
         self.task, self.techniques, self.weights = task, techniques, dict(weights)
 
     def __call__(self, forward: Forward) -> tuple[Tensor, dict[str, Tensor]]:

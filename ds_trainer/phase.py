@@ -22,7 +22,7 @@ from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
@@ -99,9 +99,7 @@ class PhasePlan(PhaseModel):
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
         rules.sort(key=lambda rule: rule.params == "*")  # one technique's "all the rest" must not win over another's
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
-        mistakes = scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups])
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        raise_mistakes(scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups]))
         return PreparedPhase(model, groups, Objective(self.task, techniques, self.phase.loss))
 
     def identity(self, groups: Sequence[Group]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The last phase writes into the output folder itself, the ones before it into a f
 
 import shutil
 import tempfile
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,12 +191,16 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
         return results
 
 
+def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:
+    """Name the place and the cure where memory does not suffice for an evaluation."""
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", plan.phase.per_device_eval_batch_size)
+    return out_of_memory_named(f" in the evaluation of {what}phase {plan.phase.name}", cure)
+
+
 def _score_cut(plan: PhasePlan) -> dict[str, float]:
     """Score and print the cut model that a phase starts from."""
-    batch_size = plan.phase.per_device_eval_batch_size
-    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
-    with out_of_memory_named(f" in the evaluation of the cut of phase {plan.phase.name}", cure):
-        scores = score_folder(plan.task, plan.source, batch_size).scores
+    with _evaluating("the cut of ", plan):
+        scores = score_folder(plan.task, plan.source, plan.phase.per_device_eval_batch_size).scores
     line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
     distributed.info(f"{plan.phase.name}: cut  {line} (before any training)")
     return scores
@@ -208,8 +213,7 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
     """
     task, batch_size = plan.task, plan.phase.per_device_eval_batch_size
     report.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
-    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
-    with out_of_memory_named(f" in the evaluation of phase {plan.phase.name}", cure):
+    with _evaluating("", plan):
         model: Any = plan.build()[0].to(distributed.device()).eval()
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
     report.write_scores(0, evaluation.scores)
@@ -223,8 +227,7 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
 def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
     """Calibrate and evaluate the exits of a phase's exported model; the results also go to a file."""
     model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
-    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", batch_size)
-    with out_of_memory_named(f" in the evaluation of the exits of phase {plan.phase.name}", cure):
+    with _evaluating("the exits of ", plan):
         if spec.calibrated:
             exit_evaluation.calibrate_folder(model, plan.task, batch_size, spec)
         early = exit_evaluation.load_with_exits(plan.task, model)

@@ -16,7 +16,7 @@ from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.phase import checkpoints_of, folder_of
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.report.log import drop_later_records
 from ds_trainer.report.run_files import read_object
 from ds_trainer.starting_models import MADE
@@ -32,9 +32,7 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     The folder is checked again: another run may have written to it after the command was checked. Where the command
     names a checkpoint, only phases before that of the checkpoint count as finished.
     """
-    mistakes = check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint)
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint))
     folder.open(job.overwrite)
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)

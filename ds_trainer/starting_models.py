@@ -117,7 +117,7 @@ class StartingModels:
 
 
 class RehearsedModels(StartingModels):
-    """The same for a rehearsal, in which models of earlier phases are untrained: a cut has about its shape only."""
+    """Makes the models of a rehearsal. Earlier phases have not trained theirs: a cut is about its outline."""
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
         if self._phase_of(phase.start_from) is None:  # otherwise an earlier phase will have trained it
@@ -126,7 +126,7 @@ class RehearsedModels(StartingModels):
 
 
 class MadeModels(StartingModels):
-    """The same for a run that is only read: gives the folders of the models that the run made, and makes none."""
+    """Finds the starting models that a run has made, in its folder, and makes none."""
 
     def _cut(self, phase: Phase, spec: CutSpec, source: str) -> str:
         return str(self.folder / phase.name)

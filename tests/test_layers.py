@@ -11,19 +11,19 @@ from support.launching import ROOT, run_python
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
-    "ranks": 739,
-    "files": 594,
-    "hosts": 527,
-    "config": 1355,
-    "models": 2803,
-    "tasks": 2647,
-    "techniques": 2424,
-    "engine": 1689,
-    "report": 1164,
+    "ranks": 743,
+    "files": 593,
+    "hosts": 526,
+    "config": 1351,
+    "models": 2783,
+    "tasks": 2642,
+    "techniques": 2420,
+    "engine": 1690,
+    "report": 1169,
     "deploy": 1220,
-    "tuning": 950,
-    "": 1220,
-    "cli": 1042,
+    "tuning": 948,
+    "": 1214,
+    "cli": 1041,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

@@ -12,7 +12,7 @@ from ds_trainer.config.jobs import CalibrateJob
 from ds_trainer.config.recipe import TaskSpec, TextSpec, saved_exits
 from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.text.glue import is_regression
 
 
@@ -73,6 +73,5 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
     elif share != saved.held_out:
         way_out = f"give --set held_out={saved.held_out!r}"
         mistakes.append(f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data: {way_out}")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(mistakes)
     return spec

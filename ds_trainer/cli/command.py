@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from ds_trainer.files.messages import shortened, shown
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import StoppedError, UserError, exit_code
+from ds_trainer.ranks.failures import StoppedError, UserError, exit_code, raise_mistakes
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
 """Errors of the disk or of permissions. Their messages name the file, and so no traceback is printed."""
@@ -89,8 +89,7 @@ class Mistakes(list[str]):
 
     def raise_all(self) -> None:
         """Raise one UserError with a line for each mistake; do nothing if there is none."""
-        if self:
-            raise UserError("\n".join(dict.fromkeys(self)))
+        raise_mistakes(self)
 
 
 def flag_mistake(error: Any) -> str:

@@ -26,7 +26,7 @@ from ds_trainer.files.messages import listed, shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.hosts.hostfile import read_hostfile
 from ds_trainer.hosts.remote import PROJECT
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.text.glue import metrics_of
 from ds_trainer.tuning.space import checked_recipe
 
@@ -236,8 +236,7 @@ def _check_value(path: str, value: Any, train: TrainJob, files: tuple[dict[str, 
         mistakes = source_mistakes(recipe, train.trust) + _held_out_mistakes(recipe)
         if _scored_data(recipe) != _scored_data(train.recipe):
             mistakes.append("scores on other held-out examples could not be compared: drop it")
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        raise_mistakes(mistakes)
     except UserError as error:
         raise UserError(f"--recipe_space {path}, {shown(value)}: {error}") from None
 

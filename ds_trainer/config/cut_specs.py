@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ds_trainer.config.fields import Count, Positive, Strict
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 Method = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
@@ -161,9 +161,7 @@ class CutSpec(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> "CutSpec":
-        mistakes = list(self._mistakes())
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        raise_mistakes(self._mistakes())
         return self
 
     def _mistakes(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Strict, Units
 from ds_trainer.config.schedules import Shape
 from ds_trainer.files.messages import listed, shown
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 Granularity = Literal["weight", "block", "row", "column", "head", "neuron", "2:4"]
 KINDS = ("attention", "feed_forward")
@@ -156,9 +156,7 @@ class PruneSpec(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> PruneSpec:
-        mistakes = [*self._method_mistakes(), *self._granularity_mistakes(), *self._count_mistakes()]
-        if mistakes:
-            raise UserError("\n".join(mistakes))
+        raise_mistakes([*self._method_mistakes(), *self._granularity_mistakes(), *self._count_mistakes()])
         return self
 
     def _method_mistakes(self) -> Iterator[str]:

@@ -84,8 +84,8 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
 def _folder_aside(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that holds an empty folder `made`, and remove those that killed exports left.
 
-    It lies on the disk of the output folder, so that files can be moved there. Its process locks it, and a lock ends
-    with its process. `made` comes after the lock: a folder with it that nobody locks is one of a dead process.
+    It lies on the disk of the output folder, so that files can be moved there. Its process locks it before it makes
+    `made`, and a lock ends with its process. So a folder that has `made` and no lock was left by a dead process.
     """
     place = existing_above(output)
     for made in place.glob(".export.*.tmp/made"):

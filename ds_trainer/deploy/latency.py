@@ -13,11 +13,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ds_trainer.files.reading import memory_limit
+from ds_trainer.files.reading import free_memory
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.timing import seconds
@@ -157,13 +156,12 @@ def bytes_on_disk(folder: Path) -> int:
 def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -> bool:
     """Whether the weights of all folders, in fp32, take at most about half of the memory that is free.
 
-    It is that of the host, within the limit of a container, and of the device. In fp32 the weights are assumed to be
+    It is that of the host or the container, and of the device. In fp32 the weights are assumed to be
     twice as large as on disk, where they may be in fp16, and eight times as large as a compact file.
     """
-    room, device = memory_limit(), device or distributed.device()
+    room, device = free_memory(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
-    room = min(room, psutil.virtual_memory().available)
     return sum(bytes_on_disk(folder) * (8 if is_compact(folder) else 2) for folder in folders) <= room / 2
 
 

@@ -19,7 +19,7 @@ from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 DEFAULT_MICRO_BATCH = 32
 DEFAULTS = {
@@ -167,9 +167,7 @@ def resolve_engine_file(
 
     Resolving the result again, with more arguments known, fills the rest. Raises UserError with every mistake.
     """
-    mistakes = check_engine_file(config, phase, world_size)
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(check_engine_file(config, phase, world_size))
     numbers = settled_numbers(config, phase, world_size)
     resolved = copy.deepcopy(without_refused(config))
     for key in (TRAIN, MICRO, STEPS, "gradient_clipping"):

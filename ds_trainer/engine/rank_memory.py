@@ -218,7 +218,8 @@ def _gathered(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
 def kept_gathered(config: Mapping[str, Any]) -> int:
     """Return how many values ZeRO-3 leaves gathered from the forward to the backward, since they come up again soon.
 
-    On its way to the backward a weight is passed by all later ones twice. What is prefetched is not released either.
+    Between the forward and the backward of a weight every later weight is used twice: hence half of the distance. What
+    is prefetched is not released either.
     """
     return max(zero_number(config, "max_reuse_distance") // 2, zero_number(config, "prefetch_bucket_size"))
 

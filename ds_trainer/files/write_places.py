@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.writing import existing_above
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 CACHE_VARIABLE = "DS_TRAINER_CACHE"
 DEFAULT_CACHE = "~/.cache/ds_trainer"
@@ -62,8 +62,7 @@ def placed_engine_file(
             elif key != "job_name" and target != value:
                 block[key] = target
                 notes.append(f"the engine file's {section}.{key} is {target}")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(mistakes)
     return placed, notes
 
 

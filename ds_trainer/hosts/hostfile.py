@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import read_file
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 EXAMPLE = "worker-1 slots=8"
 _LABEL = r"\w([\w-]{0,61}\w)?"
@@ -51,8 +51,7 @@ def read_hostfile(path: Path) -> list[Host]:
     hosts, mistakes = parse_hostfile(text)
     if not hosts and not mistakes:
         mistakes = [f"{path} names no host: write a line for each, such as {EXAMPLE}"]
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    raise_mistakes(mistakes)
     return hosts
 
 

@@ -17,8 +17,6 @@ row's scale off.
 import json
 import math
 import shutil
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -67,9 +65,8 @@ def write_compact(state: Mapping[str, Tensor], path: Path, values: str = FP16) -
     - `values`, and how many `numbers` the weights have
     - `kept`: how many numbers of the file are not zero
     - `became_zero`: how many numbers are zero in the file alone, since they are too small for it
-    - `max_error` of all weights, and with int8 `max_scale`, half of which bounds the error
-    - `bytes` of the `compact` file, of the same weights as safetensors in fp32 (`dense`), of both in a zip
-      (`compact_zip`, `dense_zip`), and the fewest that a code for masks of independent bits needs (`floor`)
+    - `max_error` of all weights
+    - `bytes` of the `compact` file, and of the same weights in fp32 (`dense`)
 
     UserError for weights that are not finite, or beyond 65,504 where fp16 is to hold them.
     """
@@ -81,7 +78,6 @@ def write_compact(state: Mapping[str, Tensor], path: Path, values: str = FP16) -
         entries[name] = {"form": form, "shape": list(tensor.shape)}
     header = {"format": _FORMAT, "version": _VERSION, "values": values, "error": _ERRORS[values]}
     save_file(tensors, path, header | {"tensors": json.dumps(entries)})
-    scales = [float(tensor.max()) for name, tensor in tensors.items() if name.endswith("#scale") and tensor.numel()]
     read = read_compact(path)
     errors = [(tensor.double() - read[name].double()).abs() for name, tensor in state.items() if tensor.numel()]
     kept = sum(int(tensor.count_nonzero()) for tensor in read.values())
@@ -91,8 +87,10 @@ def write_compact(state: Mapping[str, Tensor], path: Path, values: str = FP16) -
         "kept": kept,
         "became_zero": sum(int(tensor.count_nonzero()) for tensor in state.values()) - kept,
         "max_error": max((float(error.max()) for error in errors), default=0.0),
-        **({"max_scale": max(scales, default=0.0)} if values == INT8 else {}),
-        "bytes": _file_sizes(state, path) | {"floor": _floor(state, entries, tensors)},
+        "bytes": {
+            "compact": path.stat().st_size,
+            "dense": sum(4 * one.numel() if one.is_floating_point() else one.nbytes for one in state.values()),
+        },
     }
 
 
@@ -176,33 +174,6 @@ def _quantised(numbers: Array) -> tuple[Array, Array]:
 def _masked(numbers: Array) -> dict[str, Array]:
     kept = numbers.ravel() != 0
     return {"#mask": np.packbits(kept), "#values": numbers.ravel()[kept]}
-
-
-def _floor(state: Mapping[str, Tensor], entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> float:
-    """The least bytes of the file: the entropy of the masks, and all other parts as they are."""
-    total = 0.0
-    for name, tensor in state.items():
-        form = entries[name]["form"]
-        total += sum(tensors[f"{name}{part}"].nbytes for part in _PARTS[form] if part != "#mask")
-        if "mask" in form:
-            kept = tensors[f"{name}#values"].numel() / tensor.numel()
-            total -= sum(p * math.log2(p) for p in (kept, 1 - kept) if p > 0) * tensor.numel() / 8
-    return total
-
-
-def _file_sizes(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
-    """The bytes of the compact file and of the same weights in fp32, plain and in a zip (deflate, level 6)."""
-    with tempfile.TemporaryDirectory() as folder:
-        dense = Path(folder) / "model.safetensors"
-        whole = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
-        save_file(whole, dense, {"format": "pt"})
-        sizes: dict[str, Any] = {}
-        for name, file in (("compact", path), ("dense", dense)):
-            archive = Path(folder) / "zip"
-            with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as zipped:
-                zipped.write(file, file.name)
-            sizes |= {name: file.stat().st_size, f"{name}_zip": archive.stat().st_size}
-        return sizes
 
 
 def _copy_beside(folder: Path, target: Path) -> None:

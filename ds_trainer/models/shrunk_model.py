@@ -204,8 +204,8 @@ def out_features(linear: Any) -> int:
 class Constant(nn.Module):
     """A linear layer without inputs: its output is its bias, for every token.
 
-    It keeps a matrix without elements. So the weights of a whole model do not fit it, nor its weights a whole model:
-    otherwise transformers, where it does not run this file, would fill in random numbers for all that was cut.
+    Its empty matrix makes loading fail where a shrunk model meets the class of a whole one. Without it, transformers
+    would fill what was cut with random numbers, and say nothing.
     """
 
     weight: Tensor

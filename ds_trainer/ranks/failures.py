@@ -13,11 +13,19 @@
 | 128 + n | ended at once by signal n, the second one |
 """
 
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake in what the user wrote; the message says what was read, what is allowed and what to change."""
 
     exit_code = 2
+
+
+def raise_mistakes(mistakes: Iterable[str]) -> None:
+    """Raise one UserError with a line for each mistake; do nothing if there is none."""
+    if lines := list(dict.fromkeys(mistakes)):
+        raise UserError("\n".join(lines))
 
 
 class NonFiniteLossError(ArithmeticError):

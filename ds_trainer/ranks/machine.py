@@ -45,8 +45,8 @@ def cpu_name() -> str:
 def peak_memory() -> dict[str, int]:
     """Return the most bytes that this process has held since the last call: `resident`, and `device` of its GPU.
 
-    `resident` is the most since the process began where the system cannot reset it. Waits for no GPU, whose allocator
-    counts on the host.
+    Some systems cannot reset the peak of `resident`: there it is the most since the process began. Waits for no GPU,
+    whose allocator counts on the host.
     """
     peaks = {"resident": _resident_peak()}
     if torch.cuda.is_available():

@@ -77,12 +77,11 @@ class Report:
         Records of later steps and evaluations are dropped from the log, since they will be written again.
         """
         if state is not None:
-            self._names, self._sums = tuple(state["names"]), _Sums(**state.get("settled", {}))
-            self._sums.add(state.get("pending", ()))  # only checkpoints of an older version have it
+            self._names, self._sums = tuple(state["names"]), _Sums(**state["settled"])
             self._counts = dict(state["counts"])
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
-            self.trained_on = state.get("trained_on", [])  # a checkpoint of an older version has none
+            self.trained_on = state["trained_on"]
         now = machine.session()
         self.trained_on = [*(before for before in self.trained_on if before != now), now]
         if distributed.is_main():

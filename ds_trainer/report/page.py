@@ -287,8 +287,7 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
     training = {}
     if trained := result.get("train"):
         training["training"] = f"{trained['train_seconds']:,.0f} s"
-        if "epochs" in trained:  # older versions did not write it
-            training["epochs"] = f"{trained['epochs']:.2f}"
+        training["epochs"] = f"{trained['epochs']:.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
     return _techniques(result, run.spec(phase)), _cut(result), scores, _sizes(result), _times(result), training

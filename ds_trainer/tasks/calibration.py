@@ -11,7 +11,7 @@ from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import ExampleIds
-from ds_trainer.tasks.soft_targets import soft_target_loss
+from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
 _BATCH = 32

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_trainer.tasks.task import PAD_LOGIT
+from ds_trainer.tasks.divergences import Kind, TopK, divergence
+from ds_trainer.tasks.task import PAD_LOGIT, Task
 
 # The hard-concrete distribution of arXiv 1712.01312: its temperature, and the interval to which (0, 1) is stretched.
 TEMPERATURE = 2 / 3
@@ -104,3 +105,16 @@ def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     difference = (student.float() - teacher.float()).square().mean(1)
     pairs = mask[:, :, None] * mask[:, None, :]
     return (difference * pairs).sum() / pairs.sum()
+
+
+def soft_target_loss(
+    task: Task, student: Tensor, teacher: Tensor | TopK, temperature: float, kind: Kind = "forward"
+) -> Tensor:
+    """Compare logits of classes by a divergence at a temperature, or a regression's, without classes, by their square.
+
+    May overwrite `teacher`, to save memory.
+    """
+    if task.regression:
+        assert isinstance(teacher, Tensor)
+        return logit_mse(student, teacher)
+    return divergence(student, teacher, temperature, kind)

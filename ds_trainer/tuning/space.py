@@ -12,7 +12,7 @@ from ds_trainer.config.recipe import Recipe, parse_recipe
 from ds_trainer.config.settings import assign
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
 from ds_trainer.engine.rank_memory import PhaseMemory
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import raise_mistakes
 
 RANKS, THREADS = "ranks", "threads"
 """The settings that have no place in either file: the launcher's ranks, and OMP_NUM_THREADS of each."""
@@ -162,9 +162,7 @@ def resolve(candidate: Candidate, job: TuneJob, machine: Machine) -> Resolved:
 def checked_recipe(recipe: dict[str, Any], engine: dict[str, Any], ranks: int) -> Recipe:
     """Check a recipe, and an engine file for each of its phases; a UserError has the mistakes in either."""
     parsed = parse_recipe(recipe)
-    mistakes = [mistake for phase in parsed.phases for mistake in check_engine_file(engine, phase, ranks)]
-    if mistakes:
-        raise UserError("\n".join(dict.fromkeys(mistakes)))
+    raise_mistakes(mistake for phase in parsed.phases for mistake in check_engine_file(engine, phase, ranks))
     return parsed
 
 

@@ -63,7 +63,7 @@ class Trial(TrialBase):
     examples: int = 0
     """Of an optimizer step."""
     seconds: Sequence[float] = ()
-    """Of a step on each of the trial's batches: the median over early rounds and that over late ones, averaged."""
+    """Those of a step, for each of the trial's batches: the mean of the medians of early and of late rounds."""
     stopped_early: bool = False
     details: Mapping[str, Any] = field(default_factory=dict)
 

@@ -66,13 +66,6 @@ def test_a_stop_between_does_not_change_a_bit(tmp_path, step):
     ]
 
 
-def test_the_state_of_an_older_version_is_read(tmp_path):
-    """Its checkpoints held the terms of single micro-batches beside the sums."""
-    state = opened(tmp_path).state() | {"names": ["task", "other"], "counts": {"examples": 3, "tokens": 9}}
-    state |= {"pending": [[1.0, 2.0], [4.0, 2.0]], "settled": {"micro_batches": 1, "terms": [4.0, 2.0]}}
-    assert opened(tmp_path, state).flush(3, {})["train/term/task"] == 3.0
-
-
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch):
     """One warning for all of them; what was written of a line is dropped, so that later records are whole."""
     warnings = []
@@ -124,6 +117,3 @@ def test_the_heads_losses_are_the_same_however_a_run_is_cut():
     assert list(readings.values()) == pytest.approx(expected, rel=1e-12)
     assert second.readings() == readings
     assert whole.readings() == {}
-    first_version = heads()  # kept a row for each micro-batch
-    first_version.resume({"losses": rows.tolist()})
-    assert first_version.readings() == readings

@@ -24,7 +24,7 @@ FIGURES = {
 def results_of(counts: dict[str, Any], score: float, **more: Any) -> dict[str, Any]:
     encoder = {key: sum(count[key] for count in counts.values()) for key in ("kept", "total")}
     return {
-        "train": {"train_loss": 0.3, "train_seconds": 12.3, "examples_per_s": 99.0, "steps": 20},
+        "train": {"epochs": 1.0, "train_loss": 0.3, "train_seconds": 12.3, "examples_per_s": 99.0, "steps": 20},
         "eval": {"accuracy": score, **more.pop("eval", {})},
         "weights": {"layers": counts, "encoder": encoder, "model": {key: 2 * n for key, n in encoder.items()}},
         **more,

@@ -1,8 +1,8 @@
 """Run a model layer by layer over calibration examples, so that only one layer at a time is on the device.
 
-A pass calls the model's encoder on every batch, in which each layer but one stands aside: the layers before it hand on
-what the last of them gave in an earlier pass, and the layers after it return their input. The model's code around the
-layers (embeddings, masks, rotary positions, convolutions between layers) so runs as always, for every architecture.
+A pass calls the model's encoder on every batch with one layer at work. The layers before it return the stored output
+of an earlier pass, and the layers after it return their input. The model's code around the layers (embeddings, masks,
+rotary positions, convolutions between layers) so runs as always, for every architecture.
 """
 
 import contextlib

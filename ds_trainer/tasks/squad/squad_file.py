@@ -14,11 +14,8 @@ from pydantic import BaseModel, ValidationError
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.records import HubRecords, Record, find_file, mistakes_of
-
-_SHOWN = 5
-"""How many mistakes of a file a message lists."""
 
 
 class GoldAnswer(NamedTuple):
@@ -98,9 +95,7 @@ def questions(spec: SquadSpec, split: str) -> list[Question]:
             if mistake:
                 mistakes.append(f"{origin}, question {quoted(record.id)}: {mistake}")
             checked[record.id] = question
-    if mistakes:
-        more = f"\n... and {len(mistakes) - _SHOWN:,} more mistakes" if len(mistakes) > _SHOWN else ""
-        raise UserError("\n".join(mistakes[:_SHOWN]) + more)
+    raise_mistakes(mistakes)
     if not checked:
         raise UserError(f"{origin} has no questions")
     return list(checked.values())

@@ -31,7 +31,6 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.divergences import TopK
-from ds_trainer.tasks.soft_targets import soft_target_loss
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import (
     ComparedLayers,
@@ -147,9 +146,8 @@ class Distill(Technique):
         if "mse" in self.spec.terms:
             terms["distill.mse"] = _mean([losses.logit_mse(*pair) for pair in pairs])
         if "logits" in self.spec.terms:  # comes last: to save memory it overwrites the teacher's logits
-            spec = self.spec
-            soft_targets = [soft_target_loss(self.task, *pair, spec.temperature, spec.divergence) for pair in pairs]
-            terms["distill.logits"] = _mean(soft_targets)
+            how = self.spec.temperature, self.spec.divergence
+            terms["distill.logits"] = _mean([losses.soft_target_loss(self.task, *pair, *how) for pair in pairs])
         return terms
 
     def readings(self) -> dict[str, float]:

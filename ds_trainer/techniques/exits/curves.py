@@ -55,7 +55,7 @@ class AllHeads:
     over_tokens: SequenceUncertainty = "least_certain"
 
     def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
-        """Return the policy that has this threshold at every head, or by the patience of a classification, as that."""
+        """Return the policy with this threshold at every head. That of a classification by patience is the patience."""
         policy = ExitPolicy(criterion=criterion, sequence_uncertainty=self.over_tokens)
         if criterion == "patience" and not self.regression:
             return policy.model_copy(update={"patience": int(threshold)})

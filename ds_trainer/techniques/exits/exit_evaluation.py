@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.ranks import distributed, timing
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import evaluation_batches, load_on_device, split_prefix
 from ds_trainer.tasks.task import Batch, Task
@@ -107,8 +107,7 @@ def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpe
         spec = spec.model_copy(update={"patience": model.policy.patience})
     *layers, depth = model.layers
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
-    if mistakes:
-        raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
+    raise_mistakes(f"exits: {mistake}" for mistake in mistakes)
     over_tokens = spec.sequence_uncertainty or model.policy.sequence_uncertainty
     rule = model.policy.model_copy(update={"patience": spec.patience, "sequence_uncertainty": over_tokens})
     heads = all_heads(model, task, task.held_out_split, batch_size, rule)

@@ -21,8 +21,8 @@ from ds_trainer.config.exit_specs import SavedExits, aim_mistakes, policy_of
 from ds_trainer.config.recipe import ExitsSpec, GroupRule
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.soft_targets import soft_target_loss
+from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
 from ds_trainer.techniques.technique import PhaseLength, Technique
@@ -54,8 +54,7 @@ class Exits(Technique):
         self.layers = self._layers_below(depth)
         policy = policy_of(self.spec, len(self.layers), self.task.regression)
         mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, depth, self.task.regression)
-        if mistakes:
-            raise UserError("\n".join(f"exits: {mistake}" for mistake in mistakes))
+        raise_mistakes(f"exits: {mistake}" for mistake in mistakes)
         self._weights = self._head_weights(depth)
         self._source = str(getattr(model, "name_or_path", ""))
         self.heads = self._heads_for(model)
@@ -122,11 +121,8 @@ class Exits(Technique):
         return {"sums": distributed.mean(self._loss_sums).tolist(), "summed": self._loss_count}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        # checkpoints of earlier versions have "losses", a row for each micro-batch; the first of them have no "sums"
-        rows, device = state.get("losses", []), distributed.device()
-        sums = torch.tensor(state.get("sums", 0.0), dtype=torch.float64, device=device)
-        self._loss_sums = sums + sum(torch.tensor(row, dtype=torch.float64, device=device) for row in rows)
-        self._loss_count = state.get("summed", 0) + len(rows)
+        self._loss_sums = torch.tensor(state["sums"], dtype=torch.float64, device=distributed.device())
+        self._loss_count = state["summed"]
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}

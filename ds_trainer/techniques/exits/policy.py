@@ -88,7 +88,7 @@ class RunningPolicy:
         return self.leave(head, doubt(policy.criterion, policy.sequence_uncertainty, logits, before, counted))
 
     def leave(self, head: int, doubts: Tensor) -> Tensor:
-        """Return the same by the doubts of the head, (batch,)."""
+        """Return which examples leave at this head, (batch,), by how much it doubts each of them."""
         limit = self.policy.thresholds[head] if self.policy.thresholds else 1.0  # classes that differ are 1 apart
         below = doubts < (-limit if self.policy.criterion == "confidence" else limit)
         if self.policy.criterion != "patience":

@@ -126,12 +126,12 @@ class Prune(Technique):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        layers, cutoffs, gates = self.layers.values(), state["cuts"], state.get("gates", ())
+        layers, cutoffs, gates = self.layers.values(), state["cuts"], state["gates"]
         for layer, cutoff in zip(layers, cutoffs, strict=bool(cutoffs)):
             layer.hold(HardMask(Cutoff(**cutoff)))
         for layer, written in zip(layers, gates, strict=bool(gates)):
             layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
-        self.budget.resume(state.get("seconds"))
+        self.budget.resume(state["seconds"])
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
