@@ -62,7 +62,7 @@ def test_the_commands_work_without_the_checkout(clean):
     launched = {f"ds-{path.stem}" for path in (ROOT / "launch").glob("*.py")}
     assert {path.name for path in (clean / "env" / "bin").glob("ds-*")} == launched
     files = "--recipe sst2_prune_finetuned --deepspeed_config zero2 --model_name_or_path model --data_dir ."
-    short = "--set phases.*.max_steps=4 --set report=false"
+    short = "--set phases.*.max_steps=4"
     launcher = f"deepspeed --num_gpus 1 --master_port {free_port()} --module ds_trainer.cli.train"
     for command, said in (
         ("ds-train --help", "usage: ds-train "),
@@ -74,6 +74,7 @@ def test_the_commands_work_without_the_checkout(clean):
         done = run(clean, command)
         assert done.returncode == (2 if "none" in command else 0), done.stderr[-4000:]
         assert said in done.stdout + done.stderr
+    assert (clean / "out" / "report.html").stat().st_size > 1000
 
 
 def test_a_python_without_the_packages_is_told_how_to_install_them(clean):
@@ -86,7 +87,8 @@ def test_a_python_without_the_packages_is_told_how_to_install_them(clean):
 
 
 def test_the_release_has_one_version():
-    """CITATION.cff and the top of CHANGELOG.md tell the version of the package."""
-    version = ds_trainer.__version__
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].startswith(f"{version} (")
+    """CITATION.cff and the top of CHANGELOG.md tell the version of the package, and one date."""
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].splitlines()[0]
+    version, date = newest.removesuffix(")").split(" (")
+    assert version == ds_trainer.__version__
+    assert f'\nversion: {version}\ndate-released: "{date}"\n' in (ROOT / "CITATION.cff").read_text()

@@ -13,6 +13,7 @@ from ds_trainer.config.jobs import EvaluateJob
 from ds_trainer.config.recipe import saved_exits
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
+from ds_trainer.files.messages import shown
 from ds_trainer.files.write_places import result_place_mistakes
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
@@ -74,7 +75,10 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> float | list[float]:
     """Parse one threshold for every head, or a list with one per head."""
-    values = [float(part) for part in text.split(",")]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write a number, or several with commas") from None
     return values if len(values) > 1 else values[0]
 
 

@@ -41,9 +41,10 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def export(job: ExportJob, output: TextIO) -> None:
     """Export a model folder, which is made first where the job names a checkpoint; the report goes to `output`."""
-    from ds_trainer.deploy.card import push_to_hub
+    from ds_trainer.deploy.card import open_repository, push_to_hub
     from ds_trainer.deploy.export_folder import export_folder
 
+    repository = open_repository(job.push_to_hub) if job.push_to_hub else ""
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
             from ds_trainer.checkpoint_model import model_of
@@ -52,8 +53,8 @@ def export(job: ExportJob, output: TextIO) -> None:
             job = job.model_copy(update={"model": folder})
         if job.onnx or job.writes_folder:
             export_folder(job, output)
-        if job.push_to_hub:
-            push_to_hub(job.output, job.push_to_hub)
+        if repository:
+            push_to_hub(job.output, repository)
 
 
 def read_export_job(arguments: Sequence[str]) -> ExportJob:

@@ -124,8 +124,12 @@ def add_push_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _hub_name(text: str) -> str:
-    if not re.fullmatch(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", text):
-        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write NAME or OWNER/NAME")
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError as error:
+        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write NAME or OWNER/NAME ({error})") from None
     return text
 
 

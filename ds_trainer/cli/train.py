@@ -53,11 +53,12 @@ def train(job: TrainJob) -> dict[str, Any]:
     try:
         with trusting(job.trust):
             if not (job.dry_run or job.trial):
-                results = run(job)
-                if job.push_to_hub and distributed.is_main():
-                    from ds_trainer.deploy.card import push_to_hub
+                from ds_trainer.deploy.card import open_repository, push_to_hub
 
-                    push_to_hub(job.output / "model", job.push_to_hub)
+                repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
+                results = run(job)
+                if repository:
+                    push_to_hub(job.output / "model", repository)
                 return results
             run_trial(job, job.trial) if job.trial else dry_run(job)
             return {}

@@ -219,10 +219,10 @@ def _held_out_mistakes(recipe: Recipe) -> list[str]:
 def _metric_mistakes(recipe: Recipe, metric: str) -> list[str]:
     """Refuse a metric that the last phase's task has not; those of techniques, with a slash, show in the first run."""
     task = recipe.phases[-1].task or recipe.task
-    if "/" in metric or not isinstance(task, TextSpec) or metric in metrics_of(task):
+    names = metrics_of(task) if isinstance(task, TextSpec) else ("f1", "precision", "recall", "accuracy")
+    if "/" in metric or not isinstance(task, LabelledSpec) or metric in names:
         return []
-    known = ", ".join(f"eval/{name}" for name in metrics_of(task))
-    return [f"--metric is {shown(metric)}: the task {task.name} has {known}"]
+    return [f"--metric is {shown(metric)}: the task {task.name} has {', '.join(f'eval/{name}' for name in names)}"]
 
 
 def _check_value(path: str, value: Any, train: TrainJob, files: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -244,5 +244,6 @@ def _check_value(path: str, value: Any, train: TrainJob, files: tuple[dict[str, 
 def _scored_data(recipe: Recipe) -> list[Any]:
     """Return what decides which examples are held out of the last phase's task."""
     task = recipe.phases[-1].task or recipe.task
-    fields = ("name", "data_dir", "dataset", "train_file", "text_columns", "label_column", "held_out")
+    sources = ("name", "data_dir", "dataset", "train_file", "header", "held_out")
+    fields = (*sources, "text_columns", "label_column", "tokens_column", "tags_column")
     return [getattr(task, field, None) for field in fields]

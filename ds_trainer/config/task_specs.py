@@ -28,7 +28,7 @@ class TaskBase(Strict):
     train_file: str | None = Field(None, description="relative to data_dir")
     validation_file: str | None = Field(None, description="relative to data_dir")
     pad_to_multiple_of: Positive = Field(1, description="8 suits tensor cores")
-    max_train_samples: Positive | None = Field(None, description="read so many of the training set, from its start")
+    max_train_samples: Positive | None = Field(None, description="take so many of the training set, spaced evenly")
     max_eval_samples: Positive | None = Field(None, description="the same of the evaluation set")
 
     def source_mistakes(self) -> list[str]:
@@ -62,6 +62,12 @@ class TextSpec(LabelledSpec):
     metrics: list[Metric] | None = Field(None, description="by default GLUE's; or accuracy, or pearson and spearman")
     max_seq_length: Length = Field(128, description="tokens at which texts are cut, special ones included")
 
+    @model_validator(mode="after")
+    def _label_is_no_text(self) -> TextSpec:
+        if self.label_column is not None and self.label_column in (self.text_columns or ()):
+            raise UserError(f"label_column is {self.label_column}, which is among text_columns: name the labels' own")
+        return self
+
 
 class TokenSpec(LabelledSpec):
     """Tags of words, such as named entities: "ner" reads CoNLL files, "token" .jsonl or .parquet files.
@@ -74,6 +80,12 @@ class TokenSpec(LabelledSpec):
     tags_column: str = Field("tags", description="a tag for each word")
     label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
     max_seq_length: Length = Field(128, description="the words beyond it go into further windows")
+
+    @model_validator(mode="after")
+    def _tags_are_no_words(self) -> TokenSpec:
+        if self.tokens_column == self.tags_column:
+            raise UserError(f"tokens_column and tags_column are both {self.tags_column}: name the tags' own")
+        return self
 
 
 class SquadSpec(TaskBase):

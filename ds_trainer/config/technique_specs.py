@@ -94,6 +94,12 @@ class LayerSkipSpec(Strict):
         description="N: each step trains one exit in N, by turns; 1 trains all; by default one exit a step",
     )
 
+    @model_validator(mode="after")
+    def _turns_of_a_rotation(self) -> LayerSkipSpec:
+        if self.rotation is not None and self.curriculum != "rotational":
+            raise UserError("rotation is how many turns the curriculum rotational has: drop it beside gradual")
+        return self
+
 
 class Techniques(Strict):
     """The techniques of a phase, alone or together; a key that is absent, or null, is a technique that is not used."""

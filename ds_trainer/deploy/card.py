@@ -16,9 +16,9 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 import ds_trainer
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import ExportJob
-from ds_trainer.config.recipe import Recipe
+from ds_trainer.config.recipe import Phase, Recipe
 from ds_trainer.config.task_specs import TaskBase
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
@@ -29,6 +29,7 @@ from ds_trainer.models.model_folder import is_compact, is_hub_name
 from ds_trainer.ranks import distributed
 from ds_trainer.report.page import notes_on, table_of, tried
 from ds_trainer.report.run_files import read_object, read_run
+from ds_trainer.tasks.cut_folder import CUT_FILE
 
 _TASKS = {
     "ForSequenceClassification": "text-classification",
@@ -55,7 +56,9 @@ def _write_cards(output: Path, recipe: Recipe) -> None:
         models = f"The models of the run, side by side. This one is `{phase.name}`."
         sections = ["## Results", models, table_of(run), *latency, *_section(recipe)]
         task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
-        _write(run.folder_of(phase.name) / "model", recipe.model.name_or_path, task, scores, sections)
+        folder = run.folder_of(phase.name) / "model"
+        if (folder / "config.json").exists():  # otherwise the user has deleted the model
+            _write(folder, folder, _origin(recipe, phase), task, scores, sections)
 
 
 def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
@@ -63,44 +66,79 @@ def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
     if not job.writes_folder and is_own_card(job.output / CARD) and (job.output / "config.json").exists():
         return
     scores = report.get("scores", {})
+    made = scores.get("compact", scores.get("cut"))
     rows = [_row("source", bytes_on_disk(job.model), scores.get("model"))]
     if job.writes_folder:
-        rows.append(_row("this model", bytes_on_disk(job.output), scores.get("compact", scores.get("cut"))))
+        rows.append(_row("this model", bytes_on_disk(job.output), made))
     onnx = [name for name in ("onnx", "int8") if name in report]
     rows += [_row(report[name]["file"], report[name]["bytes"], scores.get(name)) for name in onnx]
     flags = job.model_dump(mode="json", exclude_unset=True, include=_FLAGS)
-    made = _json({name: value for name, value in flags.items() if value})
-    recipe = job.checkpoint.recipe if job.checkpoint else None
-    source = recipe.model.name_or_path if recipe else str(job.model)
-    sections = ["## Results", markdown(rows), "## Export", made, *_section(recipe)]
-    _write(job.output, source, job.task, [{}, *scores.values()][-1], sections)
+    flags = {name: value for name, value in flags.items() if value}
+    saved = job.checkpoint
+    source = _origin(saved.recipe, saved.phase) if saved else str(job.model)
+    recipe = _section(saved.recipe) if saved else []
+    sections = ["## Results", markdown(rows), "## Export", _json(flags), *recipe]
+    described = job.output if (job.output / "config.json").exists() else job.model
+    _write(job.output, described, source, job.task, made or scores.get("model", {}), sections)
 
 
-def push_to_hub(folder: Path, name: str) -> None:
-    """Send a model folder to the hub, into a repository that is made unless it exists; UserError where that fails.
+def open_repository(name: str) -> str:
+    """Return the whole name of a repository of the hub, which is made unless it exists; UserError where that fails.
 
     The account is that of the token that `huggingface_hub` finds: of `hf auth login`, or in HF_TOKEN.
     """
-    api = HfApi()
-    with as_user_error(f"--push_to_hub {name}: {folder} is whole here, and was not sent"):
-        repository = api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, ignore_patterns=[".*"])
+    with as_user_error(f"--push_to_hub {name}: there is no such repository that can be written to"):
+        return HfApi().create_repo(name, exist_ok=True).repo_id
+
+
+def push_to_hub(folder: Path, repository: str) -> None:
+    """Send a model folder to the hub, in the place of the model that the repository holds; UserError where that fails.
+
+    The reports of cuts and exports stay here: they name the folders of this machine.
+    """
+    with as_user_error(f"--push_to_hub {repository}: {folder} is whole here, and was not sent"):
+        HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            ignore_patterns=[".*", REPORT, CUT_FILE],
+            delete_patterns=list(REPLACED),
+        )
     distributed.info(f"{folder} was sent to {repository}")
 
 
+def _origin(recipe: Recipe, phase: Phase) -> str | None:
+    """Return the folder or hub name of the model that a phase's goes back to; None where its weights are new."""
+    if phase.student and phase.student.config:
+        return None
+    if not phase.start_from.startswith("@"):
+        return phase.start_from
+    earlier = {f"@{each.name}": each for each in recipe.phases[: recipe.phases.index(phase)]}
+    before = list(earlier.values())[-1:] if phase.start_from == "@previous" else [earlier.get(phase.start_from)]
+    return _origin(recipe, before[0]) if before and before[0] else recipe.model.name_or_path
+
+
 def _write(
-    folder: Path, source: str | None, task: TaskBase | None, scores: Mapping[str, float], sections: Sequence[str]
+    folder: Path,
+    described: Path,
+    source: str | None,
+    task: TaskBase | None,
+    scores: Mapping[str, float],
+    sections: Sequence[str],
 ) -> None:
-    """Write the card of a folder that was made from `source`, a folder or hub name; None stands for new weights."""
-    home = folder if (folder / "config.json").exists() else Path(source or "")
-    if ((folder / CARD).exists() and not is_own_card(folder / CARD)) or not (home / "config.json").exists():
-        return  # the card is the user's own, or the user has deleted the model
-    config, name = read_object(home / "config.json"), "/".join(folder.absolute().parts[-2:])
+    """Write the card of a folder that was made from `source`, a folder or hub name; None stands for new weights.
+
+    `described` has the config of its model: the folder itself, unless it holds .onnx files alone.
+    """
+    if (folder / CARD).exists() and not is_own_card(folder / CARD):
+        return
+    config, name = read_object(described / "config.json"), "/".join(folder.absolute().parts[-2:])
     classes = config.get("architectures") or []
     kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
     does, base = _TASKS.get(kind), _base_of(source)
+    data = (task.dataset or task.name) if task else ""
+    data, config_of_data = data.rsplit("/", 1) if data.count("/") > 1 else (data, None)
     results = [
-        EvalResult(does, task.dataset or task.name, task.name, metric, value)
+        EvalResult(does, data, task.name, metric, value, dataset_config=config_of_data)
         for metric, value in scores.items()
         if does and task and "/" not in metric
     ]

@@ -42,6 +42,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
+from ds_trainer.report.page import tried
 from ds_trainer.tasks.cut_folder import cut_of
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
@@ -76,7 +77,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
         write_json(made / REPORT, report)
         with held_back():  # no signal may end the command between the removal of the old model and the new one
             _put_in_place(made, job)
-            write_export_card(job, report)
+            tried("the export has no card", partial(write_export_card, job, report))
     print(json.dumps(report, indent=2), file=output, flush=True)
 
 

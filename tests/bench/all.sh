@@ -6,13 +6,14 @@
 #
 # With names of scripts, such as "mask_cost two_ranks", it runs these alone. OUT, by default runs/bench, lies in this
 # project's folder. It gets what every script prints, and figures.jsonl, to which a line is added for each figure, with
-# its command; the table has the last line of each.
+# its command; the table has the last line of each. With --quick, which only shows that the scripts run, there are no
+# figures, and OUT is runs/quick/bench.
 # A script that needs what is not there is left out with a line: a GPU, the data and the model of ../shared, or, with
 # --quick, a trained model. PYTHON (default python) runs them. The exit code is 1 if a script failed or a bar did not hold.
 set -uo pipefail
 quick=()
 [ "${1:-}" = --quick ] && quick=(--quick) && shift
-out=${1:-runs/bench}
+out=${1:-runs/${quick:+quick/}bench}
 only=" ${*:2} "
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." && mkdir -p "$out" || exit 2
 python=${PYTHON:-python} failed=0
@@ -34,6 +35,7 @@ bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its fi
     [[ $only = "  " || $only = *" $1 "* ]] || return
     [ "$1" = cut_quality ] && name=$1-$2
     run "$name" "tests/bench/$1.py" "${@:2}" "${quick[@]}"
+    [ ${#quick[@]} = 0 ] || return
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
 }
 

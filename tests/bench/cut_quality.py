@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, bert_shape, is_quick, report
+from figures import RUNS, Figure, bert_shape, is_quick, report
 
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json
@@ -85,7 +85,7 @@ COMPARISONS = {
 """The bars of CoLA and RTE are one standard error of their validation sets, of 1,043 and 277 examples."""
 
 
-def main(name: str = "sst2", seeds: str = "3", output: str = "runs/cut_quality", data_dir: str = "") -> None:
+def main(name: str = "sst2", seeds: str = "3", output: str = f"{RUNS}/cut_quality", data_dir: str = "") -> None:
     comparison, folder = comparison_of(name, data_dir), Path(output) / name
     scores: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}

@@ -35,6 +35,10 @@ def is_quick() -> bool:
     return "--quick" in sys.argv
 
 
+RUNS = "runs/quick" if is_quick() else "runs"
+"""The folder for the runs of a script; what a quick one has trained is not taken for the real thing later."""
+
+
 def use_threads(number: int) -> None:
     """Have torch compute on so many; on one where the run is quick, for threads wait for what runs beside it."""
     torch.set_num_threads(1 if is_quick() else number)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cut_quality import ROOT, comparison_of, cuts_folder, trained
-from figures import is_quick
+from figures import RUNS, is_quick
 
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
@@ -72,13 +72,15 @@ class Measured:
         return float((of_phase["train"]["train_seconds"] + of_phase.get("cut", {}).get("seconds", 0.0)) / 60)
 
 
-def main(seeds: str = "3", output: str = "runs/cut_quality", data_dir: str = "") -> None:
+def main(seeds: str = "3", output: str = f"{RUNS}/cut_quality", data_dir: str = "") -> None:
+    if "--write" in sys.argv and is_quick():
+        sys.exit("--quick and --write: the figures of a quick run say nothing: drop one of them")
     folder = Path(output) / "sst2"
     measured = [measure(folder, seed, data_dir) for seed in range(1 if is_quick() else int(seeds))]
     on = measured[0].benchmark["conditions"]
     text = f"{markdown([row(measured, *which) for which in ROWS])}\n\n"
-    text += f"Accuracies are means of {len(measured)} seeds, ± their standard deviation. Times are of one seed, on "
-    text += f"{on['cores']} cores of an {on['cpu']}.\n"
+    spread = f"Accuracies are means of {len(measured)} seeds, ± their standard deviation. " if len(measured) > 1 else ""
+    text += f"{spread}Times are of one seed, on {on['cores']} cores of an {on['cpu']}.\n"
     print(text)
     save(picture(measured), folder / "front_page.png")
     if "--write" in sys.argv:

@@ -137,8 +137,8 @@ def test_a_folder_that_cannot_be_calibrated_is_told(classifier: Path, flags: lis
     ("more", "message"),
     [
         (["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
+        (["--early_exit_confidence", "0.9,"], 'confidence: it is "0.9,": write a number, or several with commas'),
         (["--early_exit_entropy", "-1"], "--early_exit_entropy is -1.0: write a number of 0 or more"),
-        (["--early_exit_confidence", "0.9,"], "argument --early_exit_confidence: invalid"),
         (["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from 0 to 1"),
         (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
         (["--patience", "1.5"], "argument --patience: invalid int value: '1.5'"),

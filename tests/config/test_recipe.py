@@ -75,6 +75,12 @@ def mistakes_of(data) -> str:
             {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
             ['two phases are named "a_1"'],
         ),
+        (
+            {"phases": [{"max_steps": 1, "techniques": {"layer_skip": {"curriculum": "gradual", "rotation": 4}}}]},
+            ["rotation", "drop it beside gradual"],
+        ),
+        (with_task(name="text", text_columns=["a", "b"], label_column="b"), ["label_column is b", "text_columns"]),
+        (with_task(name="token", tokens_column="tags"), ["tokens_column and tags_column are both tags"]),
         (with_distill(), ["no term has a weight", "alpha_distil"]),
         (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
         (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),

@@ -16,10 +16,10 @@ from huggingface_hub import ModelCard
 from support.launching import ROOT
 
 from ds_trainer.cli.command import run_command
-from ds_trainer.cli.export import export_command
-from ds_trainer.cli.train import read_train_job, train
-from ds_trainer.config.recipe import ModelSpec, parse_recipe
-from ds_trainer.deploy.card import write_cards
+from ds_trainer.cli.export import export_command, read_export_job
+from ds_trainer.cli.train import read_train_job, train, train_command
+from ds_trainer.config.recipe import ModelSpec, parse_recipe, parse_task
+from ds_trainer.deploy.card import write_cards, write_export_card
 from ds_trainer.files.run_folder import CARD, RunFolder
 
 TASK = {"name": "text", "data_dir": "/home/me/secret/data", "validation_file": "validation.csv", "held_out": 0.2}
@@ -71,15 +71,24 @@ def test_a_card_of_the_user_stays(run, tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the hub to upload a folder of small files, which a commit has in base64."""
+    """What huggingface_hub asks of the hub to upload a folder of small files, which a commit has in base64.
 
-    received: dict[str, bytes]
+    It has one account, `me`, and room for nothing but `me/small`.
+    """
+
+    files: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        listed = [{"type": "file", "path": name, "size": 1, "oid": "1"} for name in self.files]
+        self._answer(200, listed if "/tree/" in self.path else {})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         step = self.path.split("?")[0].split("/")[-2:]
+        allowed = step[0] not in ("preupload", "commit") or "me/small" in self.path
         if step == ["repos", "create"]:
             name = json.loads(body)
+            allowed = name["organization"] == "me"
             answer = {"url": f"http://{self.headers['Host']}/{name['organization']}/{name['name']}"}
         elif step[0] == "preupload":
             files = json.loads(body)["files"]
@@ -89,11 +98,16 @@ class _Hub(BaseHTTPRequestHandler):
         elif step[0] == "commit":
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del self.files[line["value"]["path"]]
             answer = {"commitUrl": f"http://{self.headers['Host']}/me/small/commit/1", "commitOid": "1"}
         else:
             answer = {}
-        self.send_response(401 if "me/small" not in self.path and step[0] in ("preupload", "commit") else 200)
+        self._answer(200 if allowed else 403, answer)
+
+    def _answer(self, code: int, answer: object) -> None:
+        self.send_response(code)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
@@ -103,8 +117,8 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in of the hub; the files of commits are in `received`."""
-    server = HTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"received": {}}))
+    """A stand-in of the hub; the files of its repository are in `files`."""
+    server = HTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"files": {}}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -115,20 +129,94 @@ def hub(monkeypatch):
 
 
 def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monkeypatch):
-    """A model as it is, one that is exported first, and that of a run; a refusal is an error that names the folder."""
+    """A model as it is, one that is exported first, and that of a run, each in the place of the one before.
+
+    What names the folders of this machine stays here, and the user's own files there.
+    """
+
+    def files_of(folder: Path) -> dict[str, bytes]:
+        reports = ("export.json", "cut.json")
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports} | kept
+
     write(run, "google/bert_uncased")
-    folder, out = run / "prune" / "model", tmp_path / "out"
+    folder, out, kept = run / "prune" / "model", tmp_path / "out", {"mine.txt": b"mine"}
+    (folder / "cut.json").write_text("{}")
     assert run_command(export_command, [str(folder), "--compact", "fp16", "--output_dir", str(out)]) == 0
-    assert hub.received == {}
+    assert hub.files == {}
+    hub.files |= kept
     for sent, more in ((folder, []), (out, ["--compact", "fp16", "--output_dir", str(out), "--overwrite"])):
         assert run_command(export_command, [str(folder), *more, "--push_to_hub", "me/small"]) == 0
-        assert hub.received == {path.name: path.read_bytes() for path in sent.iterdir()}
-        assert ModelCard(hub.received[CARD].decode()).data.base_model == "google/bert_uncased"
-        hub.received.clear()
+        assert hub.files == files_of(sent)
+        assert ModelCard(hub.files[CARD].decode()).data.base_model == "google/bert_uncased"
     monkeypatch.setattr("ds_trainer.run.run", lambda job: {})
-    files = ["--deepspeed_config", "zero0", "--recipe", "quickstart", "--output_dir", str(run)]
-    train(read_train_job([*files, "--overwrite_output_dir", "--push_to_hub", "me/small"]))
-    assert hub.received == {path.name: path.read_bytes() for path in (run / "model").iterdir()}
-    assert run_command(export_command, [str(folder), "--push_to_hub", "other/small"]) == 2
-    assert f"--push_to_hub other/small: {folder} is whole here, and was not sent: " in capsys.readouterr().err
-    assert run_command(export_command, [str(folder), "--push_to_hub", "a/b/c"]) == 2
+    train(read_train_job(training(run, "me/small")))
+    assert hub.files == files_of(run / "model")
+    assert (run / "model" / "exits.json").exists()
+    assert run_command(export_command, [str(folder), "--push_to_hub", "me/full"]) == 2
+    assert f"--push_to_hub me/full: {folder} is whole here, and was not sent: " in capsys.readouterr().err
+
+
+def training(output: Path, repository: str) -> list[str]:
+    files = ["--deepspeed_config", "zero0", "--recipe", "quickstart", "--output_dir", str(output)]
+    return [*files, "--overwrite_output_dir", "--push_to_hub", repository]
+
+
+def test_what_the_hub_refuses_is_refused_before_any_work(run, hub, tmp_path, capsys, monkeypatch):
+    """A repository that the account cannot write to, and a name that the hub does not know."""
+    monkeypatch.setattr("ds_trainer.run.run", lambda job: pytest.fail("it trained"))
+    export = [str(run / "model"), "--compact", "fp16", "--output_dir", str(tmp_path / "out")]
+    for command, words in ((export_command, [*export, "--push_to_hub"]), (train_command, training(run, "")[:-1])):
+        assert run_command(command, [*words, "other/small"]) == 2
+        assert "--push_to_hub other/small: there is no such repository that can be" in capsys.readouterr().err
+        for name in ("a/b/c", "me/small.git", "me/" + "a" * 97):
+            assert run_command(command, [*words, name]) == 2
+            assert "write NAME or OWNER/NAME" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_names_the_model_that_a_phase_goes_back_to(run):
+    """Through the phases before it; none where the weights of a student are new."""
+    student = {"model_type": "bert", "hidden_size": 8}
+    recipe = json.loads((run / "recipe.json").read_text()) | {"model": {"name_or_path": "google/bert_uncased"}}
+    finetune, prune, exits = recipe["phases"]
+    for start, of_student, bases in (
+        ("@previous", None, ["google/bert_uncased"] * 3),
+        ("other/model", None, ["google/bert_uncased", "other/model", "other/model"]),
+        ("@model", student, ["google/bert_uncased", None, None]),
+    ):
+        changed = prune | {"start_from": start, "student": of_student and {"config": of_student}}
+        write_cards(run, parse_recipe(recipe | {"phases": [finetune, changed, exits]}))
+        cards = [ModelCard.load(run / name / "model" / CARD) for name in ("finetune", "prune", ".")]
+        assert [card.data.base_model for card in cards] == bases
+    assert "from new weights" in cards[1].text
+
+
+def test_a_deleted_model_costs_no_other_its_card(run):
+    shutil.rmtree(run / "finetune" / "model")
+    write_cards(run, parse_recipe(json.loads((run / "recipe.json").read_text())))
+    assert [path.parent.parent.name for path in sorted(run.rglob(CARD))] == ["run", "prune"]
+
+
+def test_the_card_of_an_export_has_the_score_of_its_weights(run, tmp_path):
+    """And not that of the rougher file beside them."""
+    source = run / "finetune" / "model"
+    out = Path(shutil.copytree(source, tmp_path / "out"))
+    job = read_export_job([str(source), "--compact", "fp16", "--output_dir", str(out), "--overwrite"])
+    scores = {name: {"accuracy": score} for name, score in (("model", 0.9), ("compact", 0.8), ("int8", 0.7))}
+    report = {"scores": scores, "int8": {"file": "model.int8.onnx", "bytes": 2**20}}
+    hub = {"name": "text", "dataset": "owner/name/config", "text_columns": ["a"], "label_column": "b"}
+    write_export_card(job.model_copy(update={"task": parse_task(hub)}), report)
+    card = ModelCard.load(out / CARD)
+    (result,) = card.data.eval_results
+    assert (result.metric_value, result.dataset_type, result.dataset_config) == (0.8, "owner/name", "config")
+    assert "| model.int8.onnx | 1.0 | 0.7000 |" in card.text
+
+
+def test_a_broken_card_of_the_source_costs_the_export_its_own_alone(run, tmp_path, caplog):
+    write_cards(run, parse_recipe(json.loads((run / "recipe.json").read_text())))
+    card = run / "finetune" / "model" / CARD
+    card.write_text(card.read_text().replace("library_name:", "library_name: ["))
+    command = [str(card.parent), "--compact", "fp16", "--output_dir", str(tmp_path / "out")]
+    assert run_command(export_command, command) == 0
+    assert "the export has no card" in caplog.text
+    assert not (tmp_path / "out" / CARD).exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,43 @@ def test_none_is_forgotten(tmp_path):
         ran.append({command.split()[1].removeprefix("tests/bench/").removesuffix(".py") for command in commands})
     assert ran[0] == {"mask_cost", "faults"}
     assert ran[1] == FIGURES.keys() or not SHARED.is_dir()
+    words[2:] = ["--quick", str(tmp_path / "quick"), "mask_cost"]
+    subprocess.run(words, env=environment() | {"PYTHON": str(python)}, capture_output=True, check=True)
+    assert {path.name for path in (tmp_path / "quick").iterdir()} == {"mask_cost.txt", "mask_cost.errors.txt"}
+
+
+def test_a_bar_is_a_limit_on_its_side(monkeypatch):
+    """The mean over seeds is held against it: a score at least, or the points that are lost at most."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    figures, quality = importlib.import_module("figures"), importlib.import_module("cut_quality")
+    at_most, at_least = ([figures.Figure("a", value, 1.0, side) for value in (0.9, 1.1)] for side in (False, True))
+    assert [figure.holds for figure in (*at_most, *at_least)] == [True, False, False, True]
+    scores = {"finetune": [90.0, 92.0], "half": [88.0, 92.0], "half, one shot": [80.0, 82.0]}
+    bars = (
+        quality.Bar("half", lost=1.5),
+        quality.Bar("half", lost=1.5, one_shot=True),
+        quality.Bar("half", score=91.0),
+    )
+    judged = [quality.judged(bar, scores, "sst2") for bar in bars]
+    assert [(figure.value, figure.holds) for figure in judged] == [(1.0, True), (10.0, False), (90.0, False)]
+
+
+def test_a_row_of_the_front_page_is_of_its_model_and_runtime(monkeypatch):
+    """Scores of all seeds; sizes, times and minutes of the first, with those of the phase that trained its weights."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    page = importlib.import_module("front_page")
+
+    def measured(score: float, minutes: float) -> Any:
+        size = {"safetensors": 3 << 20, "onnx, int8": 1 << 20}
+        scores = {"torch": {"accuracy": 0.0}, "onnxruntime, int8": {"accuracy": score}}
+        case = {"backend": "onnxruntime", "dtype": "int8", "folders": {"small": {"median_ms": 12.34}}}
+        cases = [case | {"batch_size": 1}, case | {"batch_size": 32, "folders": {"small": {"median_ms": 234.5}}}]
+        folder = {"scores": scores, "parameters": {"total": 9_200_000}, "bytes": size}
+        quarter = {"train": {"train_seconds": 60 * minutes}, "cut": {"seconds": 30.0}}
+        return page.Measured({"quarter": quarter}, {"folders": {"small": folder}, "measurements": cases})
+
+    row = page.row([measured(0.8, 1.0), measured(0.9, 5.0)], "small", "small", page.INT8)
+    assert list(row.values()) == ["small", "0.850 ± 0.071", "9.2M", "1.0", "12.3", "234", "+ 1.5"]
 
 
 def test_the_table_has_the_newest_figures_and_their_commands():

@@ -241,6 +241,8 @@ def test_a_checkpoint_is_exported_as_a_model_folder_is(alone, tmp_path):
     assert {"checkpoint", "compact", "onnx", "scores"} <= report.keys()
     assert report["scores"]["model"]["accuracy"] == read(alone / "eval_results.json")["prune"]["accuracy"]
     assert {"model.onnx", COMPACT_FILE} <= {path.name for path in (tmp_path / "target").iterdir()}
+    export_command([str(alone / "checkpoint-12"), "--onnx", "--output_dir", str(tmp_path / "onnx")])
+    assert {path.name for path in (tmp_path / "onnx").iterdir()} == {"model.onnx", "export.json", "README.md"}
 
 
 def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):

@@ -39,14 +39,14 @@ OF_MODELS = {
     "zeros cut out": "tests/models/test_shrink.py::test_(the_cut_model_computes|every_listed_kind_of_layer_is_cut)",
     "cut of heads, neurons": "tests/models/cut/test_cut_blocks.py::test_every_(family|listed_kind_of_layer)_is_cut",
     "cut of weights": "tests/models/cut/test_cut_weights.py::test_every_matrix_keeps_its_share_of_every_family",
-    "cut of layers, width": "tests/models/cut/test_sizes.py::test_a_cut_decoder_is_a_plain_folder",
+    "cut of layers, width": "tests/models/cut/test_sizes.py::test_a_cut_(decoder|encoder)_is_a_plain_folder",
     "cut of tokens": "tests/models/cut/test_cut_vocabulary.py::test_(logits_are_those|heads_over_the_vocabulary)",
     "student of its layers": "tests/models/test_student.py::test_layers_of_any_family_are_copied",
     "exits": "tests/techniques/test_early_exit.py::test_a_batch_leaves_as_its_texts_do_alone",
     "ONNX": "tests/deploy/test_onnx_file.py::test_(families|names_are_the_models_own)",
 }
 """What is done with a model, and the tests of it by family."""
-MADE_FOR = {"exits": "encoders", "cut of layers, width": "decoders"}
+MADE_FOR = {"exits": "encoders"}
 """What is made for one kind of family alone."""
 _OF_BLOCKS = ("masked heads, neurons", "zeros cut out", "cut of heads, neurons")
 PARTLY = {("DeBERTa-v2", column): "neurons" for column in _OF_BLOCKS}

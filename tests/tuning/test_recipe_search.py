@@ -287,6 +287,7 @@ def test_every_phase_is_scored_on_held_out_examples():
         ({RATE: [1e-3]}, ["--space", "space.json"], "--space is for tuning the speed: tune that first"),
         ({RATE: [1e-3]}, ["--phase", "prune"], "--phase is for tuning the speed"),
         ({RATE: [1e-3]}, ["--metric", "eval/f2"], "the task text has eval/accuracy"),
+        ({"task.header": [False]}, [], "scores on other held-out examples could not be compared"),
         (
             {RATE: [1e-3]},
             ["--set", 'phases.finetune.task={"name": "mlm", "dataset": "x"}'],

@@ -194,7 +194,10 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
 def _scales(
     model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration, device: torch.device
 ) -> dict[str, float]:
-    """Return for each norm the mean ratio of what it divides by in the narrow model and in the wide one; collective."""
+    """Return for each norm the mean ratio of what it divides by in the narrow model and in the wide one; collective.
+
+    It is 1 for the norms of a head, which is not run.
+    """
     sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
 
     def add(name: str, hidden: Tensor, _: Tensor) -> None:
@@ -205,7 +208,7 @@ def _scales(
 
     observe(model, norms, calibration, device, add)
     totals = {name: distributed.total(of_norm).tolist() for name, of_norm in sums.items()}
-    return {name: total / max(1, tokens) for name, (total, tokens) in totals.items()}
+    return {name: total / tokens if tokens else 1.0 for name, (total, tokens) in totals.items()}
 
 
 def _deviation(values: Tensor, centred: bool) -> Tensor:

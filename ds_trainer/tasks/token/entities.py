@@ -6,6 +6,8 @@ An entity counts as found if its kind, its first and its last word are all right
 import re
 from collections.abc import Sequence
 
+from seqeval.metrics.sequence_labeling import get_entities
+
 from ds_trainer.files.messages import listed
 from ds_trainer.ranks.failures import UserError
 
@@ -36,8 +38,6 @@ def score(gold: list[list[str]], predicted: list[list[str]], kinds: Sequence[str
 
     The lists have a list of tags for each sentence. Without kinds there is only the accuracy.
     """
-    from seqeval.metrics.sequence_labeling import get_entities
-
     pairs = [pair for sentences in zip(gold, predicted, strict=True) for pair in zip(*sentences, strict=True)]
     accuracy = {"accuracy": sum(one == other for one, other in pairs) / len(pairs)}
     if not kinds:

@@ -58,6 +58,19 @@ def test_a_cut_decoder_is_a_plain_folder_that_generates_alike_with_and_without_a
     assert torch.equal(cached, uncached)
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert"])
+def test_a_cut_encoder_is_a_plain_folder_whose_answers_depend_on_its_tokens(family: str, tmp_path: Path) -> None:
+    """With the norms of its head, which no calibration example runs through."""
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family])
+    model = randomised(transformers.AutoModelForMaskedLM.from_config(config))
+    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16, layer_criterion="cosine"), CPU)
+    assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
+    small.save_pretrained(tmp_path)
+    logits = logits_of(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval())
+    torch.testing.assert_close(logits, logits_of(small))
+    assert (logits.std(0) > 1e-2).all()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: "-".join(map(str, criterion.values())))
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
