@@ -14,16 +14,16 @@ BUDGETS = {
     "ranks": 743,
     "files": 593,
     "hosts": 526,
-    "config": 1351,
-    "models": 2783,
-    "tasks": 2642,
-    "techniques": 2420,
+    "config": 1366,
+    "models": 2790,
+    "tasks": 2632,
+    "techniques": 2418,
     "engine": 1690,
     "report": 1169,
-    "deploy": 1220,
-    "tuning": 948,
+    "deploy": 1245,
+    "tuning": 949,
     "": 1214,
-    "cli": 1041,
+    "cli": 1051,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

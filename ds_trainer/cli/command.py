@@ -99,7 +99,7 @@ def flag_mistake(error: Any) -> str:
 
 
 def one_process_mistakes(work: str) -> list[str]:
-    """Return the mistake of starting work under a launcher that one process does; `work` is such as "is measured"."""
+    """Return the mistake if a launcher has started several processes for work such as "a folder is measured"."""
     alone = distributed.world_size() == 1
     return [] if alone else [f"{work} by one process: start it with python, not with deepspeed"]
 

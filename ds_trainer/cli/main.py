@@ -1,4 +1,4 @@
-"""The entry of the scripts in `launch/` and of the `ds-...`: find the environment, then run the command of that name.
+"""What the scripts in `launch/` and the installed `ds-train`, `ds-export`, ... call: it runs the command of a name.
 
 Imports nothing but the standard library at the top, so that a Python without the project's packages can say so.
 """

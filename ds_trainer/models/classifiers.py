@@ -1,13 +1,14 @@
 """Classifiers of sequences or tokens: load one with the head that a task needs, its classes in the task's order."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_trainer.config.task_specs import LabelledSpec
 from ds_trainer.models import pretrained
 from ds_trainer.models.pretrained import HeadKind
 from ds_trainer.ranks import distributed
@@ -34,6 +35,19 @@ def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple
 def unnamed(head: Sequence[str]) -> bool:
     """Return whether the classes have the placeholder names of transformers, LABEL_0 and so on."""
     return all(re.fullmatch(r"LABEL_\d+", name) for name in head)
+
+
+def class_names(
+    spec: LabelledSpec, head: Sequence[str] | None, names_in: Callable[[str], tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Return the classes that the training split has by `names_in`, which reads a split; collective.
+
+    Without training examples the trained head decides, if its classes have names: those to evaluate on may lack one.
+    """
+    can_train = bool(spec.train_file or spec.dataset)
+    if not can_train and head and not unnamed(head):
+        return tuple(head)
+    return distributed.on_main(lambda: names_in("train" if can_train else "validation"))
 
 
 def check_trained(source: str | Path, kind: HeadKind, outputs: int, task: str) -> None:

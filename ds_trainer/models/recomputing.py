@@ -6,7 +6,7 @@ the same when that forward runs again: it asks `is_recomputing`.
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,15 +33,11 @@ def set_recomputing(model: Any, recomputes: bool) -> None:
         raise UserError(f"gradient_checkpointing: {type(model).__name__} of transformers does not have it: drop it")
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     if recomputes:  # transformers 5.23 has renamed the methods
-        getattr(model, f"{name}_enable")({"use_reentrant": False, "context_fn": _contexts})
+        contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731  of a layer's first forward, and its second
+        getattr(model, f"{name}_enable")({"use_reentrant": False, "context_fn": contexts})
         model.disable_input_require_grads()  # else gradients would run through frozen embeddings and layers
     elif can_recompute(model):
         getattr(model, f"{name}_disable")()
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a layer's first forward and of its second one."""
-    return nullcontext(), _recomputing()
 
 
 @contextlib.contextmanager

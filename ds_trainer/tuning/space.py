@@ -53,8 +53,11 @@ class Candidate:
     def label(self) -> str:
         parts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
         parts += [f"{self.threads} threads"] if self.threads else []
-        shown = [(path, value) for path, value in self.settings if path not in (TRAIN, STEPS)]
-        return ", ".join([*parts, *(f"{path.rpartition('.')[2]} {_short(value)}" for path, value in shown)])
+        for path, value in self.settings:
+            if path not in (TRAIN, STEPS):
+                words = "/".join(map(str, value.values())) if isinstance(value, dict) else value
+                parts.append(f"{path.rpartition('.')[2]} {words}")
+        return ", ".join(parts)
 
     @property
     def identity(self) -> list[Any]:
@@ -168,7 +171,3 @@ def checked_recipe(recipe: dict[str, Any], engine: dict[str, Any], ranks: int) -
 
 def _divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
-
-
-def _short(value: Any) -> str:
-    return "/".join(map(str, value.values())) if isinstance(value, dict) else str(value)

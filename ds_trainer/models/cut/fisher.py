@@ -27,7 +27,9 @@ def fisher_diagonals(
     collective.
     """
     model.to(device)
-    squares = {name: torch.zeros(_shape(linear), device=device) for name, linear in linears.items()}
+    squares = {
+        name: torch.zeros(out_features(linear), in_features(linear), device=device) for name, linear in linears.items()
+    }
     # a zero that is added to the outputs of all layers: its derivative needs theirs, and none of a weight
     zero = torch.zeros((), device=device, requires_grad=True)
     for index, attended in enumerate(calibration.attended):
@@ -37,10 +39,6 @@ def fisher_diagonals(
             torch.autograd.grad(calibration.loss(model, index), zero)
     model.cpu()
     return {name: distributed.total(sums).cpu() for name, sums in squares.items()}
-
-
-def _shape(linear: AnyLinear) -> tuple[int, int]:
-    return out_features(linear), in_features(linear)
 
 
 def _adding_to(squares: Tensor, zero: Tensor, tokens: torch.Size) -> Any:

@@ -241,7 +241,7 @@ def _at_share(model: Any, mixture: tuple[str, ...], share: int) -> Sizes:
 
 
 def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
-    """Return the sizes after a cut. UserError where the config cannot say them, or there are fewer now."""
+    """Return the sizes after a cut. UserError where the config cannot say them, or the model has fewer."""
     now, config = sizes_now(model), model.config
     follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
     if "heads" in wanted and (follow or not _has(model, "attention")):

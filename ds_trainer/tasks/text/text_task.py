@@ -10,6 +10,7 @@ class ids.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ class TextTask(Task):
         self.splits = (HELD_OUT,) if spec.score_held_out else evaluation_splits(spec)
         self.regression = is_regression(spec)
         head = classifiers.trained_head(self.config, CLASSIFIER)
-        self._task_labels = () if self.regression else _task_labels(spec, head)
+        self._task_labels = known_labels(spec)
+        if not (self._task_labels or self.regression):
+            self._task_labels = classifiers.class_names(spec, head, partial(_labels_in, spec))
         self.label_names = classifiers.label_order(self._task_labels, head)
         self._model_class = np.array([self.label_names.index(name) for name in self._task_labels], np.int64)
         self._task_class = np.argsort(self._model_class)
@@ -148,21 +151,9 @@ class TextTask(Task):
             )
 
 
-def _task_labels(spec: TextSpec, head: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the classes in the task's order: those of GLUE, or those of the training rows, sorted; collective.
-
-    Without training rows the trained head decides, if its classes have names: the rows to evaluate on may lack a class.
-    """
-    names = known_labels(spec)
-    if names:
-        return names
-    can_train = bool(spec.train_file or spec.dataset)
-    if not can_train and head and not classifiers.unnamed(head):
-        return tuple(head)
-    return distributed.on_main(lambda: _labels_in(text_data.read_split(spec, "train" if can_train else "validation")))
-
-
-def _labels_in(source: TextSplit) -> tuple[str, ...]:
+def _labels_in(spec: TextSpec, split: str) -> tuple[str, ...]:
+    """Return the classes of a split's rows, sorted."""
+    source = text_data.read_split(spec, split)
     names = tuple(sorted({str(row.label) for row in source.rows}, key=_numbers_first))
     if len(names) < 2:
         raise UserError(f"{source.origin} has only the label {names[0]!r}: a classifier needs at least two")

@@ -8,6 +8,7 @@ makes no piece is in no window, and its answer is O. `token_data.py` reads the s
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -51,7 +52,8 @@ class TokenTask(Task):
         super().__init__(spec, tokenizer, source, cache_dir)
         self.splits = (HELD_OUT,) if spec.score_held_out else ("validation",)
         head = classifiers.trained_head(self.config, TOKEN_CLASSIFIER)
-        self.label_names = classifiers.label_order(_tags(spec, head), head)
+        tags = classifiers.class_names(spec, head, partial(_tags_in, spec))
+        self.label_names = classifiers.label_order(tags, head)
         self.kinds = entities.kinds_of(self.label_names)
         self._sentences: dict[str, list[Sentence]] = {}
 
@@ -209,18 +211,8 @@ def _columns(windows: Sequence[Sequence[_Row]]) -> Chunk:
     return {name: [[row[place] for row in window] for window in windows] for place, name in enumerate(_DTYPES)}
 
 
-def _tags(spec: TokenSpec, head: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the tags of the training sentences, O first and then sorted; collective.
-
-    Without training sentences the trained head decides, if its classes have names: those to evaluate on may lack a tag.
-    """
-    can_train = bool(spec.train_file or spec.dataset)
-    if not can_train and head and not classifiers.unnamed(head):
-        return tuple(head)
-    return distributed.on_main(lambda: _tags_in(spec, "train" if can_train else "validation"))
-
-
 def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
+    """Return the tags of a split's sentences, O first and then sorted."""
     tags = {tag for sentence in token_data.read_sentences(spec, split) for tag in sentence.tags}
     if len(tags) < 2:
         raise UserError(

@@ -4,7 +4,8 @@ It can then generate with itself as the draft model: the first layers and the mo
 and all layers verify them. `model.generate(**inputs, assistant_early_exit=4, do_sample=False)` of `transformers` does
 that, and its text is that of all layers. Training differs in two ways. Layers l count from 1 to L, as in the argument:
 
-    layer dropout: a sample skips layer l with the probability p_max * S(t) * D(l), D(l) = 2^((l-1)/(L-1)) - 1
+    layer dropout: a sample skips layer l with the probability p_max * S(t) * D(l), D(l) = 2^((l-1)/(L-1)) - 1;
+        S(t) is 1, or grows from 0 to 1 over the phase
     early exits: `layer_skip.exits` is the mean of the task's losses of the norm and head on the outputs of layers
 
 The layers of the mean are those of the step, by the curriculum, and their weights are e(l) = 0 + 1 + ... + (l-1). So
