@@ -39,11 +39,6 @@ bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its fi
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
 }
 
-trained() { # NAME MODEL RECIPE SETTING ...: train a model for a script, into OUT/NAME
-    run "$1" launch/train.py --deepspeed_config ds_configs/zero0.json --recipe "ds_configs/recipes/$3.json" \
-        --model_name_or_path "$2" --data_dir "$sst2" --output_dir "$out/$1" --resume "${@:4}"
-}
-
 for script in loop_overhead against_hf_trainer mask_cost lm_head teacher_cache top_k_cache length_grouping packing \
     two_ranks openmp_spinning structured_speed cut_speed memory_model traffic; do
     bench $script
@@ -56,6 +51,7 @@ else
     echo "all.sh: left out gpu: there is no GPU"
 fi
 if [ -d $shared ]; then
+    bench recipes --output "$out/recipes"
     bench decoder_cuts "$out/decoder_cuts"
     bench speculation
     bench front_page 3 "$out/cut_quality"
@@ -63,15 +59,14 @@ if [ -d $shared ]; then
     bench cut_quality squad 1 "$out/cut_quality"
     for data in cola rte wnut17; do bench cut_quality $data 3 "$out/cut_quality"; done
 else
-    echo "all.sh: left out decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
+    echo "all.sh: left out recipes, decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
 fi
 if [ -d $shared ] && [ ${#quick[@]} = 0 ] && [ "$only" = "  " ]; then
+    bench exit_speed "$out/recipes/sst2_exits_0/model"
+    bench student_speed "$out/recipes/sst2_methods_0/finetune/model" "$out/recipes/sst2_student_0/model"
     dense=$out/cut_quality/sst2/cuts_0/finetune/model
-    trained exits $shared/models/minilm-l6 sst2_exits --set bf16.enabled=true
-    bench exit_speed "$out/exits/model"
-    trained student "$dense" sst2_student --set bf16.enabled=true
-    bench student_speed "$dense" "$out/student/model"
-    trained small "$dense" sst2_small
+    run small launch/train.py --deepspeed_config ds_configs/zero0.json --recipe ds_configs/recipes/sst2_small.json \
+        --model_name_or_path "$dense" --data_dir $sst2 --output_dir "$out/small" --resume
     run export launch/export.py "$out/small/model" --onnx --quantize int8 --task_name sst2 --data_dir $sst2 --overwrite
     bench deployed_speed "$dense" "$out/small/model"
 else

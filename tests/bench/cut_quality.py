@@ -118,12 +118,16 @@ def comparison_of(name: str, data_dir: str = "") -> Comparison:
 
 def trained(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
     """Run the recipe of the cuts from the pretrained model, or go on with it, and return its results by phase."""
-    start: dict[str, Any] = {"name_or_path": str(SHARED / "models" / "minilm-l6")}
+    content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
+    return run(content | {"model": start(), "seed": seed}, comparison, cuts_folder(folder, seed))
+
+
+def start() -> dict[str, Any]:
+    """Return the pretrained model as a recipe's section; a new and tiny one where the run is quick."""
     if is_quick():
         config = {"model_type": "bert", **bert_shape(384, layers=6, heads=12)}
-        start = {"config": config, "tokenizer": {"vocab_size": 256}}
-    content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
-    return run(content | {"model": start, "seed": seed}, comparison, cuts_folder(folder, seed))
+        return {"config": config, "tokenizer": {"vocab_size": 256}}
+    return {"name_or_path": str(SHARED / "models" / "minilm-l6")}
 
 
 def masked(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:

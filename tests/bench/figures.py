@@ -76,6 +76,13 @@ def ratio(
     return statistics.median(a / b for a, b in zip(*times, strict=True)), medians[0], medians[1]
 
 
+def with_spread(values: list[float]) -> str:
+    """Return the mean, and with several values their standard deviation."""
+    digits = 3 if abs(statistics.mean(values)) < 2 else 1
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
 def report(*figures: Figure) -> None:
     """Print one JSON line a figure and leave with 0 if all hold, or the run was quick, else 1."""
     for figure in figures:

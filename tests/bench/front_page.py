@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cut_quality import ROOT, comparison_of, cuts_folder, trained
-from figures import RUNS, is_quick
+from figures import RUNS, is_quick, with_spread
 
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
@@ -114,12 +114,6 @@ def row(measured: list[Measured], label: str, phase: str, runtime: tuple[str, st
         cells[f"ms, batch {size}"] = f"{took:.1f}" if took < 100 else f"{took:.0f}"
     minutes = first.minutes("quarter" if phase == "small" else phase)  # `small` drops its tokens without any training
     return cells | {"minutes of training": f"{'' if phase == 'finetune' else '+ '}{minutes:.1f}"}
-
-
-def with_spread(values: list[float]) -> str:
-    """Return the mean, and with several values their standard deviation."""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
 
 
 def picture(measured: list[Measured]) -> Any:

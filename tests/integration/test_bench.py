@@ -31,6 +31,7 @@ FIGURES = {
     "memory_model": 2,
     "openmp_spinning": 2,
     "packing": 6 if SHARED.is_dir() else 0,
+    "recipes": 0,
     "speculation": 8,
     "structured_speed": 11,
     "student_speed": 1,
@@ -40,7 +41,7 @@ FIGURES = {
     "tune": 1,
     "two_ranks": 3,
 }
-"""How many figures each prints; `faults.py` and `front_page.py` print tables."""
+"""How many figures each prints; `faults.py`, `front_page.py` and `recipes.py` print tables."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
     of_seeds = ["1", str(folder / "cut_quality"), str(folder)]
     arguments |= {"cut_quality": ["sst2", *of_seeds], "front_page": of_seeds}
+    arguments["recipes"] = ["--output", str(folder / "recipes"), "--data_dir", str(folder)]
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }
@@ -156,3 +158,22 @@ def test_without_pip_the_script_for_gpus_says_so(tmp_path):
     assert done.returncode == 2
     assert "venv/bin/python has no pip, which installs what is missing" in done.stderr
     assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_row_of_a_recipe_is_of_its_phase(monkeypatch):
+    """Scores of all seeds, all else of the first; samples that leave early are a row more, with their own times."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    recipes = importlib.import_module("recipes")
+
+    def phase(score: float, early: float) -> dict[str, Any]:
+        scores = {"accuracy": score, "early_exit/accuracy": early, "early_exit/mean_layers": 10 * early}
+        timed = {"latency": {"batch_1": {"median_ms": 12.34}}, "early_exit_latency": {"batch_1": {"median_ms": 5.6}}}
+        weights = {"weights": {"encoder": {"kept": 1234}}, "size": {"bytes": 3 << 20}}
+        return {"eval": scores, "train": {"steps": 1000, "train_seconds": 9.6}, **weights, **timed}
+
+    run = recipes.Run("data", "recipe", ranks=2, engine="zero2", start="a/b", settings=("x=1",))
+    whole, early = recipes.rows("name", run, [{"exits": phase(0.8, 0.2)}, {"exits": phase(0.9, 0.3)}])
+    assert (whole["score"], whole["seconds"], whole["MiB"]) == ("0.850 ± 0.071", "10", "3.0")
+    assert whole["how"] == "2 ranks, zero2; from a/b; `--set x=1`"
+    assert (early["phase"], early["score"]) == ("leaving after 2.5 ± 0.7 layers", "0.250 ± 0.071")
+    assert (whole["ms, batch 1, 32"], early["ms, batch 1, 32"]) == ("12.3", "5.6")

@@ -1,0 +1,139 @@
+"""What shipped recipes reach: a row for each phase, with its score, its size and speed, and what the training took.
+
+`python tests/bench/recipes.py [NAME ...] [--output OUT] [--data_dir DIR] [--write]` runs them all, or those named, with
+the model and the data of ../shared. Where several seeds run, scores are means over them, and all else is of the first.
+A run that is there is read, and one that was stopped goes on. `--write` puts the table of all into docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cut_quality import RECIPES, ROOT, SHARED, shorten, start
+from figures import RUNS, is_quick, with_spread
+
+from ds_trainer import train
+from ds_trainer.files.json_file import read_json
+from ds_trainer.files.tables import markdown
+
+sys.path.insert(0, str(ROOT / "tests"))
+from tools.markers import write_between
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe, and how it is run: in bf16, by default on one rank."""
+
+    data: str
+    recipe: str
+    metric: str = "accuracy"
+    start: str = ""
+    """RUN/PHASE, whose model it starts from in place of the pretrained one."""
+    ranks: int = 1
+    engine: str = "zero0"
+    settings: tuple[str, ...] = ()
+    seeds: int = 1
+
+    @property
+    def how(self) -> str:
+        """What differs from the plain command."""
+        parallel = [f"{self.ranks} ranks, {self.engine}"] if self.ranks > 1 else []
+        started = [f"from {self.start}"] if self.start else []
+        return "; ".join([*parallel, *started, *(f"`--set {setting}`" for setting in self.settings)])
+
+
+SST2 = "glue/SST-2"
+_PRUNED = Run(SST2, "sst2_prune_finetuned", start="sst2_methods/finetune", ranks=2)
+_EXITS = Run("glue/RTE", "glue_exits", settings=("phases.finetune.num_train_epochs=10",), seeds=3)
+ALL = {
+    "sst2_methods": Run(SST2, "sst2_methods"),
+    "sst2_l0": Run(SST2, "sst2_l0"),
+    "zero2": replace(_PRUNED, engine="zero2"),
+    "zero3": replace(_PRUNED, engine="zero3", settings=("phases.0.max_steps=300",)),
+    "sst2_student": replace(_PRUNED, recipe="sst2_student", engine="zero2"),
+    "sst2_prune_distil_exits": Run(SST2, "sst2_prune_distil_exits"),
+    "sst2_exits": Run(SST2, "sst2_exits", seeds=3),
+    "cola_exits": replace(_EXITS, data="glue/CoLA", metric="matthews", settings=("task.name=cola",)),
+    "rte_exits": _EXITS,
+    "wnut17_exits": Run(
+        "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
+    ),
+    "squad_methods": Run("squad", "squad_methods", "f1", ranks=2, engine="zero2"),
+    "wikitext_mlm": Run("wikitext-2", "wikitext_mlm", "loss", ranks=2, engine="zero2"),
+}
+"""The runs by the name of their folder, after those that they start from."""
+QUICK = ("sst2_methods", "zero2", "sst2_exits")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=list(QUICK if is_quick() else ALL))
+    parser.add_argument("--output", type=Path, default=Path(RUNS) / "recipes")
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    flags = parser.parse_args()
+    lines = []
+    for name in ALL if flags.write and not flags.quick else flags.names:
+        lines += rows(name, ALL[name], trained(name, flags.output.resolve(), flags.data_dir))
+    print(markdown(lines))
+    if flags.write and not flags.quick:
+        write_between(ROOT / "docs/results.md", "recipes", f"{markdown(lines)}\n")
+
+
+def trained(name: str, output: Path, data_dir: str) -> list[dict[str, Any]]:
+    """Train every seed of a run, unless it is there, and return the results of each, by phase."""
+    run, results = ALL[name], []
+    for seed in range(1 if is_quick() else run.seeds):
+        folder = output / f"{name}_{seed}"
+        content = read_json(RECIPES / f"{run.recipe}.json", "the recipe") | {"model": start(), "seed": seed}
+        content["task"]["data_dir"] = data_dir or str(SHARED / "data" / run.data)
+        if run.start:
+            before, phase = run.start.split("/")
+            content["model"] = {"name_or_path": str(output / f"{before}_0" / phase / "model")}
+        settings = [word for setting in ("bf16.enabled=true", *run.settings) for word in ("--set", setting)]
+        if is_quick():
+            shorten(content)
+        if run.ranks == 1 or is_quick():
+            results.append(train(content, folder, *settings, resume=True))
+            continue
+        recipe = output / f"{name}.json"
+        recipe.write_text(json.dumps(content))
+        words = ["launch/train.py", "--deepspeed_config", f"ds_configs/{run.engine}.json", "--recipe", str(recipe)]
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(run.ranks)]
+        command = [*launcher, *words, *settings, "--output_dir", str(folder), "--resume"]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+        results.append(read_json(folder / "all_results.json", "the results"))
+    return results
+
+
+def rows(name: str, run: Run, results: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yield the row of each phase, and one more where its samples leave early."""
+    for phase, first in results[0].items():
+        scores = [of_seed[phase]["eval"] for of_seed in results]
+        size, training = first.get("size", {"bytes": 0}), first["train"]
+        row = {"run": name, "phase": phase, "score": with_spread([each[run.metric] for each in scores])}
+        row |= {"encoder weights": f"{first['weights']['encoder']['kept']:,}", "MiB": f"{size['bytes'] / 2**20:.1f}"}
+        row |= {"ms, batch 1, 32": times(first.get("latency", {})), "steps": f"{training['steps']:,}"}
+        yield row | {"seconds": f"{training['train_seconds']:.0f}", "how": run.how}
+        early = f"early_exit/{run.metric}"
+        if early in scores[0]:
+            layers = with_spread([each["early_exit/mean_layers"] for each in scores])
+            row = {"run": name, "phase": f"leaving after {layers} layers"}
+            row |= {"score": with_spread([each[early] for each in scores])}
+            yield row | {"ms, batch 1, 32": times(first.get("early_exit_latency", {}))}
+
+
+def times(latency: dict[str, Any]) -> str:
+    return ", ".join(f"{of_batch['median_ms']:.3g}" for of_batch in latency.values())
+
+
+if __name__ == "__main__":
+    main()
