@@ -61,7 +61,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         built = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, length)
         weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
         rebuild = partial(_rebuilt, built, state["techniques"], weights, saved.path)
-        results = export_state_dict(weights, rebuild, task, step, folder, built.change)
+        results = export_state_dict(weights, rebuild, task, step, folder, built.phase.shrink)
     if phase.techniques.exits and phase.techniques.exits.calibrated:
         calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
     return results

@@ -276,7 +276,7 @@ class Training:
         rebuild = partial(plan.rebuild, self.technique_states())
         for technique in self.objective.techniques:
             technique.stop()
-        results |= export_trained(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.change)
+        results |= export_trained(self.engine, rebuild, plan.task, step, plan.folder / "model", plan.phase.shrink)
         engine.stop_engine(self.engine)
         return results
 

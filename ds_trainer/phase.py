@@ -11,7 +11,6 @@ from torch import nn
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
-from ds_trainer.deploy.export import Change, as_it_is, cut_where_empty
 from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
 from ds_trainer.engine.keys import precision_of
@@ -43,11 +42,6 @@ class PhaseModel:
     source: str
     """The model folder, or hub name, that the phase starts from."""
     length: PhaseLength
-
-    @property
-    def change(self) -> Change:
-        """The function that changes the folded model before it is saved."""
-        return cut_where_empty if self.phase.shrink else as_it_is
 
     def build(self) -> tuple[nn.Module, list[Technique]]:
         """Build the model as it starts, with its techniques attached; the same on every rank."""

@@ -19,26 +19,9 @@ from ds_trainer.techniques.technique import Technique
 Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
 """Builds the phase's model with its techniques attached, as it was before the engine took it."""
 
-Change = Callable[[Any], Any]
-"""Makes the model to save from the folded one: the same model, or another that gives the same logits."""
-
-
-def as_it_is(model: Any) -> Any:
-    """The `Change` that changes nothing."""
-    return model
-
-
-def cut_where_empty(model: Any) -> Any:
-    """Cut out the heads and neurons that pruning emptied; where there are none, warn and return the model itself."""
-    try:
-        return shrink(model)
-    except NothingToCutError as error:
-        distributed.warn(f"{error}. The model is exported as it is")
-        return model
-
 
 def export_trained(
-    engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
+    engine: Any, rebuild: Rebuild, task: Task, step: int, folder: Path, shrinks: bool = False
 ) -> dict[str, Any]:
     """Write a trained engine as a `transformers` folder and report its weights; to be called on every rank.
 
@@ -47,11 +30,11 @@ def export_trained(
     engine.empty_partition_cache()  # ZeRO-3 may still be fetching what it took to come next after an evaluation
     state = whole_state_dict(engine.module, keep=distributed.is_main())
     task.examples(task.splits[0])  # every rank takes part in this, unlike in what follows
-    return distributed.on_main(partial(export_state_dict, state, rebuild, task, step, folder, change))
+    return distributed.on_main(partial(export_state_dict, state, rebuild, task, step, folder, shrinks))
 
 
 def export_state_dict(
-    state: Mapping[str, Tensor], rebuild: Rebuild, task: Task, step: int, folder: Path, change: Change = as_it_is
+    state: Mapping[str, Tensor], rebuild: Rebuild, task: Task, step: int, folder: Path, shrinks: bool = False
 ) -> dict[str, Any]:
     """Write the whole weights that a phase had at a step as a model folder, and report them; on one rank.
 
@@ -65,18 +48,19 @@ def export_state_dict(
     model.to(dtype).load_state_dict(state)
     for technique in techniques:
         technique.on_step(step)
-    return save_folded(model.eval(), techniques, task, batch, folder, change)
+    return save_folded(model.eval(), techniques, task, batch, folder, shrinks)
 
 
 @torch.no_grad()
 def save_folded(
-    model: Any, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path, change: Change = as_it_is
+    model: Any, techniques: Sequence[Technique], task: Task, batch: Batch, folder: Path, shrinks: bool = False
 ) -> dict[str, Any]:
-    """Fold, change and save a model, once the reloaded folder gives the masked model's logits on a real batch.
+    """Fold and save a model, once the reloaded folder gives the masked model's logits on a real batch.
 
-    Returns `max_logit_difference`, and the counts of the folder's `weights`, with the totals `before` where the change
-    made them fewer. In 16 bits a changed model rounds differently from the masked one. So the folded model is compared
-    with the masked one in their precision, and the changed model with the folded one in fp32.
+    Where it `shrinks`, the heads and neurons that pruning emptied are cut out; without any there is a warning. Returns
+    `max_logit_difference`, and the counts of the folder's `weights`, with the totals `before` a cut. In 16 bits a cut
+    model rounds differently from the masked one. So the folded model is compared with the masked one in their
+    precision, and the cut model with the folded one in fp32.
     """
     what = f"{folder} is not written: the exported model's logits"
     expected = task.logits(model(**batch.inputs), batch)
@@ -84,7 +68,12 @@ def save_folded(
     attention = model.config._attn_implementation
     for technique in techniques:
         model = technique.fold(model)
-    folded, model = model, change(model)
+    folded = model
+    if shrinks:
+        try:
+            model = shrink(folded)
+        except NothingToCutError as error:
+            distributed.warn(f"{error}. The model is exported as it is")
     totals, dtype, tolerance = whole_totals(folded), next(model.parameters()).dtype, TOLERANCE
     if model is not folded:
         given = task.logits(folded(**batch.inputs), batch)

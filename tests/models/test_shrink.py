@@ -27,7 +27,7 @@ from support.zeroed import (
 )
 from torch import nn
 
-from ds_trainer.deploy.export import cut_where_empty, save_folded
+from ds_trainer.deploy.export import save_folded
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import NothingToCutError, kept, shrink
@@ -295,13 +295,13 @@ def plan(tmp_path: Any) -> Any:
     return SimpleNamespace(model=model, tokenizer=tokenizer, folder=tmp_path / "source")
 
 
-def exported(plan: Any, change: Any, tmp_path: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def exported(plan: Any, tmp_path: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     save_folder(plan.model, plan.tokenizer, plan.folder)
     plan.folder.with_suffix(".csv").write_text("text,label\n" + "it rains,yes\nno,no\nwet,maybe\n" * 4)
     phase = plan_for(str(plan.folder), tmp_path / "cache")
     model, _ = phase.build()
     batch = phase.task.collate(phase.task.examples("train"), range(8))
-    return save_folded(model.to(dtype).eval(), [], phase.task, batch, tmp_path / "out", change)
+    return save_folded(model.to(dtype).eval(), [], phase.task, batch, tmp_path / "out", shrinks=True)
 
 
 def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> None:
@@ -309,7 +309,7 @@ def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> No
     whole = count_weights(plan.model)
     sizes = {"heads": [0, 1, 4], "neurons": [7, 0, 24]}
     empty(plan.model, sizes)
-    found = exported(plan, cut_where_empty, tmp_path)
+    found = exported(plan, tmp_path)
     assert found["max_logit_difference"] < 1e-5
     weights = found["weights"]
     assert weights["sizes"] == sizes
@@ -326,7 +326,7 @@ def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> No
 def test_an_export_to_a_plain_folder_says_it_too(plan: Any, tmp_path: Any) -> None:
     """Where the config has no sizes, the results have."""
     empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
-    weights = exported(plan, cut_where_empty, tmp_path)["weights"]
+    weights = exported(plan, tmp_path)["weights"]
     assert weights["sizes"]["neurons"] == [6] * 3
     assert weights["before"]["encoder"] - weights["encoder"]["total"] == 3 * 2 * 32 * 18
 
@@ -334,7 +334,7 @@ def test_an_export_to_a_plain_folder_says_it_too(plan: Any, tmp_path: Any) -> No
 def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, caplog: Any) -> None:
     """The model is exported as it is, with a warning; its results are those of any other."""
     with caplog.at_level(logging.WARNING):
-        weights = exported(plan, cut_where_empty, tmp_path)["weights"]
+        weights = exported(plan, tmp_path)["weights"]
     assert "no head and no neuron is wholly zero" in caplog.text
     assert weights.keys() == {"layers", "encoder", "model"}
     assert not [*(tmp_path / "out").glob("*.py")]
@@ -345,13 +345,14 @@ def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, 
 def test_an_export_in_16_bits_is_not_lost_to_rounding(where: str, dtype: Any, plan: Any, tmp_path: Any) -> None:
     """Products of other shapes, and biases with constants in them, round otherwise than the masked model's."""
     empty(plan.model, {"heads": [0, 1, 4], "neurons": [7, 0, 24]}, where)
-    assert exported(plan, cut_where_empty, tmp_path, dtype)["weights"]["sizes"]["neurons"] == [7, 0, 24]
+    assert exported(plan, tmp_path, dtype)["weights"]["sizes"]["neurons"] == [7, 0, 24]
     saved = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert saved.dtype == dtype
 
 
-def test_an_export_that_computes_something_else_is_no_export(plan: Any, tmp_path: Any) -> None:
-    """A change that keeps no more than the names of the weights is seen, and nothing is written."""
+def test_an_export_that_computes_something_else_is_no_export(plan: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    """A cut that keeps no more than the names of the weights is seen, and nothing is written."""
+    monkeypatch.setattr("ds_trainer.deploy.export.shrink", lambda model: randomised(copy.deepcopy(model)))
     with pytest.raises(RuntimeError, match="the exported model's logits differ by"):
-        exported(plan, lambda model: randomised(copy.deepcopy(model)), tmp_path)
+        exported(plan, tmp_path)
     assert not (tmp_path / "out").exists()

@@ -196,7 +196,7 @@ def save_and_export(training: loop.Training) -> None:
     plan, step = training.plan, training.progress.step
     if training.progress.saved != before and plan.folder.name == "whole":
         rebuild, folder = partial(plan.rebuild, training.technique_states()), plan.folder / f"exported-{step}"
-        export_trained(training.engine, rebuild, plan.task, step, folder, plan.change)
+        export_trained(training.engine, rebuild, plan.task, step, folder, plan.phase.shrink)
 
 
 def make_run_folder(job: TrainJob, out: Path, models: StartingModels) -> None:
