@@ -1,4 +1,4 @@
-"""Make transformer models small and fast: pruning, early exit and distillation, trained on DeepSpeed."""
+"""Make transformer models small and fast: cuts, pruning, early exit and distillation, trained on DeepSpeed."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -4,7 +4,7 @@
 # Usage: bash launch/quickstart.sh [OUTPUT_DIR]
 set -euo pipefail
 here=$PWD
-source "$(dirname "$0")/setup.sh" "[plots]"
+source "$(dirname "$0")/setup.sh" "[plots,onnx]"
 output=${1:-runs/quickstart}
 case $output in /*) ;; *) output=$here/$output ;; esac
 

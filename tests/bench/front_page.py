@@ -111,7 +111,8 @@ def row(measured: list[Measured], label: str, phase: str, runtime: tuple[str, st
     cells |= {"parameters": f"{parameters / 1e6:.1f}M", "MiB": f"{first.mebibytes(phase, runtime):.1f}"}
     for size in SIZES:
         took = first.milliseconds(phase, runtime, size)
-        cells[f"ms, batch {size}"] = f"{took:.1f}" if took < 100 else f"{took:.0f}"
+        digits = 2 if took < 10 else 1 if took < 100 else 0
+        cells["ms for 1 text" if size == 1 else f"ms for {size}"] = f"{took:.{digits}f}"
     minutes = first.minutes("quarter" if phase == "small" else phase)  # `small` drops its tokens without any training
     return cells | {"minutes of training": f"{'' if phase == 'finetune' else '+ '}{minutes:.1f}"}
 

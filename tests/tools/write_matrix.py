@@ -56,7 +56,7 @@ _DISTILL_RUN = "tests/integration/test_distill_run.py::test_every_combination_tr
 _CALIBRATED = "tests/tasks/test_calibration.py::test_every_kind_of_task_calibrates_a_cut[{}]"
 _EXITS_RUN = "tests/integration/test_exits_run.py::test_the_folder_is_a_model_that_exits[{}]"
 _COMBINED = [_DISTILL_RUN.format(task) for task in ("squad", "mlm", "clm")]
-_CLM_ALONE = ["clm alone"] * 5
+_CLM_ONLY = ["CLM only"] * 5
 OF_TASKS = {
     "prune": (
         _DISTILL_RUN.format("text"),
@@ -74,10 +74,10 @@ OF_TASKS = {
         _EXITS_RUN.format("all"),
         "tests/techniques/test_exits.py::test_a_regression_is_taught_by_squared_error",
         _EXITS_RUN.format("stages"),
-        *["labels alone"] * 3,
+        *["labels only"] * 3,
     ),
     "layer_skip": (
-        *_CLM_ALONE,
+        *_CLM_ONLY,
         "tests/integration/test_resume.py::test_records_and_weights_are_those_of_an_uninterrupted_run[skip-zero3-bf16]",
     ),
     "cut": (
@@ -141,7 +141,7 @@ def of_models(ids: list[str]) -> str:
         for column, tests in OF_MODELS.items():
             found = [test for test in ids if re.match(rf"{tests}\w*\[(.*-)?({names})([-,].*)?\]$", test)]
             made_for = MADE_FOR.get(column, kind)
-            words = "–" if made_for == kind else f"{made_for} alone"
+            words = "–" if made_for == kind else f"{made_for} only"
             cells.setdefault(family, []).append(proof(found, words, PARTLY.get((family, column), "yes")))
     return rows("family", OF_MODELS, cells)
 
