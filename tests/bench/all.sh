@@ -33,7 +33,6 @@ run() { # NAME COMMAND ...: run a command, and keep what it prints
 bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its figures
     local name=$1 command="python tests/bench/$1.py${2:+ ${*:2}}"
     [[ $only = "  " || $only = *" $1 "* ]] || return
-    [ "$1" = cut_quality ] && name=$1-$2
     run "$name" "tests/bench/$1.py" "${@:2}" "${quick[@]}"
     [ ${#quick[@]} = 0 ] || return
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
@@ -54,10 +53,8 @@ if [ -d $shared ]; then
     bench recipes --output "$out/recipes"
     bench decoder_cuts "$out/decoder_cuts"
     bench speculation
-    bench front_page 3 "$out/cut_quality"
-    bench cut_quality sst2 3 "$out/cut_quality"
-    bench cut_quality squad 1 "$out/cut_quality"
-    for data in cola rte wnut17; do bench cut_quality $data 3 "$out/cut_quality"; done
+    bench front_page --output "$out/cut_quality"
+    bench cut_quality --output "$out/cut_quality"
 else
     echo "all.sh: left out recipes, decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
 fi

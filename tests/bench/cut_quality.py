@@ -1,10 +1,11 @@
 """What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
 
-`python tests/bench/cut_quality.py {sst2,squad,cola,rte,wnut17} [SEEDS] [OUTPUT_DIR] [DATA_DIR]`: for each seed two
-runs of `ds_trainer.train` in bf16: the recipe of the cuts, and from its dense model the masked phases of the older
-recipe. It prints a table of scores, mean and spread, with the seconds of the cut and of training, and each bar as a
-figure. A second call with the same folder goes on where the first one stopped. Bars are points lost against the dense
-model, or scores.
+`python tests/bench/cut_quality.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` takes sst2, squad,
+cola, rte and wnut17, or those that are named. For each seed it makes two runs of `ds_trainer.train` in bf16: the recipe
+of the cuts, and from its dense model the masked phases of the older recipe. It prints a table of scores, means over the
+seeds, with the mean seconds of the cut and of training, and each bar as a figure. Runs that are there are read, and one
+that was stopped goes on. Bars are points lost against the dense model, or scores. `--write` puts the table into
+docs/results.md.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from figures import RUNS, Figure, bert_shape, is_quick, report
+from figures import Figure, bert_shape, is_quick, report, run_flags, with_spread
 
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json
+from ds_trainer.files.tables import markdown
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.markers import write_between
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -48,6 +54,7 @@ class Comparison:
     masked_phases: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 3
 
 
 COMPARISONS = {
@@ -77,6 +84,7 @@ COMPARISONS = {
             Bar("quarter", score=57.0),
             Bar("sparse", score=50.0),
         ),
+        seeds=1,
     ),
     "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=3.0),), task={"name": "cola"}),
     "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
@@ -85,28 +93,68 @@ COMPARISONS = {
 """The bars of CoLA and RTE are one standard error of their validation sets, of 1,043 and 277 examples."""
 
 
-def main(name: str = "sst2", seeds: str = "3", output: str = f"{RUNS}/cut_quality", data_dir: str = "") -> None:
-    comparison, folder = comparison_of(name, data_dir), Path(output) / name
+LABELS = {
+    "finetune": "dense",
+    "half": "half of the heads and neurons",
+    "quarter": "a quarter",
+    "eighth": "an eighth",
+    "sparse": "15% of the weights, one by one",
+    "small": "the quarter with fewer tokens",
+    "masked quarter": "a quarter by masked pruning",
+    "masked quarter_filled": "the same, filled",
+    "masked sparse": "15% of the weights by masked pruning",
+}
+"""What the table calls the phases."""
+
+
+def main() -> None:
+    flags = run_flags("cut_quality", ["sst2"] if is_quick() else list(COMPARISONS))
+    lines, figures = list[dict[str, str]](), list[Figure]()
+    for name in flags.names:
+        comparison = comparison_of(name, flags.data_dir)
+        seeds = range(min(flags.seeds, comparison.seeds))
+        results = [results_of(comparison, flags.output / name, seed) for seed in seeds]
+        lines += rows(name, comparison, results)
+        figures += [judged(bar, scores_of(comparison, results), name) for bar in comparison.bars]
+    print(markdown(lines))
+    if flags.write:
+        write_between(ROOT / "docs/results.md", "cuts", f"{markdown(lines)}\n")
+    report(*figures)
+
+
+def results_of(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
+    """Return the results of a seed by phase, those of masked pruning as "masked PHASE"."""
+    results = trained(comparison, folder, seed)
+    if comparison.masked:
+        results |= {f"masked {phase}": of_phase for phase, of_phase in masked(comparison, folder, seed).items()}
+    return results
+
+
+def scores_of(comparison: Comparison, results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the scores of all seeds by phase, in points, and as "PHASE, one shot" those before any training."""
     scores: dict[str, list[float]] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(1 if is_quick() else int(seeds)):
-        results = trained(comparison, folder, seed)
-        if comparison.masked:
-            of_masked = masked(comparison, folder, seed)
-            results |= {f"masked {phase}": of_phase for phase, of_phase in of_masked.items()}
-        for phase, of_phase in results.items():
-            scores.setdefault(phase, []).append(100 * of_phase["eval"][comparison.metric])
-            of_cut = of_phase.get("cut", {}).get("seconds", 0.0)
-            seconds.setdefault(phase, []).append((of_cut, of_phase["train"]["train_seconds"]))
-            if "cut" in of_phase:
-                one_shot = of_phase["cut"]["scores"][comparison.metric]
-                scores.setdefault(f"{phase}, one shot", []).append(100 * one_shot)
-    for phase, values in scores.items():
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        means = [statistics.mean(column) for column in zip(*seconds.get(phase, []), strict=True)]
-        taken = " + ".join(f"{mean:.0f} s" for mean in means)
-        print(f"{name:6} {phase:24} {statistics.mean(values):6.2f} +- {spread:4.2f}  {taken}")
-    report(*(judged(bar, scores, name) for bar in comparison.bars))
+    for phase in results[0]:
+        scores[phase] = [100 * of_seed[phase]["eval"][comparison.metric] for of_seed in results]
+        if "cut" in results[0][phase]:
+            one_shot = [100 * of_seed[phase]["cut"]["scores"][comparison.metric] for of_seed in results]
+            scores[f"{phase}, one shot"] = one_shot
+    return scores
+
+
+def rows(name: str, comparison: Comparison, results: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yield the row of each phase."""
+    scores = {
+        key: with_spread([points / 100 for points in each]) for key, each in scores_of(comparison, results).items()
+    }
+    for phase in results[0]:
+        took = [of_seed[phase]["train"]["train_seconds"] for of_seed in results]
+        row = {"data": f"{name}, {comparison.metric}", "model": LABELS.get(phase, phase)}
+        row |= {"after the cut, untrained": scores.get(f"{phase}, one shot", "")}
+        row |= {"trained on": scores[phase] if any(took) else "", "seconds": f"{statistics.mean(took):.0f}"}
+        if "cut" in results[0][phase]:
+            cut = statistics.mean(of_seed[phase]["cut"]["seconds"] for of_seed in results)
+            row["seconds"] = f"{cut:.0f} + {row['seconds']}"
+        yield row
 
 
 def comparison_of(name: str, data_dir: str = "") -> Comparison:
@@ -176,4 +224,4 @@ def judged(bar: Bar, scores: dict[str, list[float]], name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    main(*(argument for argument in sys.argv[1:] if argument != "--quick"))
+    main()

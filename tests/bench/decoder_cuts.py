@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from figures import RUNS, Figure, is_quick, ratio, report, use_threads
+from figures import Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer import train
 from ds_trainer.config.cut_specs import CutSpec
@@ -48,7 +48,7 @@ if is_quick():
 PROMPT = 256
 
 
-def main(output: str = f"{RUNS}/decoder_cuts", data_dir: str = "") -> None:
+def main(output: str = f"runs{'/quick' * is_quick()}/decoder_cuts", data_dir: str = "") -> None:
     use_threads(2)
     folder = Path(output).resolve()
     folder.mkdir(parents=True, exist_ok=True)

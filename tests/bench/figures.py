@@ -5,12 +5,14 @@ Every script takes `--quick`: one round of small models shows that it works, and
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -35,8 +37,21 @@ def is_quick() -> bool:
     return "--quick" in sys.argv
 
 
-RUNS = "runs/quick" if is_quick() else "runs"
-"""The folder for the runs of a script; what a quick one has trained is not taken for the real thing later."""
+def run_flags(folder: str, names: Sequence[str] = ()) -> argparse.Namespace:
+    """Parse the flags of a script that trains; `names` are what it runs by default, `folder` where."""
+    parser = argparse.ArgumentParser()
+    if names:
+        parser.add_argument("names", nargs="*", default=list(names))
+    # what a quick run has trained is not to be taken for the real thing later
+    parser.add_argument("--output", type=Path, default=Path("runs/quick" if is_quick() else "runs", folder))
+    parser.add_argument("--seeds", type=int, default=1 if is_quick() else 3, help="at most so many")
+    parser.add_argument("--data_dir", default="", help="by default that of ../shared")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write the table into its page")
+    flags = parser.parse_args()
+    if flags.quick and flags.write:
+        parser.error("--quick and --write: the figures of a quick run say nothing: drop one of them")
+    return flags
 
 
 def use_threads(number: int) -> None:

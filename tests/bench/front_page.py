@@ -1,10 +1,10 @@
 """The first table and the first picture of the README: a dense model, what cuts make of it, and what is deployed.
 
-`python tests/bench/front_page.py [SEEDS] [OUTPUT_DIR] [DATA_DIR] [--write]`: for each seed the recipe `sst2_cut`, and
-`launch/benchmark.py` of its models on SST-2's texts, which are the two commands that the README gives. Scores are means
-over the seeds; sizes and times are those of the first, which is to run alone on the machine. `--write` puts table and
-picture into the README. The runs are those of `cut_quality.py sst2`, in the same folder; a second call goes on where
-the first one stopped.
+`python tests/bench/front_page.py [--output OUT] [--seeds N] [--data_dir DIR] [--write]`: for each seed the recipe
+`sst2_cut`, and `launch/benchmark.py` of its models on SST-2's texts, which are the two commands that the README gives.
+Scores are means over the seeds; sizes and times are those of the first, which is to run alone on the machine. `--write`
+puts table and picture into the README. The runs are those of `cut_quality.py sst2`, in the same folder; a second call
+goes on where the first one stopped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cut_quality import ROOT, comparison_of, cuts_folder, trained
-from figures import RUNS, is_quick, with_spread
+from cut_quality import ROOT, comparison_of, cuts_folder, trained, write_between
+from figures import is_quick, run_flags, with_spread
 
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
 from ds_trainer.report.drawing import dress, one_panel, save
-
-sys.path.insert(0, str(ROOT / "tests"))
-from tools.markers import write_between
 
 MODELS = {
     "finetune": "dense",
@@ -72,18 +69,17 @@ class Measured:
         return float((of_phase["train"]["train_seconds"] + of_phase.get("cut", {}).get("seconds", 0.0)) / 60)
 
 
-def main(seeds: str = "3", output: str = f"{RUNS}/cut_quality", data_dir: str = "") -> None:
-    if "--write" in sys.argv and is_quick():
-        sys.exit("--quick and --write: the figures of a quick run say nothing: drop one of them")
-    folder = Path(output) / "sst2"
-    measured = [measure(folder, seed, data_dir) for seed in range(1 if is_quick() else int(seeds))]
+def main() -> None:
+    flags = run_flags("cut_quality")
+    folder = flags.output / "sst2"
+    measured = [measure(folder, seed, flags.data_dir) for seed in range(flags.seeds)]
     on = measured[0].benchmark["conditions"]
     text = f"{markdown([row(measured, *which) for which in ROWS])}\n\n"
     spread = f"Accuracies are means of {len(measured)} seeds, ± their standard deviation. " if len(measured) > 1 else ""
     text += f"{spread}Times are of one seed, on {on['cores']} cores of an {on['cpu']}.\n"
     print(text)
     save(picture(measured), folder / "front_page.png")
-    if "--write" in sys.argv:
+    if flags.write:
         write_between(ROOT / "README.md", "front_page", text)
         save(picture(measured), ROOT / "tests/bench/figures/front_page.png")
 
@@ -140,4 +136,4 @@ def picture(measured: list[Measured]) -> Any:
 
 
 if __name__ == "__main__":
-    main(*(argument for argument in sys.argv[1:] if not argument.startswith("--")))
+    main()

@@ -1,13 +1,13 @@
 """What shipped recipes reach: a row for each phase, with its score, its size and speed, and what the training took.
 
-`python tests/bench/recipes.py [NAME ...] [--output OUT] [--data_dir DIR] [--write]` runs them all, or those named, with
-the model and the data of ../shared. Where several seeds run, scores are means over them, and all else is of the first.
-A run that is there is read, and one that was stopped goes on. `--write` puts the table of all into docs/results.md.
+`python tests/bench/recipes.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` runs all of `ALL`, or
+those that are named, with the model and the data of ../shared. Where several seeds run, scores are means over them, and
+all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts the table into
+docs/results.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,15 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cut_quality import RECIPES, ROOT, SHARED, shorten, start
-from figures import RUNS, is_quick, with_spread
+from cut_quality import RECIPES, ROOT, SHARED, shorten, start, write_between
+from figures import is_quick, run_flags, with_spread
 
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
-
-sys.path.insert(0, str(ROOT / "tests"))
-from tools.markers import write_between
 
 
 @dataclass(frozen=True)
@@ -73,45 +70,36 @@ QUICK = ("sst2_methods", "zero2", "sst2_exits")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", default=list(QUICK if is_quick() else ALL))
-    parser.add_argument("--output", type=Path, default=Path(RUNS) / "recipes")
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    flags = parser.parse_args()
-    lines = []
-    for name in ALL if flags.write and not flags.quick else flags.names:
-        lines += rows(name, ALL[name], trained(name, flags.output.resolve(), flags.data_dir))
+    flags = run_flags("recipes", QUICK if is_quick() else tuple(ALL))
+    lines = list[dict[str, str]]()
+    for name in flags.names:
+        seeds = range(min(flags.seeds, ALL[name].seeds))
+        lines += rows(name, ALL[name], [trained(name, flags.output.resolve(), seed, flags.data_dir) for seed in seeds])
     print(markdown(lines))
-    if flags.write and not flags.quick:
+    if flags.write:
         write_between(ROOT / "docs/results.md", "recipes", f"{markdown(lines)}\n")
 
 
-def trained(name: str, output: Path, data_dir: str) -> list[dict[str, Any]]:
-    """Train every seed of a run, unless it is there, and return the results of each, by phase."""
-    run, results = ALL[name], []
-    for seed in range(1 if is_quick() else run.seeds):
-        folder = output / f"{name}_{seed}"
-        content = read_json(RECIPES / f"{run.recipe}.json", "the recipe") | {"model": start(), "seed": seed}
-        content["task"]["data_dir"] = data_dir or str(SHARED / "data" / run.data)
-        if run.start:
-            before, phase = run.start.split("/")
-            content["model"] = {"name_or_path": str(output / f"{before}_0" / phase / "model")}
-        settings = [word for setting in ("bf16.enabled=true", *run.settings) for word in ("--set", setting)]
-        if is_quick():
-            shorten(content)
-        if run.ranks == 1 or is_quick():
-            results.append(train(content, folder, *settings, resume=True))
-            continue
-        recipe = output / f"{name}.json"
-        recipe.write_text(json.dumps(content))
-        words = ["launch/train.py", "--deepspeed_config", f"ds_configs/{run.engine}.json", "--recipe", str(recipe)]
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(run.ranks)]
-        command = [*launcher, *words, *settings, "--output_dir", str(folder), "--resume"]
-        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
-        results.append(read_json(folder / "all_results.json", "the results"))
-    return results
+def trained(name: str, output: Path, seed: int, data_dir: str) -> dict[str, Any]:
+    """Train a seed of a run, unless it is there, and return its results by phase."""
+    run, folder = ALL[name], output / f"{name}_{seed}"
+    content = read_json(RECIPES / f"{run.recipe}.json", "the recipe") | {"model": start(), "seed": seed}
+    content["task"]["data_dir"] = data_dir or str(SHARED / "data" / run.data)
+    if run.start:
+        before, phase = run.start.split("/")
+        content["model"] = {"name_or_path": str(output / f"{before}_0" / phase / "model")}
+    settings = [word for setting in ("bf16.enabled=true", *run.settings) for word in ("--set", setting)]
+    if is_quick():
+        shorten(content)
+    if run.ranks == 1 or is_quick():
+        return train(content, folder, *settings, resume=True)
+    recipe = output / f"{name}.json"
+    recipe.write_text(json.dumps(content))
+    words = ["launch/train.py", "--deepspeed_config", f"ds_configs/{run.engine}.json", "--recipe", str(recipe)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(run.ranks)]
+    command = [*launcher, *words, *settings, "--output_dir", str(folder), "--resume"]
+    subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+    return read_json(folder / "all_results.json", "the results")
 
 
 def rows(name: str, run: Run, results: list[dict[str, Any]]) -> Iterator[dict[str, str]]:

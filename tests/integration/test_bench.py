@@ -57,8 +57,8 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     two = [model, model, str(folder)]
     arguments = {"exit_speed": [model, str(folder)], "student_speed": two, "deployed_speed": two}
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
-    of_seeds = ["1", str(folder / "cut_quality"), str(folder)]
-    arguments |= {"cut_quality": ["sst2", *of_seeds], "front_page": of_seeds}
+    cuts = ["--output", str(folder / "cut_quality"), "--data_dir", str(folder)]
+    arguments |= {"cut_quality": cuts, "front_page": cuts}
     arguments["recipes"] = ["--output", str(folder / "recipes"), "--data_dir", str(folder)]
     return {
         name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
@@ -99,6 +99,30 @@ def test_a_bar_is_a_limit_on_its_side(monkeypatch):
     )
     judged = [quality.judged(bar, scores, "sst2") for bar in bars]
     assert [(figure.value, figure.holds) for figure in judged] == [(1.0, True), (10.0, False), (90.0, False)]
+
+
+def test_a_row_of_a_cut_has_its_scores_before_and_after_training(monkeypatch):
+    """Means over the seeds; of a phase that does not train there is the first alone."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    quality = importlib.import_module("cut_quality")
+
+    def phase(score: float, took: float, **cut: Any) -> dict[str, Any]:
+        return {"eval": {"accuracy": score}, "train": {"train_seconds": took}} | ({"cut": cut} if cut else {})
+
+    results = [
+        {
+            "finetune": phase(0.9, 10.0),
+            "half": phase(score, 20.0, seconds=seconds, scores={"accuracy": score - 0.1}),
+            "small": phase(0.7, 0.0, seconds=1.0, scores={"accuracy": 0.7}),
+        }
+        for score, seconds in ((0.8, 2.0), (0.9, 4.0))
+    ]
+    rows = [list(row.values())[1:] for row in quality.rows("sst2", quality.COMPARISONS["sst2"], results)]
+    assert rows == [
+        ["dense", "", "0.900 ± 0.000", "10"],
+        ["half of the heads and neurons", "0.750 ± 0.071", "0.850 ± 0.071", "3 + 20"],
+        ["the quarter with fewer tokens", "0.700 ± 0.000", "", "1 + 0"],
+    ]
 
 
 def test_a_row_of_the_front_page_is_of_its_model_and_runtime(monkeypatch):
