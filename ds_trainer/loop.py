@@ -318,9 +318,7 @@ def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, obj
     _load(plan, checkpoint, ds_engine, objective)
     of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
     of_files.restore(ds_engine)
-    in_force = engine.OptimizerSettings(
-        ds_engine
-    )  # read again: `restore` moves the rates to their place in the schedule
+    in_force = engine.OptimizerSettings(ds_engine)  # read again: `restore` moves the rates along the schedule
     distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
     changes = in_force.changes_since(of_checkpoint)
     if changes:
