@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,10 +65,18 @@ def role_of(name: str) -> str:
     return _ROLES.get(inside, inside)
 
 
-def part_of(record: Mapping[str, Any]) -> str:
-    """Return what the record of a cut is about: heads, neurons, or the role of the matrix whose weights were cut."""
-    unit: str = record["unit"]
-    return role_of(record["name"]) if unit == "weights" else unit
+def cut_by_layer(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the records of a cut for every layer, by what they are about: heads, neurons, or a role of matrices.
+
+    What has no record in a layer was left whole there.
+    """
+    by_layer: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        part = role_of(record["name"]) if record["unit"] == "weights" else record["unit"]
+        by_layer.setdefault(part, {})[int(layer_of(record["name"]) or 0)] = record
+    layers = range(1 + max((layer for of_part in by_layer.values() for layer in of_part), default=0))
+    whole = {"kept": 1, "count": 1, "error": 0.0}
+    return {part: [of_part.get(layer, whole) for layer in layers] for part, of_part in by_layer.items()}
 
 
 def _heads_of(model: Path) -> tuple[int, int]:

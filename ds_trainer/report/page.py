@@ -22,7 +22,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report import plots
 from ds_trainer.report.drawing import INSTALL, check_installed, label, pixels, save
-from ds_trainer.report.matrices import part_of
+from ds_trainer.report.matrices import cut_by_layer
 from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_object, read_run
 
 if TYPE_CHECKING:
@@ -313,12 +313,10 @@ def _cut(result: Mapping[str, Any]) -> Cells:
     if sizes := cut.get("sizes"):
         for name, before in sizes["before"].items():
             cells[f"cut: {name} of the model"] = f"{sizes['after'][name]:,} of {before:,}"
-    by_role: dict[str, list[Mapping[str, Any]]] = {}
-    for part in cut["parts"]:
-        by_role.setdefault(label(part_of(part)), []).append(part)
-    for role, parts in by_role.items():  # layer by layer
-        cells[f"cut: {role}, kept"] = ", ".join(f"{part['kept']:,}" for part in parts)
-        cells[f"cut: {role}, error of the outputs"] = ", ".join(f"{100 * part['error']:.2g}%" for part in parts)
+    for name, parts in cut_by_layer(cut["parts"]).items():
+        kept = (f"{part['kept']:,}" if part["kept"] < part["count"] else "all" for part in parts)
+        cells[f"cut: {label(name)}, kept in each layer"] = ", ".join(kept)
+        cells[f"cut: {label(name)}, error of the outputs"] = ", ".join(f"{100 * part['error']:.2g}%" for part in parts)
     examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
     return {"cut": f"{cut['seconds']:,.1f} s{examples}", **cells}
 

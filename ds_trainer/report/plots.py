@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_trainer.report import drawing
 from ds_trainer.report.drawing import COLOURS, LEGEND, colours, dress, label
-from ds_trainer.report.matrices import Array, KeptCounts, kept_shares, layer_of, part_of, role_of
+from ds_trainer.report.matrices import Array, KeptCounts, cut_by_layer, kept_shares, layer_of, role_of
 from ds_trainer.report.run_files import LogRecords
 
 if TYPE_CHECKING:
@@ -109,21 +109,17 @@ def kept_weights(phase: str, counts: KeptCounts, model: Path, before: Mapping[st
 def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Draw by layer what a cut has kept of each block or matrix, above the error of its outputs.
 
-    `parts` are the records of a cut as JSON values; what has none in a layer was left whole there.
+    `parts` are the records of a cut as JSON values.
     """
     if not parts:
         return None
     figure = drawing.new_figure(800, 480, f"{phase}: the cut, before any training")
     above, below = drawing.add_panels(figure, 2, 1, sharex=True)
-    roles: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for part in parts:
-        roles.setdefault(part_of(part), {})[int(layer_of(part["name"]) or 0) + 1] = part
-    layers = range(1, 1 + max(layer for by_layer in roles.values() for layer in by_layer))
-    for colour, (role, by_layer) in zip(colours(roles), roles.items(), strict=True):
-        most = f" (of {next(iter(by_layer.values()))['count']:,})"
-        cut = [by_layer.get(layer, {"kept": 1, "count": 1, "error": 0.0}) for layer in layers]
+    by_layer = cut_by_layer(parts)
+    for colour, (name, cut) in zip(colours(by_layer), by_layer.items(), strict=True):
+        most, layers = f" (of {max(part['count'] for part in cut):,})", range(1, 1 + len(cut))
         kept = [100 * part["kept"] / part["count"] for part in cut]
-        above.plot(layers, kept, "o-", color=colour, label=label(role) + most)
+        above.plot(layers, kept, "o-", color=colour, label=label(name) + most)
         below.plot(layers, [100 * part["error"] for part in cut], "o-", color=colour)
     dress(above, "", "kept (%)")
     dress(below, "layer", "error of the outputs (%)")
