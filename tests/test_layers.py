@@ -19,10 +19,10 @@ BUDGETS = {
     "tasks": 2632,
     "techniques": 2418,
     "engine": 1690,
-    "report": 1169,
+    "report": 1168,
     "deploy": 1241,
     "tuning": 949,
-    "": 1210,
+    "": 1208,
     "cli": 1051,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
