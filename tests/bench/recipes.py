@@ -48,7 +48,8 @@ class Run:
 
 SST2 = "glue/SST-2"
 _PRUNED = Run(SST2, "sst2_prune_finetuned", start="sst2_methods/finetune", ranks=2)
-_EXITS = Run("glue/RTE", "glue_exits", settings=("phases.finetune.num_train_epochs=10",), seeds=3)
+_EXITS = Run("glue/RTE", "glue_exits", seeds=3)
+_LONGER = ("phases.finetune.num_train_epochs=10", "phases.finetune.learning_rate=5e-5")
 ALL = {
     "sst2_methods": Run(SST2, "sst2_methods"),
     "sst2_l0": Run(SST2, "sst2_l0"),
@@ -58,7 +59,7 @@ ALL = {
     "sst2_prune_distil_exits": Run(SST2, "sst2_prune_distil_exits"),
     "sst2_exits": Run(SST2, "sst2_exits", seeds=3),
     "cola_exits": replace(_EXITS, data="glue/CoLA", metric="matthews", settings=("task.name=cola",)),
-    "rte_exits": _EXITS,
+    "rte_exits": replace(_EXITS, settings=_LONGER),
     "wnut17_exits": Run(
         "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
     ),
