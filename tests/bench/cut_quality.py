@@ -55,6 +55,8 @@ class Comparison:
     bars: tuple[Bar, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
     seeds: int = 3
+    points: float = 100.0
+    """The points of a metric's 1: SQuAD's are points already."""
 
 
 COMPARISONS = {
@@ -85,6 +87,7 @@ COMPARISONS = {
             Bar("sparse", score=50.0),
         ),
         seeds=1,
+        points=1.0,
     ),
     "cola": Comparison("glue_cut", "matthews", "glue/CoLA", bars=(Bar("half", lost=3.0),), task={"name": "cola"}),
     "rte": Comparison("glue_cut", "accuracy", "glue/RTE", bars=(Bar("half", lost=3.0),), task={"name": "rte"}),
@@ -134,18 +137,18 @@ def scores_of(comparison: Comparison, results: list[dict[str, Any]]) -> dict[str
     """Return the scores of all seeds by phase, in points, and as "PHASE, one shot" those before any training."""
     scores: dict[str, list[float]] = {}
     for phase in results[0]:
-        scores[phase] = [100 * of_seed[phase]["eval"][comparison.metric] for of_seed in results]
+        of_phase = {phase: [of_seed[phase]["eval"] for of_seed in results]}
         if "cut" in results[0][phase]:
-            one_shot = [100 * of_seed[phase]["cut"]["scores"][comparison.metric] for of_seed in results]
-            scores[f"{phase}, one shot"] = one_shot
+            of_phase[f"{phase}, one shot"] = [of_seed[phase]["cut"]["scores"] for of_seed in results]
+        for name, evals in of_phase.items():
+            scores[name] = [comparison.points * each[comparison.metric] for each in evals]
     return scores
 
 
 def rows(name: str, comparison: Comparison, results: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """Yield the row of each phase."""
-    scores = {
-        key: with_spread([points / 100 for points in each]) for key, each in scores_of(comparison, results).items()
-    }
+    points = scores_of(comparison, results)
+    scores = {key: with_spread([each / comparison.points for each in of_seeds]) for key, of_seeds in points.items()}
     for phase in results[0]:
         took = [of_seed[phase]["train"]["train_seconds"] for of_seed in results]
         row = {"data": f"{name}, {comparison.metric}", "model": LABELS.get(phase, phase)}

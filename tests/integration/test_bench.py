@@ -99,6 +99,10 @@ def test_a_bar_is_a_limit_on_its_side(monkeypatch):
     )
     judged = [quality.judged(bar, scores, "sst2") for bar in bars]
     assert [(figure.value, figure.holds) for figure in judged] == [(1.0, True), (10.0, False), (90.0, False)]
+    for name, score in (("sst2", 0.6), ("squad", 60.0)):
+        comparison = quality.COMPARISONS[name]
+        evaluated = {"half": {"eval": {comparison.metric: score}}}
+        assert quality.scores_of(comparison, [evaluated]) == {"half": [60.0]}
 
 
 def test_a_row_of_a_cut_has_its_scores_before_and_after_training(monkeypatch):
