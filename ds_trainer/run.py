@@ -109,7 +109,7 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         plan.task.examples(split)
     if teacher and not models.is_teacher_trained_first(phase):
         plan.task.check_trained(teacher)
-    source = models.resolved(phase.start_from)
+    source = models.resolved(phase, phase.start_from)
     models.add(phase.name, plan.source)
     prune = phase.techniques.prune
     if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):

@@ -44,7 +44,7 @@ class StartingModels:
 
     def start(self, phase: Phase) -> str:
         """Return the model that the phase starts from, or the student or cut that is made of it."""
-        source = self.resolved(phase.start_from)
+        source = self.resolved(phase, phase.start_from)
         if phase.cut is not None:
             return self._cut(phase, phase.cut, source)
         spec = phase.student
@@ -76,26 +76,19 @@ class StartingModels:
 
     def teacher(self, phase: Phase) -> str | None:
         distill = phase.techniques.distill
-        return self.resolved(distill.teacher) if distill else None
+        return self.resolved(phase, distill.teacher) if distill else None
 
     def is_teacher_trained_first(self, phase: Phase) -> bool:
         """Whether an earlier phase of the run trains the teacher of this one."""
         distill = phase.techniques.distill
-        return distill is not None and self._phase_of(distill.teacher) is not None
+        return distill is not None and self.recipe.earlier(phase, distill.teacher) is not None
 
-    def _phase_of(self, reference: str) -> str | None:
-        """Return the earlier phase that a reference names; None where it names no phase."""
-        if reference == "@previous" and self._of_phases:
-            return list(self._of_phases)[-1]
-        name = reference.removeprefix("@")
-        return name if reference.startswith("@") and name in self._of_phases else None
-
-    def resolved(self, reference: str) -> str:
-        """Return the folder or hub name that a recipe's reference such as "@previous" stands for; collective."""
+    def resolved(self, phase: Phase, reference: str) -> str:
+        """Return the folder or hub name that a phase's reference such as "@previous" stands for; collective."""
         if not reference.startswith("@"):
             return reference
-        phase = self._phase_of(reference)
-        return self._of_phases[phase] if phase else self.recipe.model.name_or_path or self._initial()
+        earlier = self.recipe.earlier(phase, reference)
+        return self._of_phases[earlier.name] if earlier else self.recipe.model.name_or_path or self._initial()
 
     def _initial(self) -> str:
         """Return the folder of a new model of the recipe's config, its tokenizer trained on the first phase's text."""
@@ -120,7 +113,7 @@ class RehearsedModels(StartingModels):
     """Makes the models of a rehearsal. Earlier phases have not trained theirs: a cut is about its outline."""
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
-        if self._phase_of(phase.start_from) is None:  # otherwise an earlier phase will have trained it
+        if self.recipe.earlier(phase, phase.start_from) is None:  # otherwise an earlier phase will have trained it
             check_trained(task, source, spec)
         return outline_of(task, source, spec)
 

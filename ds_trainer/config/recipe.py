@@ -9,6 +9,7 @@ imports neither torch nor DeepSpeed, so that mistakes are reported at once.
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -196,9 +197,8 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _phases_connect(self) -> Recipe:
-        before: list[Phase] = []
+        names: list[str] = []
         for phase in self.phases:
-            names = [other.name for other in before]
             if phase.name in _RESERVED or phase.name.startswith(("checkpoint-", "superseded-", "damaged-")):
                 raise UserError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
@@ -216,16 +216,21 @@ class Recipe(Strict):
             if phase.techniques.layer_skip and name != "clm":
                 raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
             if distill:
-                self._check_family(phase, "teaches", distill.teacher, before)
+                self._check_family(phase, "teaches", distill.teacher)
             if phase.cut and phase.cut.judges_answers:
-                self._check_family(phase, "is cut for", phase.start_from, before)
-            before.append(phase)
+                self._check_family(phase, "is cut for", phase.start_from)
+            names.append(phase.name)
         return self
 
-    def _check_family(self, phase: Phase, verb: str, reference: str, before: list[Phase]) -> None:
+    def earlier(self, phase: Phase, reference: str) -> Phase | None:
+        """Return the earlier phase that a reference of this one, such as "@previous", names; None if it names none."""
+        before = list(itertools.takewhile(lambda other: other.name != phase.name, self.phases))
+        named = {f"@{other.name}": other for other in before}
+        return before[-1] if reference == "@previous" and before else named.get(reference)
+
+    def _check_family(self, phase: Phase, verb: str, reference: str) -> None:
         """Allow only a model whose answers are of the phase's kind, where these answers count."""
-        named = {f"@{other.name}": other for other in before} | ({"@previous": before[-1]} if before else {})
-        other = named.get(reference, phase)
+        other = self.earlier(phase, reference) or phase
         wanted, found = family(phase.task or self.task), family(other.task or self.task)
         if wanted != found:
             raise UserError(

@@ -112,9 +112,8 @@ def _origin(recipe: Recipe, phase: Phase) -> str | None:
         return None
     if not phase.start_from.startswith("@"):
         return phase.start_from
-    earlier = {f"@{each.name}": each for each in recipe.phases[: recipe.phases.index(phase)]}
-    before = list(earlier.values())[-1:] if phase.start_from == "@previous" else [earlier.get(phase.start_from)]
-    return _origin(recipe, before[0]) if before and before[0] else recipe.model.name_or_path
+    before = recipe.earlier(phase, phase.start_from)
+    return _origin(recipe, before) if before else recipe.model.name_or_path
 
 
 def _write(

@@ -33,8 +33,8 @@ def set_recomputing(model: Any, recomputes: bool) -> None:
         raise UserError(f"gradient_checkpointing: {type(model).__name__} of transformers does not have it: drop it")
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     if recomputes:  # transformers 5.23 has renamed the methods
-        contexts = lambda: (nullcontext(), _recomputing())  # noqa: E731  of a layer's first forward, and its second
-        getattr(model, f"{name}_enable")({"use_reentrant": False, "context_fn": contexts})
+        how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recomputing())}  # 1st and 2nd forward
+        getattr(model, f"{name}_enable")(how)
         model.disable_input_require_grads()  # else gradients would run through frozen embeddings and layers
     elif can_recompute(model):
         getattr(model, f"{name}_disable")()

@@ -4,8 +4,8 @@
 cola, rte and wnut17, or those that are named. For each seed it makes two runs of `ds_trainer.train` in bf16: the recipe
 of the cuts, and from its dense model the masked phases of the older recipe. It prints a table of scores, means over the
 seeds, with the mean seconds of the cut and of training, and each bar as a figure. Runs that are there are read, and one
-that was stopped goes on. Bars are points lost against the dense model, or scores. `--write` puts the table into
-docs/results.md.
+that was stopped goes on. Bars are points lost against the dense model, or scores. `--write` puts the rows into
+the table of docs/results.md, whose other rows stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.markers import write_between
+from tools.markers import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -121,7 +121,7 @@ def main() -> None:
         figures += [judged(bar, scores_of(comparison, results), name) for bar in comparison.bars]
     print(markdown(lines))
     if flags.write:
-        write_between(ROOT / "docs/results.md", "cuts", f"{markdown(lines)}\n")
+        write_rows(ROOT / "docs/results.md", "cuts", markdown(lines))
     report(*figures)
 
 

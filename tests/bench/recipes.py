@@ -2,8 +2,8 @@
 
 `python tests/bench/recipes.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` runs all of `ALL`, or
 those that are named, with the model and the data of ../shared. Where several seeds run, scores are means over them, and
-all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts the table into
-docs/results.md.
+all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts the rows into
+the table of docs/results.md, whose other rows stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cut_quality import RECIPES, ROOT, SHARED, shorten, start, write_between
+from cut_quality import RECIPES, ROOT, SHARED, shorten, start, write_rows
 from figures import is_quick, run_flags, with_spread
 
 from ds_trainer import train
@@ -78,7 +78,7 @@ def main() -> None:
         lines += rows(name, ALL[name], [trained(name, flags.output.resolve(), seed, flags.data_dir) for seed in seeds])
     print(markdown(lines))
     if flags.write:
-        write_between(ROOT / "docs/results.md", "recipes", f"{markdown(lines)}\n")
+        write_rows(ROOT / "docs/results.md", "recipes", markdown(lines))
 
 
 def trained(name: str, output: Path, seed: int, data_dir: str) -> dict[str, Any]:

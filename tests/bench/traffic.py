@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from figures import Figure, is_quick, report
 from support.forked_ranks import OwnForks
+from tools.markers import write_between
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
 
 from ds_trainer.config.recipe import parse_recipe
@@ -31,7 +32,6 @@ from ds_trainer.models.layers import encoder_linears
 from ds_trainer.tasks.data import BatchPlan, shard
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- tables of tests/bench/traffic.py -->\n", "<!-- end of the tables -->\n"
 WORLDS, GIB = (1, 8, 64, 512), 2**30
 TOKENS, FLOPS, LINKS = 8192, 0.4 * 989e12, {"200 Gb/s": 25e9, "400 Gb/s": 50e9}
 """Assumed of a rank: its tokens a step, its operations per second, and the bytes per second of its link."""
@@ -147,9 +147,7 @@ def main() -> None:
     if "--tables" in sys.argv:
         print(tables(), end="")
     elif "--write" in sys.argv:
-        page = Path(sys.argv[sys.argv.index("--write") + 1])
-        before, _, rest = page.read_text().partition(BEGIN)
-        page.write_text(before + BEGIN + tables() + END + rest.partition(END)[2])
+        write_between(Path(sys.argv[sys.argv.index("--write") + 1]), "traffic", tables())
     else:
         worst = 0.0
         for ranks in (2,) if is_quick() else (2, 4):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.exit_folders import ENTROPY, make_folder
 from support.launching import ROOT, SHARED, Done, environment, run_script
+from tools.markers import write_rows
 from tools.write_speed_table import table
 
 FIGURES = {
@@ -85,10 +86,16 @@ def test_none_is_forgotten(tmp_path):
     assert {path.name for path in (tmp_path / "quick").iterdir()} == {"mask_cost.txt", "mask_cost.errors.txt"}
 
 
-def test_a_bar_is_a_limit_on_its_side(monkeypatch):
-    """The mean over seeds is held against it: a score at least, or the points that are lost at most."""
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script of tests/bench by its name."""
     monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
-    figures, quality = importlib.import_module("figures"), importlib.import_module("cut_quality")
+    return importlib.import_module
+
+
+def test_a_bar_is_a_limit_on_its_side(script):
+    """The mean over seeds is held against it: a score at least, or the points that are lost at most."""
+    figures, quality = script("figures"), script("cut_quality")
     at_most, at_least = ([figures.Figure("a", value, 1.0, side) for value in (0.9, 1.1)] for side in (False, True))
     assert [figure.holds for figure in (*at_most, *at_least)] == [True, False, False, True]
     scores = {"finetune": [90.0, 92.0], "half": [88.0, 92.0], "half, one shot": [80.0, 82.0]}
@@ -105,10 +112,9 @@ def test_a_bar_is_a_limit_on_its_side(monkeypatch):
         assert quality.scores_of(comparison, [evaluated]) == {"half": [60.0]}
 
 
-def test_a_row_of_a_cut_has_its_scores_before_and_after_training(monkeypatch):
+def test_a_row_of_a_cut_has_its_scores_before_and_after_training(script):
     """Means over the seeds; of a phase that does not train there is the first alone."""
-    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
-    quality = importlib.import_module("cut_quality")
+    quality = script("cut_quality")
 
     def phase(score: float, took: float, **cut: Any) -> dict[str, Any]:
         return {"eval": {"accuracy": score}, "train": {"train_seconds": took}} | ({"cut": cut} if cut else {})
@@ -129,10 +135,9 @@ def test_a_row_of_a_cut_has_its_scores_before_and_after_training(monkeypatch):
     ]
 
 
-def test_a_row_of_the_front_page_is_of_its_model_and_runtime(monkeypatch):
+def test_a_row_of_the_front_page_is_of_its_model_and_runtime(script):
     """Scores of all seeds; sizes, times and minutes of the first, with those of the phase that trained its weights."""
-    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
-    page = importlib.import_module("front_page")
+    page = script("front_page")
 
     def measured(score: float, minutes: float) -> Any:
         size = {"safetensors": 3 << 20, "onnx, int8": 1 << 20}
@@ -157,6 +162,17 @@ def test_the_table_has_the_newest_figures_and_their_commands():
         "| b | 1.5 | | |  |",
         "| a | 1.5 | <= 2 | **no** | `python b.py` |",
     ]
+
+
+def test_rows_take_the_place_of_those_with_their_first_cell(tmp_path):
+    """Rows of what was not run again stay, and so does the page around the table."""
+    page, table = tmp_path / "page.md", "| run | score |\n| --- | --- |\n"
+    page.write_text(f"a\n<!-- t:begin -->\n{table}| x | 1 |\n| x | 2 |\n| y | 3 |\n<!-- t:end -->\nb\n")
+    write_rows(page, "t", f"{table}| z | 5 |\n| x | 4 |")
+    after = "| x | 4 |\n| y | 3 |\n| z | 5 |\n"
+    assert page.read_text() == f"a\n<!-- t:begin -->\n{table}{after}<!-- t:end -->\nb\n"
+    with pytest.raises(ValueError, match="add both"):
+        write_rows(page, "u", table)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -188,10 +204,9 @@ def test_without_pip_the_script_for_gpus_says_so(tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_a_row_of_a_recipe_is_of_its_phase(monkeypatch):
+def test_a_row_of_a_recipe_is_of_its_phase(script):
     """Scores of all seeds, all else of the first; samples that leave early are a row more, with their own times."""
-    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
-    recipes = importlib.import_module("recipes")
+    recipes = script("recipes")
 
     def phase(score: float, early: float) -> dict[str, Any]:
         scores = {"accuracy": score, "early_exit/accuracy": early, "early_exit/mean_layers": 10 * early}

@@ -1,4 +1,4 @@
-"""Write the table of the speed figures from the lines that tests/bench/all.sh has collected.
+"""Write the table of the speed figures from the lines that tests/bench/all.sh has collected; its other rows stay.
 
 python tests/tools/write_speed_table.py runs/bench/figures.jsonl          # print it
 python tests/tools/write_speed_table.py runs/bench/figures.jsonl --write  # between the markers of docs/results.md
@@ -34,7 +34,7 @@ def judgement(figure: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from markers import write_between
+    from markers import write_rows
 
     text = table(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8").splitlines())
-    write_between(PAGE, "speed", text) if "--write" in sys.argv else print(text, end="")
+    write_rows(PAGE, "speed", text) if "--write" in sys.argv else print(text, end="")
