@@ -161,7 +161,7 @@ def plan_phase(
     remaining = steps_for(phase.num_train_epochs or 0, len(task.examples("train")), numbers.train_batch_size, seen)
     total = phase.max_steps or taken + max(0, remaining)
     length = PhaseLength(total, steps_of(phase.warmup_steps, total), recipe.seed)
-    width = task.hidden_size(source)
+    width = task.hidden_size
     config = resolve_engine_file(
         job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
     )

@@ -32,7 +32,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report, results_table
-from ds_trainer.report.page import write_report
+from ds_trainer.report.page import tried, write_report
 from ds_trainer.report.run_files import read_object
 from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
@@ -66,7 +66,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 plan.checkpoints.drop_passing()
             models.add(phase.name, folder_of(phase, job) / "model")
         if job.recipe.report:
-            _add_costs(job, results)
+            tried("the models of the run are not measured", partial(_add_costs, job, results))
             distributed.on_main(partial(write_results, folder, results))
             distributed.on_main(lambda: write_report(job.output))
         distributed.on_main(partial(write_cards, job.output, job.recipe))
@@ -237,16 +237,13 @@ def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
 
 
 def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
-    """Add to every phase's results what its model costs, all measured in turns; a failure is only a warning."""
-    try:
-        subjects = {}
-        for phase in job.recipe.phases:
-            model = folder_of(phase, job) / "model"
-            if distributed.on_main((model / "config.json").is_file):  # the user may have deleted an earlier session's
-                task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
-                task.examples(task.splits[0])  # collective, unlike the measurement
-                subjects[phase.name] = TimedModel(model, task)
-        for name, costs in distributed.on_main(lambda: measure_costs(subjects)).items():
-            results[name] |= costs
-    except Exception as error:  # noqa: BLE001 - all is trained: a figure for the report must not end the run
-        distributed.warn(f"the models of the run are not measured: {error}")
+    """Add to every phase's results what its model costs, all measured in turns."""
+    subjects = {}
+    for phase in job.recipe.phases:
+        model = folder_of(phase, job) / "model"
+        if distributed.on_main((model / "config.json").is_file):  # the user may have deleted an earlier session's
+            task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
+            task.examples(task.splits[0])  # collective, unlike the measurement
+            subjects[phase.name] = TimedModel(model, task)
+    for name, costs in distributed.on_main(lambda: measure_costs(subjects)).items():
+        results[name] |= costs

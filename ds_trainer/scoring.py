@@ -8,9 +8,10 @@ from typing import Any
 from ds_trainer.checkpoint_model import model_of
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
+from ds_trainer.config.recipe import saved_exits
 from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
-from ds_trainer.files.writing import write_artifact
+from ds_trainer.files.writing import write_artifacts
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
@@ -18,7 +19,6 @@ from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, 
 from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
-from ds_trainer.techniques.exits.heads import has_exits, read_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
@@ -50,8 +50,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
             rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
             distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             if job.predictions_dir:
-                for name, value in files.items():
-                    write_artifact(job.predictions_dir / saved.path.name / name, value)
+                write_artifacts(job.predictions_dir / saved.path.name, files)
         if not rows:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
         print(scores_table(rows), flush=True)
@@ -71,7 +70,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
 def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
     task = build_task(job.task, job.model, job.cache_dir)
-    saved = read_exits(Path(job.model)) if has_exits(job.model) else None
+    saved = saved_exits(job.model)
     policy = job.exit_policy(saved)
     with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
         evaluation = score_folder(task, job.model, job.batch_size)
@@ -89,5 +88,4 @@ def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[st
     if job.output_file:
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
-        for name, value in files.items():
-            write_artifact(job.predictions_dir / name, value)
+        write_artifacts(job.predictions_dir, files)

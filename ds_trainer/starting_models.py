@@ -110,7 +110,7 @@ class StartingModels:
 
 
 class RehearsedModels(StartingModels):
-    """Makes the models of a rehearsal. Earlier phases have not trained theirs: a cut is about its outline."""
+    """Makes the models of a rehearsal, when no phase has trained yet: of a cut only about its shape."""
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
         if self.recipe.earlier(phase, phase.start_from) is None:  # otherwise an earlier phase will have trained it

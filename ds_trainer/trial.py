@@ -68,7 +68,7 @@ def _foundations(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
         return facts
     return facts | {
         "memory": asdict(measure_memory(plan)),
-        "hidden_size": task.hidden_size(plan.source),
+        "hidden_size": task.hidden_size,
         "bytes_of_a_gpu": torch.cuda.mem_get_info()[1] if gpus else 0,
     }
 

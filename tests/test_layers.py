@@ -12,18 +12,18 @@ PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 BUDGETS = {
     "ranks": 743,
-    "files": 593,
+    "files": 594,
     "hosts": 526,
     "config": 1369,
     "models": 2790,
-    "tasks": 2632,
+    "tasks": 2623,
     "techniques": 2418,
-    "engine": 1690,
+    "engine": 1689,
     "report": 1168,
-    "deploy": 1240,
+    "deploy": 1232,
     "tuning": 949,
-    "": 1203,
-    "cli": 1051,
+    "": 1198,
+    "cli": 1052,
 }
 """The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
 imports only those before it, and itself. An issue raises a budget only by what it adds."""

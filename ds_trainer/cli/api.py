@@ -8,7 +8,6 @@ a model folder can.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shlex
 import tempfile
@@ -107,9 +106,7 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
 
 def _exported(*words: str) -> dict[str, Any]:
-    report = io.StringIO()
-    exporting.export(exporting.read_export_job(words), report)
-    return dict(json.loads(report.getvalue()))
+    return exporting.export(exporting.read_export_job(words))
 
 
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

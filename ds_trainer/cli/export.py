@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_model_flags, add_push_flag, names_task, output_path, read_task, trust_of
@@ -33,17 +33,20 @@ MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 
 def export_command(arguments: Sequence[str]) -> None:
     """Export a model folder or a checkpoint."""
-    job, output = read_export_job(arguments), sys.stdout
+    job = read_export_job(arguments)
     # a program may read the report on standard output: what DeepSpeed prints there goes to standard error
     with contextlib.redirect_stdout(sys.stderr):
-        export(job, output)
+        report = export(job)
+    if report:
+        print(json.dumps(report, indent=2), flush=True)
 
 
-def export(job: ExportJob, output: TextIO) -> None:
-    """Export a model folder, which is made first where the job names a checkpoint; the report goes to `output`."""
+def export(job: ExportJob) -> dict[str, Any]:
+    """Export a model folder, which is made first where the job names a checkpoint; return the report."""
     from ds_trainer.deploy.card import open_repository, push_to_hub
     from ds_trainer.deploy.export_folder import export_folder
 
+    report: dict[str, Any] = {}
     repository = open_repository(job.push_to_hub) if job.push_to_hub else ""
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
@@ -52,9 +55,10 @@ def export(job: ExportJob, output: TextIO) -> None:
             folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
             job = job.model_copy(update={"model": folder})
         if job.onnx or job.writes_folder:
-            export_folder(job, output)
+            report = export_folder(job)
         if repository:
             push_to_hub(job.output, repository)
+    return report
 
 
 def read_export_job(arguments: Sequence[str]) -> ExportJob:

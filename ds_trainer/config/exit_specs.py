@@ -124,7 +124,7 @@ class ExitPolicy(Strict):
 
     @property
     def of_regression(self) -> bool:
-        """Whether the policy can only be that of a regression; the model itself decides."""
+        """Whether it is patience with tolerances, which only a regression has."""
         return self.criterion == "patience" and bool(self.thresholds)
 
 

@@ -67,9 +67,9 @@ class TrialRequest(BaseModel):
     the data, the hardware and the versions are."""
     batches: Annotated[int, Field(ge=1)] = 6
     seconds: Annotated[float, Field(gt=0)] = 1.0
-    """How long the batches are timed over and over, at the least; twice in any case."""
+    """The batches are timed for at least so long, and at least twice."""
     seconds_to_beat: float | None = None
-    """Those that the best trial so far took for all batches once: a trial that is much slower stops early."""
+    """What the best trial so far took for one round of batches; a much slower trial stops early."""
 
 
 class TrainJob(CommandJob):

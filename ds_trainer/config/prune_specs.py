@@ -36,7 +36,7 @@ are 1, the weight of the penalty stays the same. The scores of `threshold` start
 which other methods start, is not above a threshold of 0.
 """
 COUNTED = ("row", "column", "neuron")
-"""The granularities whose kept number `multiple_of` rounds."""
+"""`multiple_of` rounds the number kept of each of these."""
 
 
 def _known(value: Any) -> Any:

@@ -116,7 +116,7 @@ class Phase(Strict):
     @model_validator(mode="before")
     @classmethod
     def _one_home_of_weights(cls, data: Any) -> Any:
-        """Move the weights that techniques name into the loss table; by default its entries choose their terms."""
+        """Move the techniques' loss weights into the loss table; its entries are their default terms."""
         if not _is_nested(data):
             return data
         loss, techniques = data.get("loss"), dict(data.get("techniques") or {})

@@ -67,7 +67,7 @@ class BenchmarkModel:
     def mean_flops(self, lengths: Sequence[int]) -> float | None:
         """The mean over these lengths of the encoder's FLOPs for an example; None for a family that is not known.
 
-        A family is known where all products of its layers are counted: those of a block of attention, or of DeBERTa's.
+        A family is known if all its layers can be counted: each has an attention block, or is DeBERTa's.
         """
         layers = layers_of(self.model).values()
         known = all(

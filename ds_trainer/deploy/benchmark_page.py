@@ -14,6 +14,7 @@ from ds_trainer.files.tables import aligned, markdown
 from ds_trainer.files.writing import write_json, write_whole
 from ds_trainer.ranks import distributed
 from ds_trainer.report.drawing import save
+from ds_trainer.report.page import tried
 from ds_trainer.report.size_plots import MeasuredModel, size_speed_score
 
 _PAGE = "benchmark.md"
@@ -44,15 +45,15 @@ def write_numbers(results: Mapping[str, Any], folder: Path) -> None:
 
 def write(results: Mapping[str, Any], folder: Path) -> None:
     """Write page and figure; a figure that cannot be drawn is a warning."""
-    image = []
-    try:
-        figure = size_speed_score(*measured_models(results))
-        if figure:
-            for name in _FIGURES:
-                save(figure, folder / name)
-            image = [f"![sizes, speed-ups and scores]({_FIGURES[0]})", ""]
-    except Exception as error:  # noqa: BLE001 - all measurements are written
-        distributed.warn(f"the benchmark has no figure: {error}")
+
+    def draw() -> list[str]:
+        if not (figure := size_speed_score(*measured_models(results))):
+            return []
+        for name in _FIGURES:
+            save(figure, folder / name)
+        return [f"![sizes, speed-ups and scores]({_FIGURES[0]})", ""]
+
+    image = tried("the benchmark has no figure", draw) or []
     lines = ["# Benchmark", "", markdown(sizes(results)), "", markdown(times(results)), "", *image]
     lines += [f"- {line}" for line in remarks(results)]
     write_whole(folder / _PAGE, "\n".join(lines) + "\n")

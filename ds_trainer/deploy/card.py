@@ -178,10 +178,8 @@ def _row(name: str, size: int, scores: Mapping[str, float] | None) -> Row:
     return {"": name, "MiB": f"{size / 2**20:,.1f}", **cells}
 
 
-def _section(recipe: Recipe | None) -> list[str]:
+def _section(recipe: Recipe) -> list[str]:
     """Return the section of a card with what a recipe sets."""
-    if recipe is None:
-        return []
     places = {"output_dir", "cache_dir"}
     return ["## Recipe", _json(recipe.model_dump(mode="json", exclude_defaults=True, exclude=places))]
 

@@ -7,7 +7,6 @@ holds the plain model.
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,11 +61,8 @@ _SEED = 42
 """Draws the examples of a cut, as the default seed of a recipe does."""
 
 
-def export_folder(job: ExportJob, output: TextIO) -> None:
-    """Write what a job asks for, and its report: to `export.json` in the output folder, and to `output`.
-
-    UserError where the folder cannot be written.
-    """
+def export_folder(job: ExportJob) -> dict[str, Any]:
+    """Write what a job asks for, and return its report, which is in `export.json` too; UserError where that fails."""
     silence_transformers()
     with leaving(), _folder_aside(job.output) as aside:
         made = aside / "made"
@@ -78,7 +74,7 @@ def export_folder(job: ExportJob, output: TextIO) -> None:
         with held_back():  # no signal may end the command between the removal of the old model and the new one
             _put_in_place(made, job)
             tried("the export has no card", partial(write_export_card, job, report))
-    print(json.dumps(report, indent=2), file=output, flush=True)
+    return report
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.exits.early_exit import load_for_inference
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.prune.selection import largest_on_device
 
 _SCORES = ".mask_scores"
 _HIGHWAY = ".encoder.highway."
@@ -81,10 +82,7 @@ def mask_of(scores: Tensor, method: str, threshold: float) -> Tensor:
     if method == "l0":
         return (scores.sigmoid() * 1.2 - 0.1).clamp(0, 1)  # the stretched sigmoid, without its noise
     if method in ("topK", "magnitude"):
-        order = scores.flatten().sort(descending=True, stable=True).indices
-        mask = torch.zeros(scores.numel())
-        mask[order[: int(threshold * scores.numel())]] = 1
-        return mask.view(scores.shape)
+        return largest_on_device(scores, int(threshold * scores.numel())).float()
     mask = (scores.sigmoid() if method == "sigmoied_threshold" else scores) > threshold
     least = int(0.005 * scores.numel()) + 1
     if mask.sum() < least:

@@ -61,7 +61,8 @@ def measure_costs(models: Mapping[str, TimedModel]) -> dict[str, dict[str, Any]]
     costs: dict[str, dict[str, Any]] = {
         name: {"size": {"bytes": bytes_on_disk(model.folder)}} for name, model in models.items()
     }
-    timed = _with_the_last_data(models)
+    data = {name: [getattr(model.task.spec, field) for field in _SAME_DATA] for name, model in models.items()}
+    timed = {name: model for name, model in models.items() if data[name] == list(data.values())[-1]}
     if not fit_in_memory([model.folder for model in timed.values()]):
         distributed.info("latency: the models of the run are too large to be held in memory together")
         return costs
@@ -156,19 +157,13 @@ def bytes_on_disk(folder: Path) -> int:
 def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -> bool:
     """Whether the weights of all folders, in fp32, take at most about half of the memory that is free.
 
-    It is that of the host or the container, and of the device. In fp32 the weights are assumed to be
-    twice as large as on disk, where they may be in fp16, and eight times as large as a compact file.
+    Free is the least of host, container and device. Weights are taken to be twice as large in fp32 as on disk, where
+    they may be in fp16, and eight times as large as a compact file.
     """
     room, device = free_memory(), device or distributed.device()
     if device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info(device)[0])
     return sum(bytes_on_disk(folder) * (8 if is_compact(folder) else 2) for folder in folders) <= room / 2
-
-
-def _with_the_last_data(models: Mapping[str, TimedModel]) -> dict[str, TimedModel]:
-    """The models that read the same texts as the last one, so that their times can be compared."""
-    data = {name: [getattr(model.task.spec, field) for field in _SAME_DATA] for name, model in models.items()}
-    return {name: model for name, model in models.items() if data[name] == list(data.values())[-1]}
 
 
 def _forwards(timed: TimedModel) -> dict[str, Inference]:

@@ -63,7 +63,7 @@ class RankMemory:
     in_step: int
     """Beside `held` in the optimizer's step, gradients included."""
     copies_in_step: int
-    """The part of it that are large buffers of its own."""
+    """How much of `in_step` is large new buffers."""
     largest_gradient: int
     mixed: bool
     """Whether the model is in 16 bits."""
@@ -115,7 +115,9 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
         held["gradients"], gradients = gradients, 0
         in_step = copies = flat
         if world > 1:  # while gradients are reduced, or where the backward begins
-            buffers = max(buffers + _gathered(sizes, config, width), width * min(everything, kept_gathered(config)))
+            in_use = sizes.largest + zero_number(config, "prefetch_bucket_size")
+            kept = min(everything, kept_gathered(config))
+            buffers = max(buffers + width * min(everything, in_use), width * kept)
     stays = stage == 3 or config[STEPS] > 1
     if stage == 2 and stays:  # a rank's share of a micro-batch is whole before it is added to the others
         buffers += share * width
@@ -209,17 +211,11 @@ def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int)
     return width * max(double * min(bucket, sizes.trained), copies * sizes.largest)
 
 
-def _gathered(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
-    """Return the bytes of the weights that ZeRO-3 has gathered at once: those in use, and those fetched ahead."""
-    ahead = zero_number(config, "prefetch_bucket_size")
-    return width * min(sizes.trained + sizes.frozen, sizes.largest + ahead)
-
-
 def kept_gathered(config: Mapping[str, Any]) -> int:
     """Return how many values ZeRO-3 leaves gathered from the forward to the backward, since they come up again soon.
 
-    Between the forward and the backward of a weight every later weight is used twice: hence half of the distance. What
-    is prefetched is not released either.
+    From a weight's forward to its backward, each later weight is used twice, so half of the distance counts. Prefetched
+    values are not released either.
     """
     return max(zero_number(config, "max_reuse_distance") // 2, zero_number(config, "prefetch_bucket_size"))
 

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-def write_artifact(path: Path, value: Any) -> None:
-    """Write text as it is, and any other value as JSON; missing folders above the file are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, value) if isinstance(value, str) else write_json(path, value)
+def write_artifacts(folder: Path, files: Mapping[str, Any]) -> None:
+    """Write files by their names into a folder, which is made: texts as they are, and any other value as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        write_whole(folder / name, value) if isinstance(value, str) else write_json(folder / name, value)
 
 
 @contextlib.contextmanager

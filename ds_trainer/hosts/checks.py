@@ -128,7 +128,7 @@ def _build_tools(host: Host, tools: Mapping[str, str | None], ninja: str | None)
 
 
 def _clock(host: Host, ahead: float) -> Row:
-    """Check the clock: ninja compiles anew what another host, whose clock is ahead, compiled into a shared folder."""
+    """Check the clock: in a shared folder, ninja recompiles what a host with a fast clock has compiled."""
     if abs(ahead) < _CLOCK_SECONDS:
         return Row("clock", host.name, OK, f"agrees to {_CLOCK_SECONDS} s")
     return Row("clock", host.name, WARNING, f"is {ahead:+,.0f} s from this one", "let NTP set it: apt install chrony")

@@ -129,8 +129,8 @@ class _TopKDivergence(torch.autograd.Function):
 def _compared(student_log: Tensor, teacher_log: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """Return the divergence summed over all rows, and its slopes by `student_log`, both (rows, outcomes).
 
-    A multiple of the student's probabilities, the same in a row, may be missing in the slopes: the gradient by the
-    logits, slope - probability * (sum of slopes), is then the same. May overwrite `teacher_log`.
+    The slopes may lack a multiple of the student's probabilities, one factor per row. It cancels in the gradient by the
+    logits, slope - probability * (sum of slopes). May overwrite `teacher_log`.
     """
     if kind == "forward":
         share = teacher_log.exp()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_trainer.files.writing import write_artifact
+from ds_trainer.files.writing import write_artifacts
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
@@ -39,12 +39,7 @@ class Evaluation:
 
     def write(self, task: Task, folder: Path) -> None:
         """Write these files into a folder, on rank 0; collective."""
-
-        def write_files() -> None:
-            for name, value in self.files(task).items():
-                write_artifact(folder / name, value)
-
-        distributed.on_main(write_files)
+        distributed.on_main(lambda: write_artifacts(folder, self.files(task)))
 
 
 def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[Views] = ()) -> Evaluation:

@@ -110,7 +110,7 @@ def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
 def soft_target_loss(
     task: Task, student: Tensor, teacher: Tensor | TopK, temperature: float, kind: Kind = "forward"
 ) -> Tensor:
-    """Compare logits of classes by a divergence at a temperature, or a regression's, without classes, by their square.
+    """Return the divergence of class logits at a temperature, or the squared difference of a regression's values.
 
     May overwrite `teacher`, to save memory.
     """

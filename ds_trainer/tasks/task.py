@@ -48,11 +48,6 @@ class Batch:
     others: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def tokens(self) -> int:
-        """The number of positions that the model computes, padding included."""
-        return self.inputs["input_ids"].numel()
-
-    @property
     def mask(self) -> Tensor:
         """(rows, length), 1 where there is a token, even if the model takes no mask."""
         return (self.inputs | self.others)["attention_mask"]
@@ -234,9 +229,10 @@ class Task(ABC):
         names = input_names(model.config, self.head) | self.own_inputs
         return {name: value for name, value in (batch.inputs | batch.others).items() if name in names}
 
-    def hidden_size(self, folder: str | Path) -> int:
-        """Return the model's width without loading it, for the engine file's "auto" bucket sizes."""
-        return int(load_config(folder, self.head).get_text_config().hidden_size)
+    @property
+    def hidden_size(self) -> int:
+        """The model's width, for the engine file's "auto" bucket sizes."""
+        return int(self.config.get_text_config().hidden_size)
 
 
 def check_finite(split: str, finite: Sequence[bool]) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import listed
 from ds_trainer.models.cut.vocabulary import cut_vocabulary
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.tasks.lm.sequences import tokenised_documents
 from ds_trainer.tasks.records import lines
 from ds_trainer.tasks.registry import training_texts
-
-_CHUNK = 4096
 
 
 def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -33,10 +31,7 @@ def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokeniz
 
 def _counts(texts: Sequence[str], tokenizer: Any) -> Counter[str]:
     """Count how often each token occurs in the texts."""
-    counts = Counter[int]()
-    for start in range(0, len(texts), _CHUNK):
-        encoded = tokenizer(texts[start : start + _CHUNK], add_special_tokens=False, verbose=False)
-        counts.update(chain.from_iterable(encoded["input_ids"]))
+    counts = Counter(id for documents in tokenised_documents(texts, tokenizer) for ids in documents for id in ids)
     return Counter({tokenizer.convert_ids_to_tokens(id): count for id, count in counts.items()})
 
 

@@ -66,7 +66,7 @@ def write_page(path: Path, lines: Sequence[str], name: str, draw: Callable[[], F
 def training_command(job: TuneJob, winner: Candidate, flag: str = "--deepspeed_config", file: str = TUNED) -> str:
     """Return the command that trains with a file of the tuning in place of the user's own, which `flag` names.
 
-    It has the settings of the other file, the user's and the winner's; those of this file are in it already.
+    Its `--set` flags are those of the other file, the user's and the winner's; this file has its own inside.
     """
     words = training_words(job, winner)
     pairs = [words[place : place + 2] for place, word in enumerate(words) if word == "--set"]

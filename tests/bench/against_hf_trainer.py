@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Figure, is_quick, report, use_threads
-from loop_overhead import LOG_EVERY, ROOT, Loop, batches_of, planned, record_of
+from figures import ROOT, Figure, is_quick, report, use_threads
+from loop_overhead import LOG_EVERY, Loop, batches_of, planned, started
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests
 
 ENGINE_FILE = ROOT / "ds_configs/zero2.json"
 STEPS = 2 if is_quick() else 50
@@ -119,13 +118,10 @@ def our_batches(plan: PhasePlan) -> list[list[int]]:
 
 def compared(order: str, plan: PhasePlan, engine_file: Path = ENGINE_FILE) -> float:
     """Our examples per second over those of the Trainer in that order, the median of turns."""
-    with record_of(plan) as record, StopRequests() as stop:
-        record.open(0, 0)
-        loop = Loop(plan, record, stop)
+    with started(plan) as loop:
         turns = Turns(loop)
         collator = RecordingCollator(plan.task.tokenizer)
         trainer_of(plan, order, collator, turns, engine_file).train()
-        loop.close()
     for side, seconds, batches in (
         ("ours", turns.ours, our_batches(plan)),
         (f"Trainer ({order})", turns.theirs, collator.lengths),

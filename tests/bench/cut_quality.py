@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, bert_shape, is_quick, report, run_flags, with_spread
+from figures import ROOT, SHARED, Figure, bert_shape, is_quick, report, run_flags, with_spread
+from tools.markers import write_rows
 
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.markers import write_rows
-
-ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared"
 RECIPES = ROOT / "ds_configs" / "recipes"
 
 

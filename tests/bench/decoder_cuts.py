@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 import transformers
-from figures import Figure, is_quick, ratio, report, use_threads
+from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer import train
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.sizes import outline_of_sizes
 from ds_trainer.models.flops import encoder_flops
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 SHAPE = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
 SHAPE |= {"head_dim": 32, "intermediate_size": 768}
 if is_quick():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Figure, is_quick, ratio, report, use_threads
+from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.deploy import onnx_file
@@ -26,7 +26,6 @@ from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 EXAMPLES = {1: 8, 32: 32} if is_quick() else {1: 64, 32: 512}
 """How many texts each side answers in a round, by batch size."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Figure, is_quick, ratio, report, use_threads
+from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.config.recipe import TextSpec
@@ -23,7 +23,6 @@ from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 BARS = {1: 0.85, 32: 0.90, 128: 0.90}
 """Of measured / ideal speed-up, by batch size; what has no bar is printed."""
 EXAMPLES = dict.fromkeys((1, 8, 32, 128), 8) if is_quick() else {1: 64, 8: 128, 32: 512, 128: 512}

@@ -13,19 +13,17 @@ import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+from figures import is_quick
 from support.forked_ranks import ForkServer, OwnForks
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
 from support.words import WORDS
 
-EVERY, STEPS = 4, 8 if "--quick" in sys.argv else 60
+EVERY, STEPS = 4, 8 if is_quick() else 60
 BERT = {
     "model_type": "bert",
     "hidden_size": 32,

@@ -11,10 +11,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared"
+sys.path.insert(0, str(ROOT / "tests"))  # for its support and tools
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,5 @@ def with_spread(values: list[float]) -> str:
 def report(*figures: Figure) -> None:
     """Print one JSON line a figure and leave with 0 if all hold, or the run was quick, else 1."""
     for figure in figures:
-        print(
-            json.dumps(
-                {
-                    "name": figure.name,
-                    "value": float(f"{figure.value:.4g}"),
-                    "bar": figure.bar,
-                    "at_least": figure.at_least,
-                    "holds": figure.holds,
-                }
-            )
-        )
+        print(json.dumps(asdict(figure) | {"value": float(f"{figure.value:.4g}"), "holds": figure.holds}))
     sys.exit(0 if is_quick() or all(figure.holds for figure in figures) else 1)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cut_quality import ROOT, comparison_of, cuts_folder, trained
-from figures import is_quick, run_flags, with_spread
+from cut_quality import comparison_of, cuts_folder, trained
+from figures import ROOT, is_quick, run_flags, with_spread
 from tools.markers import write_between
 
 from ds_trainer.files.json_file import read_json

@@ -22,18 +22,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 from against_hf_trainer import compared
-from figures import Figure, bert_shape, is_quick, ratio, report
-from loop_overhead import LOG_EVERY, ROOT, Loop, plan_of, record_of
+from figures import ROOT, Figure, bert_shape, is_quick, ratio, report
+from loop_overhead import LOG_EVERY, Loop, plan_of, started
 from support.host_waits import host_waits, of
 
 from ds_trainer.config.cut_specs import CutSpec
@@ -42,7 +39,6 @@ from ds_trainer.models.folders import create_folder, save_folder, train_tokenize
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import silence_transformers
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.ranks.timing import seconds
 from ds_trainer.tasks.cut_folder import outline_of
 
@@ -127,15 +123,6 @@ class Bench:
     def variants(self) -> list[str]:
         return [name for name in TECHNIQUES if name != "plain" and (name != "exits" or self.case.kind == "bert")]
 
-    @contextmanager
-    def loop(self, variant: str) -> Iterator[Loop]:
-        plan = self.plan(variant)
-        with record_of(plan) as record, StopRequests() as stop:
-            record.open(0, 0)
-            loop = Loop(plan, record, stop)
-            yield loop
-            loop.close()
-
 
 def product_flops(module: Any, tokens: int) -> int:
     """The operations of a forward of one example: the layers' and those of a language model's head."""
@@ -159,7 +146,7 @@ def matmul_peak(device: torch.device) -> float:
 def measured(bench: Bench, peak: float) -> Iterator[Figure]:
     """The variants beside the plain model, with a line of the table for each."""
     case, plain_seconds = bench.case, []
-    with bench.loop("plain") as plain:
+    with started(bench.plan("plain")) as plain:
         flops = product_flops(plain.engine.module, case.tokens)
 
         def figures(variant: str, loop: Loop, taken: float, operations: float) -> Iterator[Figure]:
@@ -174,7 +161,7 @@ def measured(bench: Bench, peak: float) -> Iterator[Figure]:
             yield Figure(f"gpu/{case}/{variant}/host_waits_per_step", ours, 0.0)
 
         for variant in bench.variants():
-            with bench.loop(variant) as loop:
+            with started(bench.plan(variant)) as loop:
                 value, taken, of_plain = ratio(loop.steps, plain.steps, ROUNDS)
                 plain_seconds.append(of_plain)
                 forward = product_flops(loop.engine.module, case.tokens) if variant == "cut" else flops

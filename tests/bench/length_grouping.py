@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
+from figures import SHARED, Figure, bert_shape, is_quick, ratio, report, use_threads
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from ds_trainer.config.task_specs import LmSpec, TextSpec
@@ -28,7 +28,6 @@ from ds_trainer.tasks.lm.lm_task import LmTask
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.text.text_task import TextTask
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 BERT = bert_shape(256, layers=4, heads=4)
 STEPS = 3 if is_quick() else 20
 """Optimizer steps of a turn."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,11 +21,10 @@ from typing import Any
 
 import deepspeed
 import torch.nn.functional as F
-from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
+from figures import ROOT, SHARED, Figure, bert_shape, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import TextSpec, parse_recipe
-from ds_trainer.config.trust import Trust
 from ds_trainer.engine import engine
 from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch
@@ -39,8 +40,6 @@ from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.task import Batch
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared"
 BERT: dict[str, Any] = {"model_type": "bert"} | bert_shape(384, layers=6, heads=12)
 ROWS, EXAMPLES = 32, 320 if is_quick() else 6400
 LOG_EVERY = 2 if is_quick() else 10
@@ -133,23 +132,8 @@ def plan_of(
 ) -> PhasePlan:
     """The only phase of a recipe, which starts from the model folder `source` and writes into `folder`."""
     recipe = parse_recipe(words | {"cache_dir": str(folder / "cache")})
-    job = TrainJob(
-        command="",
-        recipe=recipe,
-        engine_config=read_engine_file(str(engine_file)),
-        output=folder,
-        overwrite=False,
-        resume=False,
-        checkpoint=None,
-        trial=None,
-        dry_run=False,
-        world=None,
-        timeout=distributed.TIMEOUT,
-        trust=Trust(),
-        debug_port=None,
-        push_to_hub=None,
-    )
-    return plan_phase(job, recipe.phases[0], source, teacher)
+    fields = {"recipe": recipe, "engine_config": read_engine_file(str(engine_file)), "output": folder, "world": None}
+    return plan_phase(TrainJob.model_construct(**fields), recipe.phases[0], source, teacher)
 
 
 def record_of(plan: PhasePlan) -> Report:
@@ -158,15 +142,24 @@ def record_of(plan: PhasePlan) -> Report:
     )
 
 
+@contextmanager
+def started(plan: PhasePlan) -> Iterator[Loop]:
+    """Yield the loop of a phase, with its records, and close it at the end."""
+    with record_of(plan) as record, StopRequests() as stop:
+        record.open(0, 0)
+        loop = Loop(plan, record, stop)
+        yield loop
+        loop.close()
+
+
 def main() -> None:
     distributed.start_logging()
     distributed.start()
     use_threads(2)
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
-        with record_of(plan) as record, StopRequests() as stop:
-            record.open(0, 0)
-            value, seconds, other = ratio(Loop(plan, record, stop).steps, BareLoop(plan).steps, ROUNDS, WARMUP)
+        with started(plan) as loop:
+            value, seconds, other = ratio(loop.steps, BareLoop(plan).steps, ROUNDS, WARMUP)
     print(f"loop {seconds / LOG_EVERY:.4f} s, bare {other / LOG_EVERY:.4f} s a step of {ROWS} examples")
     report(Figure("loop_overhead", value, 1.02))
 

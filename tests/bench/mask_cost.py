@@ -26,20 +26,26 @@ STEPS = 1000
 
 
 class Run:
-    """A model under the engine, and how to step and evaluate it."""
+    """A classifier of this shape under the engine, pruned if there is a spec, and how to step and evaluate it."""
 
-    def __init__(self, masked: bool, accumulation: int) -> None:
+    def __init__(
+        self,
+        shape: dict[str, int],
+        spec: PruneSpec | None,
+        rows: int = ROWS,
+        tokens: int = TOKENS,
+        accumulation: int = 1,
+    ) -> None:
         from transformers import AutoModelForSequenceClassification, BertConfig
 
         torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(BertConfig(**bert_shape(384, layers=6, heads=12)))
-        spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
-        self.techniques = [Prune(spec, PhaseLength(STEPS, 0, seed=1), task=None)] if masked else []
+        model = AutoModelForSequenceClassification.from_config(BertConfig(**shape))
+        self.techniques = [Prune(spec, PhaseLength(STEPS, 0, seed=1), task=None)] if spec else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]
         settings = {
-            "train_micro_batch_size_per_gpu": ROWS,
+            "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
@@ -49,10 +55,10 @@ class Run:
             model, parameter_groups(model, [], rules, BASE), settings, BASE, lambda _: 1.0
         )
         self.inputs = {
-            "input_ids": torch.randint(1000, 30000, (ROWS, TOKENS)),
-            "attention_mask": torch.ones(ROWS, TOKENS).long(),
+            "input_ids": torch.randint(1000, 30000, (rows, tokens)),
+            "attention_mask": torch.ones(rows, tokens).long(),
         }
-        self.labels = torch.randint(0, 2, (ROWS,))
+        self.labels = torch.randint(0, 2, (rows,))
         self.step_number = 0
 
     def step(self) -> None:
@@ -104,9 +110,10 @@ def extra_memory(plain: Run, masked: Run) -> float:
 def main() -> None:
     distributed.start()
     use_threads(2)
-    figures = []
+    shape, figures = bert_shape(384, layers=6, heads=12), []
+    spec = PruneSpec(initial_warmup=0, final_warmup=0.3, mask_init="uniform", mask_scale=0.01)
     for accumulation, bar in ((1, 1.15), (4, 1.08)):
-        plain, masked = Run(False, accumulation), Run(True, accumulation)
+        plain, masked = (Run(shape, each, accumulation=accumulation) for each in (None, spec))
         rounds = 24 // accumulation
         value, seconds, other = ratio(masked.step, plain.step, rounds)
         print(f"accumulation {accumulation}: masked {seconds:.3f} s, plain {other:.3f} s a step")

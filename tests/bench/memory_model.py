@@ -18,16 +18,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from figures import Figure, is_quick, report
+from figures import ROOT, Figure, is_quick, report
 from support.forked_ranks import OwnForks
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.text import docstrings
 
-ROOT = Path(__file__).resolve().parents[2]
 _HEAD = 64
 TEXT: dict[str, Any] = {"name": "docstrings", "max_eval_samples": 16}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import Figure, is_quick, report, use_threads
+from figures import SHARED, Figure, is_quick, report, use_threads
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from ds_trainer.config.task_specs import LmSpec
@@ -29,7 +29,6 @@ from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import BatchPlan, ExampleIds
 from ds_trainer.tasks.lm.lm_task import LmTask
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 WIDTH, LAYERS, HEADS = (32, 2, 2) if is_quick() else (512, 6, 8)
 ROWS, LENGTH = (2, 64) if is_quick() else (8, 256)
 STEPS, TURNS = (1, 1) if is_quick() else (3, 6)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cut_quality import RECIPES, ROOT, SHARED, shorten, start, write_rows
-from figures import is_quick, run_flags, with_spread
+from cut_quality import RECIPES, shorten, start
+from figures import ROOT, SHARED, is_quick, run_flags, with_spread
+from tools.markers import write_rows
 
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json

@@ -18,27 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
+from mask_cost import Run
 from transformers import BertConfig, PreTrainedModel
 
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.deploy.latency import in_turns
 from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
-from ds_trainer.engine import engine
-from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
-from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import PhaseLength
 
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)
 BARS = {1: 0.75, 32: 0.85}
 ROUNDS = {1: 1, 32: 1} if is_quick() else {1: 60, 32: 12}
 ROWS = 16
-BASE = Hyperparameters(5e-5)
 
 
 class Encoder(PreTrainedModel):
@@ -55,8 +50,8 @@ class Encoder(PreTrainedModel):
         return self.layers(hidden)
 
 
-def config_of(flags: argparse.Namespace) -> Any:
-    return BertConfig(**bert_shape(flags.hidden, flags.layers, heads=12))
+def shape_of(flags: argparse.Namespace) -> dict[str, int]:
+    return bert_shape(flags.hidden, flags.layers, heads=12)
 
 
 def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
@@ -64,7 +59,7 @@ def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
     from transformers import BertModel
 
     torch.manual_seed(0)
-    config = config_of(flags)
+    config = BertConfig(**shape_of(flags))
     if kept == 1:
         model = BertModel(config, add_pooling_layer=False)
     else:
@@ -113,36 +108,9 @@ def speed(flags: argparse.Namespace, folder: Path) -> list[Figure]:
     return figures
 
 
-class Training:
-    """A classifier under the engine, and how it takes a step."""
-
-    def __init__(self, flags: argparse.Namespace, scored: bool) -> None:
-        from transformers import AutoModelForSequenceClassification
-
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config_of(flags))
-        spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
-        self.techniques = [Prune(spec, PhaseLength(1000, 0, seed=1), task=None)] if scored else []
-        for technique in self.techniques:
-            model = technique.attach(model)
-        rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]
-        settings = {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1.0, "steps_per_print": 10**9}
-        groups = parameter_groups(model, [], rules, BASE)
-        self.engine = engine.start_engine(model, groups, settings, BASE, lambda _: 1.0)
-        self.ids = torch.randint(1000, 30000, (ROWS, TOKENS))
-        self.labels = torch.randint(0, 2, (ROWS,))
-        self.steps = 0
-
-    def step(self) -> None:
-        for technique in self.techniques:
-            technique.on_step(self.steps)
-        self.engine.backward(F.cross_entropy(self.engine(input_ids=self.ids).logits, self.labels))
-        self.engine.step()
-        self.steps += 1
-
-
 def training(flags: argparse.Namespace) -> Figure:
-    scored, plain = Training(flags, True), Training(flags, False)
+    spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
+    scored, plain = (Run(shape_of(flags), each, ROWS, TOKENS) for each in (spec, None))
     value, seconds, other = ratio(scored.step, plain.step, 16)
     print(f"a step with scores for heads and neurons {seconds:.3f} s, without {other:.3f} s")
     return Figure("structured_speed/training_step", value, 1.03)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from pathlib import Path
 
-from figures import Figure, ratio, report, use_threads
+from figures import SHARED, Figure, ratio, report, use_threads
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
-
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def main(teacher: str, student: str, data_dir: str = str(SHARED / "data")) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from figures import Figure, ratio, report, use_threads
-from loop_overhead import BERT, LOG_EVERY, ROOT, Loop, planned, record_of
+from figures import ROOT, Figure, ratio, report, use_threads
+from loop_overhead import BERT, LOG_EVERY, planned, started
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests
 
 
 def make_teacher(plan, folder: Path) -> str:
@@ -40,9 +39,8 @@ def main() -> None:
         plain = planned(engine_file, folder / "plain")
         distill = {"teacher": make_teacher(plain, folder / "teacher"), "cache_teacher": True}
         taught = planned(engine_file, folder / "taught", distill | {"alpha_ce": 0.5, "alpha_distil": 0.5})
-        with record_of(taught) as one, record_of(plain) as two, StopRequests() as stop:
-            loops = Loop(taught, one, stop), Loop(plain, two, stop)
-            value, seconds, other = ratio(loops[0].steps, loops[1].steps, rounds=16, warmup=2)
+        with started(taught) as one, started(plain) as two:
+            value, seconds, other = ratio(one.steps, two.steps, rounds=16, warmup=2)
     print(f"taught {seconds / LOG_EVERY:.4f} s, plain {other / LOG_EVERY:.4f} s a step")
     report(Figure("teacher_cache/step", value, 1.05))
 

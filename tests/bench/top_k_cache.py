@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
-from loop_overhead import LOG_EVERY, ROOT, SHARED, Loop, plan_of, record_of
+from figures import ROOT, SHARED, Figure, bert_shape, is_quick, ratio, report, use_threads
+from loop_overhead import LOG_EVERY, plan_of, started
 
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.tasks.divergences import TopK, divergence
 from ds_trainer.tasks.task import Batch
 
@@ -53,17 +51,8 @@ def plan(folder: Path, source: str, rate: float, distill: dict[str, Any] | None 
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     words = {"task": {"name": "clm", "max_train_samples": 16 if is_quick() else 160} | files, "phases": [phase]}
     out = folder / ("taught" if distill else Path(source).name)
+    out.mkdir(exist_ok=True)
     return plan_of(words, ROOT / "ds_configs/zero0.json", out, source, distill and distill["teacher"])
-
-
-@contextmanager
-def started(phase: PhasePlan) -> Iterator[Loop]:
-    phase.folder.mkdir(exist_ok=True)
-    with record_of(phase) as record, StopRequests() as stop:
-        record.open(0, 0)
-        loop = Loop(phase, record, stop)
-        yield loop
-        loop.close()
 
 
 def make_teacher(folder: Path, tokenizer: Any) -> Any:

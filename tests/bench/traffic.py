@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import numpy as np
 import torch
-from figures import Figure, is_quick, report
+from figures import ROOT, Figure, is_quick, report
 from support.forked_ranks import OwnForks
 from tools.markers import write_between
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
@@ -31,7 +29,6 @@ from ds_trainer.engine.rank_traffic import on_the_wire, rank_traffic
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.tasks.data import BatchPlan, shard
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLDS, GIB = (1, 8, 64, 512), 2**30
 TOKENS, FLOPS, LINKS = 8192, 0.4 * 989e12, {"200 Gb/s": 25e9, "400 Gb/s": 50e9}
 """Assumed of a rank: its tokens a step, its operations per second, and the bytes per second of its link."""

@@ -14,8 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures import Figure, is_quick, report
-from loop_overhead import ROOT, SHARED
+from figures import ROOT, SHARED, Figure, is_quick, report
 
 from ds_trainer.cli.tune import read_tune_job
 from ds_trainer.config.jobs import TrialRequest

@@ -21,8 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
-from figures import Figure, is_quick, report
-from loop_overhead import ROOT, planned, record_of
+from figures import ROOT, Figure, is_quick, report
+from loop_overhead import planned, record_of
 
 from ds_trainer.engine import engine
 from ds_trainer.loop import train_step

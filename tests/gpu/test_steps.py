@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_overhead import LOG_EVERY, Loop, plan_of, record_of
+from loop_overhead import LOG_EVERY, plan_of, started
 from support.host_waits import host_waits, of
 from support.words import WORDS
 
@@ -19,7 +19,6 @@ from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.phase import PhasePlan
 from ds_trainer.phase_memory import measure_memory
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.techniques.prune.selection import select_largest
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -71,11 +70,9 @@ def test_nothing_of_this_library_waits_between_records(name, stage, precision, p
     if name == "topK" and device.type == "cpu":
         pytest.skip("on a CPU a cutoff is found otherwise, with values on the host")
     plan = planned(TINY, engine_words(stage, precision), TECHNIQUES[name])
-    with record_of(plan) as record, StopRequests() as stop:
-        loop = Loop(plan, record, stop)
+    with started(plan) as loop:
         loop.steps()
         waits = host_waits(loop.between_records, device)
-        loop.close()
     assert of("ds_trainer", waits) == 0, waits
 
 
@@ -98,13 +95,11 @@ def test_a_dry_run_foretells_the_peak_of_the_gpu(stage, precision, planned, devi
     gc.collect()
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    with record_of(plan) as record, StopRequests() as stop, nullcontext() if on_gpu else LiveMemory() as live:
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        loop = Loop(plan, record, stop)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with nullcontext() if on_gpu else LiveMemory() as live, started(plan) as loop:
         loop.between_records()
         peak = torch.cuda.max_memory_allocated() - before if on_gpu else live.peak
-        loop.close()
     assert described["peak_of_the_gpu"] == pytest.approx(peak, rel=0.15)
 
 
@@ -113,11 +108,8 @@ def test_a_cached_teacher_answers_as_the_teacher_itself(planned):
     losses = []
     for name in ("distilled", "cached teacher"):
         plan = planned(TINY, engine_words(0, "fp32"), TECHNIQUES[name])
-        with record_of(plan) as record, StopRequests() as stop:
-            record.open(0, 0)
-            loop = Loop(plan, record, stop)
+        with started(plan) as loop:
             loop.steps()
-            loop.close()
         (line,) = [line for line in (Path(plan.folder) / "log.jsonl").read_text().splitlines() if "train/loss" in line]
         losses.append(json.loads(line)["train/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -184,36 +184,10 @@ RAW = {
 LONG = "x" * 100_000
 TEXTS = [
     *("", " ", "a", "auto", "\x00", "a\x00b", "a\nb", "\u202egnp", "\ud800", "é\u0301", "\ufeff", "/dev/zero", "/"),
-    *(
-        "../..",
-        "../../x",
-        "/etc/passwd",
-        "~",
-        "~nobody-of-that-name/x",
-        "@",
-        "@model",
-        "@previous",
-        "*",
-        "[",
-        "**",
-        "?",
-    ),
-    *(
-        "1e999",
-        "nan",
-        "true",
-        "null",
-        "x" * 300,
-        "x/" * 3000,
-        LONG,
-        "{}",
-        "%s%n",
-        "${HOME}",
-        "<b>",
-        "text",
-        "squad",
-        "mlm",
-    ),
+    *("../..", "../../x", "/etc/passwd", "~", "~nobody-of-that-name/x", "@", "@model", "@previous", "*", "[", "**"),
+    *("?",),
+    *("1e999", "nan", "true", "null", "x" * 300, "x/" * 3000, LONG, "{}", "%s%n", "${HOME}", "<b>", "text", "squad"),
+    *("mlm",),
 ]
 NUMBERS = [
     *(0, -1, 1, 2, 3, 7, 2**31, 2**63, 2**64, 10**12, 10**18, 10**400, -(10**400), 10**4000),
@@ -313,48 +287,12 @@ def json_bytes(data: st.DataObject, value: Any, known: Sequence[str] = ()) -> by
 # Bytes
 
 PIECES = [
-    *(
-        b"\x00",
-        b"\xff",
-        b"\xc3",
-        b"\xed\xa0\x80",
-        b"\xf0\x9f",
-        b"\xef\xbb\xbf",
-        b"\n",
-        b"\r",
-        b"\r\n",
-        b"\t",
-        b'"',
-        b"'",
-    ),
-    *(
-        b",",
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b":",
-        b"\\",
-        b"\\u",
-        b"//",
-        b"/*",
-        b"#",
-        b"'''",
-        b"\x0c",
-        b"\xc2\x85",
-        b"\xe2\x80\xa8",
-    ),
-    *(
-        b"NaN",
-        b"1e400",
-        b"-",
-        b"9" * 5000,
-        b"[" * 10_000,
-        b'{"a":' * 10_000,
-        b"x" * 100_000,
-        b'"a":1,"a":2,',
-        b"\n" * 5000,
-    ),
+    *(b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf0\x9f", b"\xef\xbb\xbf", b"\n", b"\r", b"\r\n", b"\t", b'"'),
+    *(b"'",),
+    *(b",", b"[", b"]", b"{", b"}", b":", b"\\", b"\\u", b"//", b"/*", b"#", b"'''", b"\x0c", b"\xc2\x85"),
+    *(b"\xe2\x80\xa8",),
+    *(b"NaN", b"1e400", b"-", b"9" * 5000, b"[" * 10_000, b'{"a":' * 10_000, b"x" * 100_000, b'"a":1,"a":2,'),
+    *(b"\n" * 5000,),
     *(b"\t" * 5000, b'"' * 5001, b"\x1a", b"PAR1", b"\x1f\x8b"),
 ]
 
@@ -414,17 +352,8 @@ def odd_file(place: Path, kind: str) -> Path:
 
 
 ODD_NAMES = [
-    "x" * 300,
-    "a\nb",
-    "..",
-    "../..",
-    ".",
-    "",
-    "x/" * 3000,
-    "\ud800",
-    "a\x00b",
-    "~nobody-of-that-name/x",
-    "\x1b[31m",
+    *("x" * 300, "a\nb", "..", "../..", ".", ""),
+    *("x/" * 3000, "\ud800", "a\x00b", "~nobody-of-that-name/x", "\x1b[31m"),
 ]
 """Names of files and folders, as a recipe may give them."""
 

@@ -63,9 +63,6 @@ class Run:
             assert time.monotonic() < end, f"not reached in {seconds} s:\n{self.text[-4000:]}"
             time.sleep(0.02)
 
-    def wait_for_step(self, phase: str, step: int) -> None:
-        self.wait_until(lambda: any(r["phase"] == phase and r["step"] >= step for r in self.records()))
-
     def end(self, seconds: float = GENTLE) -> int:
         """The exit code of the runner, once no process of the run is left."""
         code = self.process.wait(seconds)

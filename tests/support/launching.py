@@ -34,15 +34,10 @@ def run_script(script: str, *arguments: str, timeout: float = 300) -> Done:
     return warm_server().run_script(0, [script, *arguments], timeout)
 
 
-def launch_deepspeed(ranks: int, *arguments: str, timeout: float = 420) -> Done:
-    """`deepspeed --num_gpus RANKS ARGUMENTS` from the root, at a free port."""
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    return _run([*launcher, "--master_port", str(free_port()), *arguments], timeout)
-
-
 def run_python(*arguments: str, timeout: float = 300) -> Done:
     """`python ARGUMENTS` from the root, in a process that has loaded nothing yet."""
-    return _run([sys.executable, *arguments], timeout)
+    command, env = [sys.executable, *arguments], environment()
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def run_without_library(code: str, *arguments: str) -> Done:
@@ -70,15 +65,3 @@ def environment() -> dict[str, str]:
     inherited["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # for the drivers in tests/support
     # one thread: tiny models gain nothing from two, and two processes of two threads on 2 cores wait for each other
     return inherited | {"OMP_NUM_THREADS": "1", "PATH": path}
-
-
-def _run(command: list[str], timeout: float) -> Done:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )

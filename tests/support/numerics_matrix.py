@@ -56,7 +56,6 @@ class Case:
 
 _FROM_2 = tuple(range(2, 40))
 _FP16 = {"enabled": True, "initial_scale_power": 3}
-_FIXED = {"enabled": True, "loss_scale": 128}
 _SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": True}
 _WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
 _WAYS = [

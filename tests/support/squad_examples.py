@@ -63,22 +63,14 @@ def word_pieces(lowercase: bool = True) -> Any:
     )
 
 
-def _specials() -> dict[str, str]:
-    return {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "cls_token": "<s>",
-        "sep_token": "</s>",
-        "mask_token": "<mask>",
-    }
+_SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_SPECIALS |= {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 
 
-def _byte_pairs(prefix_space: bool) -> Any:
+def _byte_pairs() -> Any:
     from tokenizers import ByteLevelBPETokenizer
 
-    learner = ByteLevelBPETokenizer(add_prefix_space=prefix_space)
+    learner = ByteLevelBPETokenizer(add_prefix_space=False)
     learner.train_from_iterator(TEXTS, 500, special_tokens=["<pad>", "<s>", "</s>", "<unk>", "<mask>"])
     return learner._tokenizer
 
@@ -87,33 +79,28 @@ def roberta_tokenizer() -> Any:
     """`<s> q </s></s> c </s>`, offsets trimmed of the space before a word."""
     from tokenizers.processors import RobertaProcessing
 
-    backend = _byte_pairs(prefix_space=False)
+    backend = _byte_pairs()
     backend.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 1), trim_offsets=True, add_prefix_space=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **_specials()
-    )
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
 
 
 def modernbert_tokenizer() -> Any:
     """Byte-level, a template, and offsets with the space before a word."""
     from tokenizers.processors import TemplateProcessing
 
-    backend = _byte_pairs(prefix_space=False)
+    backend = _byte_pairs()
     backend.post_processor = TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], **_specials()
-    )
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
 
 
 def gpt2_tokenizer() -> Any:
     """No special tokens at all."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_pairs(prefix_space=False),
-        model_input_names=["input_ids", "attention_mask"],
-        eos_token="</s>",
-    )
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=_byte_pairs(), model_input_names=names, eos_token="</s>")
 
 
 def deberta_tokenizer() -> Any:
@@ -131,7 +118,7 @@ def deberta_tokenizer() -> Any:
         single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_specials())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +53,7 @@ while True:
     signal.pause()
 """
 
-HostsFile = Literal["good", "debian", "none"]
+HostsFile = Literal["good", "debian"]
 
 
 def missing() -> str | None:
@@ -69,23 +68,11 @@ def missing() -> str | None:
     return f"no namespaces or veth pairs here: {done.stderr.strip()}" if done.returncode else None
 
 
-@dataclass(frozen=True)
-class Style:
-    """How the hosts are set up."""
-
-    slots: int = 1
-    """Of each host, in the hostfile."""
-    hosts_file: HostsFile = "good"
-    sshd: tuple[bool, bool] = (True, True)
-    session: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every ssh session, without blanks in it."""
-
-
 class TwoHosts:
     """Hosts 1 and 2, up from `with` on. `hostfile` names them host1 and host2."""
 
-    def __init__(self, scratch: Path, style: Style | None = None) -> None:
-        self.scratch, self.style = scratch, style or Style()
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
         self.addresses = {1: "10.77.0.1", 2: "10.77.0.2"}
         self.hostfile = scratch / "hostfile"
         self._parents: dict[int, subprocess.Popen[str]] = {}
@@ -117,27 +104,20 @@ class TwoHosts:
         quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8"}
         return {"PATH": path, "HOME": str(self.home(host)), "TMPDIR": str(self.scratch / "tmp"), **quiet}
 
-    def start(
-        self, host: int, command: Sequence[str], more: Mapping[str, str] | None = None, cwd: Path = ROOT
-    ) -> subprocess.Popen[str]:
+    def start(self, host: int, command: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a command in a host, its output as text in pipes; it ends when what is returned is killed."""
         environment = {**self.environment(host), **(more or {})}
-        inside = [*self._enter(host, "-n", "-m", "-p", "-u"), f"--wd={cwd}", "--", "setpriv", "--pdeathsig", "KILL"]
+        inside = [*self._enter(host, "-n", "-m", "-p", "-u"), f"--wd={ROOT}", "--", "setpriv", "--pdeathsig", "KILL"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([*inside, *command], env=environment, text=True, **pipes)
 
     def run(
-        self,
-        host: int,
-        command: Sequence[str],
-        more: Mapping[str, str] | None = None,
-        cwd: Path = ROOT,
-        timeout: float = 300,
+        self, host: int, command: Sequence[str], more: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a host to its end; past the timeout it is killed and TimeoutExpired raised."""
-        process = self.start(host, command, more, cwd)
+        """Run a command in a host to its end; after 5 minutes it is killed and TimeoutExpired raised."""
+        process = self.start(host, command, more)
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=300)
         except BaseException:
             process.kill()
             process.communicate()
@@ -179,7 +159,7 @@ class TwoHosts:
         names = {address: f"host{other}" for other, address in self.addresses.items()}
         if style == "debian":
             names = {"127.0.1.1": f"host{host}"} | {a: n for a, n in names.items() if n != f"host{host}"}
-        lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in names.items() if style != "none")]
+        lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in names.items())]
         # in place, since the mount is of this very file
         (self.scratch / f"host{host}" / "hosts").write_text("\n".join(lines) + "\n")
 
@@ -227,7 +207,7 @@ class TwoHosts:
             self._ip(host, "addr", "add", f"{self.addresses[host]}/24", "dev", INTERFACE)
             for name in (INTERFACE, "lo"):
                 self._ip(host, "link", "set", name, "up")
-            if self.style.sshd[host - 1] and not (self.scratch / f"host{host}" / "sshd.pid").exists():
+            if not (self.scratch / f"host{host}" / "sshd.pid").exists():
                 self.start_sshd(host)
 
     def _write_files(self) -> None:
@@ -240,18 +220,18 @@ class TwoHosts:
         (keys / "authorized").write_text((keys / "id.pub").read_text())
         known = [f"host{h},{self.addresses[h]} {(keys / f'host{h}.pub').read_text()}" for h in HOSTS]
         (keys / "known_hosts").write_text("".join(known))
-        self.hostfile.write_text("".join(f"host{h} slots={self.style.slots}\n" for h in HOSTS))
+        self.hostfile.write_text("".join(f"host{h} slots=1\n" for h in HOSTS))
         for host in HOSTS:
             folder = self.scratch / f"host{host}"
             (folder / "ssh").mkdir()
             (folder / "ssh" / "sshd_config").write_text(self._sshd_config(host))
             (folder / "ssh" / "ssh_config").write_text(self._ssh_config())
             (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS
-            self.write_hosts_file(host, self.style.hosts_file)
+            self.write_hosts_file(host, "good")
 
     def _sshd_config(self, host: int) -> str:
         folder, keys = self.scratch / f"host{host}", self.scratch / "keys"
-        session = {"HOME": str(self.home(host)), "TMPDIR": str(self.scratch / "tmp"), **self.style.session}
+        session = {"HOME": str(self.home(host)), "TMPDIR": str(self.scratch / "tmp")}
         lines = [
             *(f"HostKey {keys / f'host{host}'}", f"PidFile {folder / 'sshd.pid'}"),
             *(f"AuthorizedKeysFile {keys / 'authorized'}", "StrictModes no", "UsePAM no"),

@@ -31,8 +31,9 @@ from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import shrink
+from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
-from ds_trainer.tasks.task import Forward
+from ds_trainer.tasks.task import Batch, Forward
 from ds_trainer.techniques.exits.heads import LayerStates
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
@@ -272,18 +273,10 @@ def build(case: Case):
 
 
 def batch_of(step: int, micro: int, rank: int):
-    from ds_trainer.tasks.task import Batch
-
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     ids = torch.randint(0, 64, (MICRO, 8), generator=generator)
     labels = torch.randint(0, 3, (MICRO,), generator=generator)
     return Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels, torch.arange(MICRO))
-
-
-def objective_of(phase: Phase, techniques):
-    from ds_trainer.objective import Objective
-
-    return Objective(ToyTask(), techniques, phase.loss)
 
 
 def engine_config(case: Case, world: int) -> dict:
@@ -305,8 +298,6 @@ def engine_config(case: Case, world: int) -> dict:
 
 def rank_batch(step: int, micro: int, rank: int, world: int):
     """This rank's share of the RANKS batches of one micro-step."""
-    from ds_trainer.tasks.task import Batch
-
     parts = [batch_of(step, micro, r) for r in range(rank, RANKS, world)]
     inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
     return Batch(inputs, torch.cat([p.labels for p in parts]), torch.cat([p.ids for p in parts]))
@@ -316,7 +307,7 @@ def under_engine(case: Case) -> dict[str, list]:
     phase, techniques, model, groups = build(case)
     world = distributed.world_size()
     ds_engine = engine.start_engine(model, groups, engine_config(case, world), BASE, lr_multiplier("linear", 1, STEPS))
-    objective = objective_of(phase, techniques)
+    objective = Objective(ToyTask(), techniques, phase.loss)
     for technique in techniques:
         technique.start(ds_engine.device)
     losses, readings = [], []
@@ -370,7 +361,7 @@ def reference(case: Case) -> dict[str, list]:
     )
     optimizer = torch.optim.AdamW(as_torch(groups, BASE), lr=BASE.lr, weight_decay=BASE.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier("linear", 1, STEPS))
-    objective = objective_of(phase, techniques)
+    objective = Objective(ToyTask(), techniques, phase.loss)
     for technique in techniques:
         technique.start(torch.device("cpu"))
     losses, readings = [], []

@@ -1,8 +1,8 @@
 """Conversations as the tokenizer's chat template writes them, with labels on the assistant's turns alone.
 
 A template may mark these turns itself (`{% generation %}`). With any other, the conversation is rendered twice for each
-turn, with the prompt for it at the end and with the turn at the end: the turn is what the second text has more. A first
-message of the assistant answers nothing, and has no labels.
+turn, up to the prompt for it and up to its end: the turn is what the second text adds. A first message of the assistant
+answers nothing, and has no labels.
 """
 
 import re

@@ -254,6 +254,5 @@ class LmTask(Task):
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether logits differ by more than rounding: that of one token may depend on those computed with it, in
-    mixtures of experts."""
+    """Return whether logits differ by more than rounding, which in mixtures of experts depends on the other tokens."""
     return bool((one - other).abs().max() > _ROUNDING * one.abs().max())

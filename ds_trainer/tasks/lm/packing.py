@@ -16,8 +16,8 @@ _SEED = 0
 def packed(documents: Examples, room: int) -> Examples:
     """Return rows of at most `room` tokens, each made of whole documents.
 
-    Beside the columns of the documents they have `position_ids`, and `labelled`, which is 0 at the first token of each
-    document: no token of its own precedes that one. Without a column of this name, all the other tokens are labelled.
+    Beside the columns of the documents they have `position_ids`, and `labelled`, which is 0 at each document's first
+    token, as none of its tokens precedes that one. Without such a column all others are labelled.
     """
     rows = best_fit(documents.lengths, room)
     order = np.concatenate(rows)

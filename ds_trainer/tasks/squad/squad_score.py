@@ -68,7 +68,7 @@ def score_v2(
     """Return all numbers of SQuAD v2's script. A prediction of "" means that the question has no answer.
 
     `answers` are the best texts before a threshold on `null_odds` replaced some of them by "". The best thresholds are
-    searched with them: with the predictions, as in the script, no threshold above the one in use could win.
+    searched among them. The script uses the predictions, so no threshold above the one in use can win.
     """
     exacts, overlaps = _v2_scores(predictions, golds)
     answerable = {id for id, texts in golds.items() if texts}

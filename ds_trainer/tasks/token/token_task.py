@@ -31,8 +31,8 @@ from ds_trainer.tasks.token.entities import OUTSIDE
 from ds_trainer.tasks.token.token_data import Sentence
 
 _DTYPES = {"input_ids": np.int32, "tag": np.int32, "word": np.int32}
-"""The columns of tokens. `tag` is 1 + the class of a token with a label, `word` is 1 + the place in its sentence of a
-word that begins with this token; both are 0 for other tokens."""
+"""The columns of tokens. `tag` is 1 + the class of a labelled token. `word` is 1 + the place in the sentence of the
+word that begins here. Elsewhere both are 0."""
 
 _Row = tuple[int, int, int]
 """A token by these columns."""

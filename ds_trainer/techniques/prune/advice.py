@@ -10,8 +10,8 @@ from ds_trainer.tasks.losses import hard_concrete
 _FEW_STEPS = "lower initial_warmup or final_warmup: the threshold has no step to move in"
 _LEAST_TRAVEL = 0.3
 """Movement with less has failed: MiniLM, pruned to 15% on SST-2, ends at chance with 0.011 and 0.077 (765 steps at 3e-5
-and 2e-4), and 15 points below the dense model with 0.21 (2,105 at 2e-4). With 0.39 the quickstart's small model
-loses 1.2 points; the published runs (arXiv 2005.07683) have 0.83 and 1.1."""
+and 2e-4), and with 0.21 (2,105 at 2e-4) at chance or 15 points below the dense model, by the seed. With 0.39 the
+quickstart's small model loses 1.2 points; the published runs (arXiv 2005.07683) have 0.83 and 1.1."""
 _START_DENSE = {
     "topK": _FEW_STEPS,
     "magnitude": _FEW_STEPS,
