@@ -16,7 +16,7 @@ BUDGETS = {
     "hosts": 526,
     "config": 1369,
     "models": 2790,
-    "tasks": 2623,
+    "tasks": 2626,
     "techniques": 2418,
     "engine": 1689,
     "report": 1168,

@@ -124,7 +124,7 @@ class Report:
         self._pending.append(_MicroBatch(step, batch.ids, torch.stack(list(terms.values())).float()))
         world = distributed.world_size()  # all ranks have equally many examples, and about equally many tokens
         self._counts["examples"] += len(batch.ids) * world
-        self._counts["tokens"] += batch.inputs["input_ids"].numel() * world
+        self._counts["tokens"] += batch.tokens * world
 
     def flush(self, step: int, readings: Mapping[str, float]) -> dict[str, float]:
         """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""

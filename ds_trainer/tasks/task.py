@@ -48,6 +48,11 @@ class Batch:
     others: dict[str, Tensor] = field(default_factory=dict)
 
     @property
+    def tokens(self) -> int:
+        """The number of positions that the model computes, padding included."""
+        return self.inputs["input_ids"].numel()
+
+    @property
     def mask(self) -> Tensor:
         """(rows, length), 1 where there is a token, even if the model takes no mask."""
         return (self.inputs | self.others)["attention_mask"]

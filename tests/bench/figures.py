@@ -95,9 +95,10 @@ def ratio(
     return statistics.median(a / b for a, b in zip(*times, strict=True)), medians[0], medians[1]
 
 
-def with_spread(values: list[float]) -> str:
+def with_spread(values: list[float], digits: int | None = None) -> str:
     """Return the mean, and with several values their standard deviation."""
-    digits = 3 if abs(statistics.mean(values)) < 2 else 1
+    if digits is None:
+        digits = 3 if abs(statistics.mean(values)) < 2 else 1
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
 

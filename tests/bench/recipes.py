@@ -1,9 +1,9 @@
 """What shipped recipes reach: a row for each phase, with its score, its size and speed, and what the training took.
 
 `python tests/bench/recipes.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` runs all of `ALL`, or
-those that are named, with the model and the data of ../shared. Where several seeds run, scores are means over them, and
-all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts the rows into
-the table of docs/results.md, whose other rows stay.
+those that are named, with the model and the data of ../shared. Where several seeds run, scores and speed-ups are means
+over them, and all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts
+the rows into the table of docs/results.md, whose other rows stay.
 """
 
 from __future__ import annotations
@@ -118,11 +118,19 @@ def rows(name: str, run: Run, results: list[dict[str, Any]]) -> Iterator[dict[st
             layers = with_spread([each["early_exit/mean_layers"] for each in scores])
             row = {"run": name, "phase": f"leaving after {layers} layers"}
             row |= {"score": with_spread([each[early] for each in scores])}
-            yield row | {"ms, batch 1, 32": times(first.get("early_exit_latency", {}))}
+            speeds = [list(speed_ups(of_seed[phase])) for of_seed in results]
+            faster = ", ".join(with_spread(list(of_batch), digits=2) for of_batch in zip(*speeds, strict=True))
+            yield row | {"ms, batch 1, 32": f"{faster} times as fast"}
 
 
 def times(latency: dict[str, Any]) -> str:
     return ", ".join(f"{of_batch['median_ms']:.3g}" for of_batch in latency.values())
+
+
+def speed_ups(results: dict[str, Any]) -> Iterator[float]:
+    """Yield for each batch size how many times as fast a phase's model is where samples leave early."""
+    for size, whole in results.get("latency", {}).items():
+        yield whole["median_ms"] / results["early_exit_latency"][size]["median_ms"]
 
 
 if __name__ == "__main__":
