@@ -23,6 +23,7 @@ from tools.markers import write_rows
 from ds_trainer import train
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
+from ds_trainer.report.status import STATUS_FILE
 
 RECIPES = ROOT / "ds_configs" / "recipes"
 
@@ -194,7 +195,15 @@ def run(content: dict[str, Any], comparison: Comparison, output: Path) -> dict[s
     content["task"] |= comparison.task
     if is_quick():
         shorten(content)
-    return train(content, output.resolve(), "--set", "bf16.enabled=true", resume=True)
+    return finished(output) or train(content, output.resolve(), "--set", "bf16.enabled=true", resume=True)
+
+
+def finished(output: Path) -> dict[str, Any] | None:
+    """Return the results of a run that is done; resumed, it would measure its models again, beside what runs now."""
+    status = output / STATUS_FILE
+    if status.is_file() and read_json(status, "the status")["state"] == "finished":
+        return read_json(output / "all_results.json", "the results")
+    return None
 
 
 def shorten(content: dict[str, Any]) -> None:

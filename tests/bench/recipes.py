@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cut_quality import RECIPES, shorten, start
+from cut_quality import RECIPES, finished, shorten, start
 from figures import ROOT, SHARED, is_quick, run_flags, with_spread
 from tools.markers import write_rows
 
@@ -85,6 +85,8 @@ def main() -> None:
 def trained(name: str, output: Path, seed: int, data_dir: str) -> dict[str, Any]:
     """Train a seed of a run, unless it is there, and return its results by phase."""
     run, folder = ALL[name], output / f"{name}_{seed}"
+    if results := finished(folder):
+        return results
     content = read_json(RECIPES / f"{run.recipe}.json", "the recipe") | {"model": start(), "seed": seed}
     content["task"]["data_dir"] = data_dir or str(SHARED / "data" / run.data)
     if run.start:
