@@ -103,6 +103,11 @@ def with_spread(values: list[float], digits: int | None = None) -> str:
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
+def milliseconds(value: float) -> str:
+    """Return three digits, and all of those before the point."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def report(*figures: Figure) -> None:
     """Print one JSON line a figure and leave with 0 if all hold, or the run was quick, else 1."""
     for figure in figures:

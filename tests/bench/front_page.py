@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cut_quality import comparison_of, cuts_folder, trained
-from figures import ROOT, is_quick, run_flags, with_spread
+from figures import ROOT, is_quick, milliseconds, run_flags, with_spread
 from tools.markers import write_between
 
 from ds_trainer.files.json_file import read_json
@@ -108,8 +108,7 @@ def row(measured: list[Measured], label: str, phase: str, runtime: tuple[str, st
     cells |= {"parameters": f"{parameters / 1e6:.1f}M", "MiB": f"{first.mebibytes(phase, runtime):.1f}"}
     for size in SIZES:
         took = first.milliseconds(phase, runtime, size)
-        digits = 2 if took < 10 else 1 if took < 100 else 0
-        cells["ms for 1 text" if size == 1 else f"ms for {size}"] = f"{took:.{digits}f}"
+        cells["ms for 1 text" if size == 1 else f"ms for {size}"] = milliseconds(took)
     minutes = first.minutes("quarter" if phase == "small" else phase)  # `small` drops its tokens without any training
     return cells | {"minutes of training": f"{'' if phase == 'finetune' else '+ '}{minutes:.1f}"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cut_quality import RECIPES, finished, shorten, start
-from figures import ROOT, SHARED, is_quick, run_flags, with_spread
+from figures import ROOT, SHARED, is_quick, milliseconds, run_flags, with_spread
 from tools.markers import write_rows
 
 from ds_trainer import train
@@ -113,7 +113,8 @@ def rows(name: str, run: Run, results: list[dict[str, Any]]) -> Iterator[dict[st
         size, training = first.get("size", {"bytes": 0}), first["train"]
         row = {"run": name, "phase": phase, "score": with_spread([each[run.metric] for each in scores])}
         row |= {"encoder weights": f"{first['weights']['encoder']['kept']:,}", "MiB": f"{size['bytes'] / 2**20:.1f}"}
-        row |= {"ms, batch 1, 32": times(first.get("latency", {})), "steps": f"{training['steps']:,}"}
+        latency = ", ".join(milliseconds(of_batch["median_ms"]) for of_batch in first.get("latency", {}).values())
+        row |= {"ms, batch 1, 32": latency, "steps": f"{training['steps']:,}"}
         yield row | {"seconds": f"{training['train_seconds']:.0f}", "how": run.how}
         early = f"early_exit/{run.metric}"
         if early in scores[0]:
@@ -123,10 +124,6 @@ def rows(name: str, run: Run, results: list[dict[str, Any]]) -> Iterator[dict[st
             speeds = [list(speed_ups(of_seed[phase])) for of_seed in results]
             faster = ", ".join(with_spread(list(of_batch), digits=2) for of_batch in zip(*speeds, strict=True))
             yield row | {"ms, batch 1, 32": f"{faster} times as fast"}
-
-
-def times(latency: dict[str, Any]) -> str:
-    return ", ".join(f"{of_batch['median_ms']:.3g}" for of_batch in latency.values())
 
 
 def speed_ups(results: dict[str, Any]) -> Iterator[float]:

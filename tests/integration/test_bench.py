@@ -220,5 +220,5 @@ def test_a_row_of_a_recipe_is_of_its_phase(script):
     assert (whole["score"], whole["seconds"], whole["MiB"]) == ("0.850 ± 0.071", "10", "3.0")
     assert whole["how"] == "2 ranks, zero2; from a/b; `--set x=1`"
     assert (early["phase"], early["score"]) == ("leaving after 2.5 ± 0.7 layers", "0.250 ± 0.071")
-    assert whole["ms, batch 1, 32"] == "12"
+    assert whole["ms, batch 1, 32"] == "12.0"
     assert early["ms, batch 1, 32"] == "3.00 ± 0.85 times as fast"
