@@ -42,7 +42,7 @@ def class_names(
 ) -> tuple[str, ...]:
     """Return the classes that the training split has by `names_in`, which reads a split; collective.
 
-    Without training examples the trained head decides, if its classes have names: those to evaluate on may lack one.
+    Without training examples the names of a trained head count: the examples to evaluate on may lack a class.
     """
     can_train = bool(spec.train_file or spec.dataset)
     if not can_train and head and not unnamed(head):

@@ -15,7 +15,7 @@ from ds_trainer.ranks.timing import seconds
 
 _ROUNDS = 15
 _LEAST = 0.01
-"""The share of a layer's time that all decisions of a block are taken to cost at least, since measuring has noise."""
+"""All decisions of a block are taken to cost at least this share of a layer's time: measurements are noisy."""
 
 
 @dataclass(frozen=True)

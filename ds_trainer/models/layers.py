@@ -6,8 +6,7 @@ listed in `shrunk_model.py`, since that file is copied into model folders; this 
 
 import contextlib
 import copy
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -126,8 +125,8 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     layers = {name: _nonzero(linear.weight) for name, linear in _linears(encoder_layers(model)).items()}
     counts: dict[str, Any] = {
         "layers": layers,
-        "encoder": _sums(layers.values()),
-        "model": _sums(map(_nonzero, model.parameters())),
+        "encoder": _sums([*layers.values()]),
+        "model": _sums([*map(_nonzero, model.parameters())]),
     }
     if getattr(getattr(model, "config", None), FIELD, None):
         counts |= {"sizes": sizes_of(model), "before": whole_totals(model)}
@@ -167,8 +166,5 @@ def _nonzero(weight: Tensor) -> dict[str, int]:
     return {"kept": int(weight.count_nonzero()), "total": weight.numel()}
 
 
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total = Counter(kept=0, total=0)
-    for count in counts:
-        total.update(count)
-    return dict(total)
+def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {key: sum(count[key] for count in counts) for key in ("kept", "total")}

@@ -17,7 +17,7 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise, without_products
 from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, removal
-from ds_trainer.models.layers import Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
+from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -80,13 +80,9 @@ class OuterCut:
 
     def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
         self.count, self.spec = place.count, spec
-        self.fitting = Fitting(place.outer, gram, spec.damping)
-        if spec.method == "obs":
-            self.removal = removal(
-                self.fitting.weight, self.fitting.damped, self.fitting.weight.shape[1] // place.count
-            )
-        else:
-            self.removal = magnitude_removal(_magnitudes(place))
+        self.fitting = fitting = Fitting(place.outer, gram, spec.damping)
+        width, obs = fitting.weight.shape[1] // place.count, spec.method == "obs"
+        self.removal = removal(fitting.weight, fitting.damped, width) if obs else magnitude_removal(_magnitudes(place))
 
     def keeping(self, count: int) -> Replacement:
         """Return the layer's weight and bias for so many decisions, with zeros for those that are removed."""
@@ -117,8 +113,7 @@ def cut_blocks(
     for place, gram in with_grams(model, smaller, calibration, device):
         cut = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
         cut.write(place.outer)
-        unit: Any = "heads" if place.block.kind == "attention" else "neurons"
-        records.append(CutRecord(place.name, unit, place.count, counts[place.name], cut.error))
+        records.append(CutRecord(place.name, SIZES_OF[place.block.kind], place.count, counts[place.name], cut.error))
     return records
 
 

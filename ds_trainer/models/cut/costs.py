@@ -3,8 +3,8 @@
 Operations are counted as `models/flops.py` counts them, for all ranks together. Every layer runs over the calibration
 examples once for each of its blocks, up to the inputs of the block's outer layer, and once more, whole, for the layer
 after it. A cut that chooses over all layers does so twice, and runs the whole model on a few examples for each size of
-each block that it tries. A cut to sizes of the whole model does so for each of the sizes to choose from, and also runs
-the whole model: on a few examples for each layer that may go, and on all of them twice to choose channels.
+each block that it tries. A cut to sizes of the whole model repeats this for each candidate. It also runs the whole
+model on a few examples for each layer that may go, and twice on all to choose channels.
 """
 
 from collections import Counter

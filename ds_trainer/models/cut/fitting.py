@@ -1,7 +1,7 @@
 """A linear layer and the inputs that it gets, to which new weights of it are fitted."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class CutRecord:
     """What a cut did to a block, or to a matrix: of `count` heads, neurons or weights so many are kept."""
 
     name: str
-    unit: Literal["heads", "neurons", "weights"]
+    unit: str
+    """ "heads", "neurons" or "weights"."""
     count: int
     kept: int
     error: float

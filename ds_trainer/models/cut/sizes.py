@@ -2,8 +2,8 @@
 
 The sizes are the same in every layer, so that a plain config of the family says them. Layers go first, then heads and
 neurons by optimal brain surgeon, then channels: those whose outputs of all norms, as means of absolute values over the
-calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). Whatever reads or writes the residual stream has
-a dimension that the config's width decides: it is found by comparing shapes, not by names.
+calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). What reads or writes the residual stream is found
+by shape, not by name: the config's width decides one of its dimensions.
 """
 
 import copy
@@ -31,13 +31,7 @@ from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-MIXTURES = (
-    ("layers",),
-    ("neurons",),
-    ("layers", "neurons"),
-    ("width", "neurons"),
-    ("layers", "width", "neurons"),
-)
+MIXTURES = (("layers",), ("neurons",), ("layers", "neurons"), ("width", "neurons"), ("layers", "width", "neurons"))
 """The sizes that are cut together, by the same share, where a spec leaves the choice to the cut."""
 _SHARES = 64
 """How many shares are considered of each mixture."""
@@ -254,22 +248,23 @@ def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
             f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
         )
     heads = _size("heads", wanted, now.heads)
-    step = config.num_attention_heads // whole_heads(config) * heads
-    if follow:  # the config says how wide a head is only by the width over the heads
-        step = now.width // now.heads
-    while not follow and step * _SHARES <= now.width:
-        step *= 2
+    group = config.num_attention_heads // whole_heads(config) * heads
+    # where heads follow, the config says how wide a head is only by the width over the heads
+    step = now.width // now.heads if follow else _step(group, now.width)
     width = _size("width", wanted, now.width, step)
     if follow and width % step:
         raise UserError(
             f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
             f"{step}, or a share"
         )
-    step = 1
-    while step * _SHARES <= now.neurons:
-        step *= 2
-    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, _size("neurons", wanted, now.neurons, step))
+    neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
+    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
     return replace(sizes, heads=width * now.heads // now.width) if follow else sizes
+
+
+def _step(least: int, size: int) -> int:
+    """Return the smallest `least` times a power of two that is above a 64th of the size."""
+    return least * 2 ** (size // (least * _SHARES)).bit_length()
 
 
 def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1) -> int:

@@ -2,9 +2,9 @@
 
 A text whose tokens all stay is tokenised as before. WordPiece takes the longest token at each place, and Unigram the
 tokens with the highest sum of scores. Removing a token that was not chosen changes neither's choice. BPE's does not
-change either, as long as each token stays together with all tokens that it is merged from. A text of which a token went
-falls into smaller tokens. Kept: every character of ASCII, of Western Europe and of each kept token. A word with another
-character becomes unknown, or bytes.
+change either, as long as each token stays together with all tokens that it is merged from. A text that used a removed
+token is split into smaller ones. Kept: every character of ASCII, of Western Europe and of each kept token. A word with
+another character becomes unknown, or bytes.
 """
 
 import copy

@@ -5,7 +5,7 @@ kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` fro
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,13 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
     The model is on the CPU and in evaluation mode. Layers that it never computes stay whole, and have no record.
     UserError where the spec's pattern does not fit a layer, or keeps all weights.
     """
-    cut = _WeightCut(model, calibration, spec, device)
-    shares, records = cut.shares(), []
-    for name, gram in cut.with_grams():
-        replacement = cut.solved(name, gram, shares[name])
-        replacement.write(cut.linears[name])
+    linears, records = cut_linears(model, spec), list[CutRecord]()
+    fisher = fisher_diagonals(model, linears, calibration, device) if spec.judges_answers else {}
+    shares = _shares(linears, fisher, spec)
+    for name, gram in _with_grams(model, linears, calibration, device):
+        solved = partial(_solved, linears[name], gram, shares[name], spec, fisher.get(name))
+        replacement = distributed.on_main(solved)
+        replacement.write(linears[name])
         kept = int(replacement.weight.count_nonzero())
         records.append(CutRecord(name, "weights", replacement.weight.numel(), kept, replacement.error))
     if all(record.kept == record.count for record in records):
@@ -60,50 +62,35 @@ def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
     return linears
 
 
-class _WeightCut:
-    """The linear layers of a model that is cut, and how a spec cuts each of them. All methods are collective."""
+def _with_grams(
+    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, device: torch.device
+) -> Iterator[tuple[str, Gram]]:
+    """Yield the linear layers that the model computes, in order and on the device, with the sums of their inputs.
 
-    def __init__(self, model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> None:
-        self.model, self.calibration, self.spec, self.device = model, calibration, spec, device
-        self.linears = cut_linears(model, spec)
-        self.fisher: dict[str, Tensor] = {}
-        if spec.judges_answers:
-            self.fisher = fisher_diagonals(model, self.linears, calibration, device)
+    A layer that is changed before the next one is taken changes the inputs of those that follow. Collective.
+    """
+    layerwise = Layerwise(model, calibration, device)
+    for layer in layerwise:
+        inside = {*layer.modules()}
+        of_layer = {name: linear for name, linear in linears.items() if linear in inside}
+        for group in layerwise.input_groups(of_layer):
+            gram = layerwise.grams({group[0]: of_layer[group[0]]})[group[0]]
+            for name in group:
+                yield name, gram
 
-    def with_grams(self) -> Iterator[tuple[str, Gram]]:
-        """Yield the linear layers that the model computes, in order and on the device, with the sums of their inputs.
 
-        A layer that is changed before the next one is taken changes the inputs of those that follow.
-        """
-        layerwise = Layerwise(self.model, self.calibration, self.device)
-        for layer in layerwise:
-            inside = {*layer.modules()}
-            linears = {name: linear for name, linear in self.linears.items() if linear in inside}
-            for group in layerwise.input_groups(linears):
-                gram = layerwise.grams({group[0]: linears[group[0]]})[group[0]]
-                for name in group:
-                    yield name, gram
+def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec: CutSpec) -> dict[str, float]:
+    """Return the share that each matrix keeps.
 
-    def shares(self) -> dict[str, float]:
-        """Return the share that each matrix keeps.
-
-        The same share for all or, if not uniform, the share of its weights that are among the largest scores of the
-        model. Scores are squared weights (magnitude), times the Fisher diagonal for all other methods: errors are not
-        comparable between two matrices, and neither are Wanda's scores.
-        """
-        keep = self.spec.share
-        if self.spec.uniform or self.spec.granularity == "2:4":
-            return dict.fromkeys(self.linears, keep)
-        scores = {name: self._means_of_scores(name) for name in self.linears}
-        return dict(zip(scores, shares_of_largest([*scores.values()], keep), strict=True))
-
-    def solved(self, name: str, gram: Gram, share: float) -> Replacement:
-        """Return what becomes of a linear layer that keeps a share of its weights."""
-        return distributed.on_main(partial(_solved, self.linears[name], gram, share, self.spec, self.fisher.get(name)))
-
-    def _means_of_scores(self, name: str) -> Tensor:
-        weight = rows_of(self.linears[name].weight, type(self.linears[name]))
-        return _pattern(self.spec, weight.shape[1]).means(_scores(weight.float(), self.fisher.get(name)))
+    All keep the same share or, if not uniform, each keeps its weights that are among the model's largest scores. Scores
+    are squared weights (magnitude), times the Fisher diagonal for all other methods: errors are not comparable between
+    two matrices, and neither are Wanda's scores.
+    """
+    if spec.uniform or spec.granularity == "2:4":
+        return dict.fromkeys(linears, spec.share)
+    weights = {name: rows_of(linear.weight, type(linear)).float() for name, linear in linears.items()}
+    scores = [_pattern(spec, one.shape[1]).means(_scores(one, fisher.get(name))) for name, one in weights.items()]
+    return dict(zip(linears, shares_of_largest(scores, spec.share), strict=True))
 
 
 def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:
@@ -145,10 +132,9 @@ def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: 
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
         mask, values = admm_mask(dense, fitting.damped, share, pattern)
-    elif spec.method == "wanda":
-        mask, values = pattern.mask(_scores(dense, fitting.squares), share), dense
     else:
-        mask, values = pattern.mask(_scores(dense, fisher), share), dense
+        importance = fitting.squares if spec.method == "wanda" else fisher
+        mask, values = pattern.mask(_scores(dense, importance), share), dense
     mask &= dense != 0
     if not spec.update_weights:
         return fitting.replacement(dense * mask)

@@ -42,30 +42,27 @@ class CachedTeacher:
     """Gives the teacher's outputs for batches of the training set from disk, in fp32 after a rounding to fp16."""
 
     def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
-        self._arrays, self._examples = arrays, examples
-        self._teacher, self._device = teacher, teacher.device
-        self._layers, self._top_k = teacher.layers.hidden, teacher.spec.top_k
-        self._vocabulary = teacher.vocabulary if self._top_k else 0
+        self._arrays, self._examples, self._teacher = arrays, examples, teacher
         self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
 
     def __call__(self, batch: Batch) -> Outputs:
         tokens = _token_indices(self._examples, batch)
         places = _logit_indices(self._teacher, tokens, batch)
         logits: tuple[Any, ...]
-        if self._top_k:
+        if top_k := self._teacher.spec.top_k:
             records = (torch.from_numpy(array[places]) for array in self._logit_arrays)
-            moved = (record.to(self._device, non_blocking=True) for record in records)
-            logits = tuple(unpack(record, self._top_k, self._vocabulary) for record in moved)
+            moved = (record.to(self._teacher.device, non_blocking=True) for record in records)
+            logits = tuple(unpack(record, top_k, self._teacher.vocabulary) for record in moved)
         else:
             logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
-        hidden = {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in self._layers}
-        return Outputs(logits, hidden)
+        layers = self._teacher.layers.hidden
+        return Outputs(logits, {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in layers})
 
     def _tensor(self, array: Array, places: Array, padding: float) -> Tensor:
         """Read the values at these indices of the first dimension, and `padding` where an index is -1."""
         values = array[places.clip(0)].astype(np.float32)
         values[places < 0] = padding
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return torch.from_numpy(values).to(self._teacher.device, non_blocking=True)
 
 
 def cached_teacher(teacher: Teacher) -> CachedTeacher:

@@ -29,7 +29,7 @@ _NOT_BY_SAMPLE = frozenset({"rel_embeddings"})
 
 @dataclass
 class EarlyExitOutput(ModelOutput):
-    """`logits` as the model gives them, and in `exit_layers` (batch,) the number of layers of each sample's way."""
+    """`logits` as the model gives them, and `exit_layers` (batch,): how many layers each sample went through."""
 
     logits: Tensor | None = None
     exit_layers: Tensor | None = None

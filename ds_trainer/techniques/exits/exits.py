@@ -45,7 +45,7 @@ class Exits(Technique):
         self._weights: list[float] = []  # one per head, and in joint training one for the model's own
         self._source = self._news = ""  # the folder of the model, and where its heads come from
         self._states: LayerStates | None = None
-        # sums in fp64 of numbers in fp32 are exact, so that no cut of a run into several changes what is logged
+        # fp64 sums fp32 numbers exactly, so a run that is stopped and resumed logs the same
         self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
 
     def attach(self, model: nn.Module) -> nn.Module:

@@ -90,7 +90,7 @@ class GateMask(Mask):
 
 @dataclass(frozen=True)
 class CountedMask(GateMask):
-    """Gates of which `count` are open, unless a score was NaN; that shows when they are counted, at a record."""
+    """Gates of which `count` are open. A NaN score closes all, which shows at a record, when they are counted."""
 
     count: int
 

@@ -88,7 +88,8 @@ def largest_of_four(scores: Tensor, count: int, inputs_at: int) -> Mask:
 def set_rules(layers: Masked, sites: Sites, spec: PruneSpec, threshold: float, moment: tuple[int, int]) -> None:
     """Have each layer find its mask by its own scores in its next forward. `moment` is the run's seed and the step."""
     if spec.pruning_method == "sigmoied_threshold":
-        threshold = _logit(threshold)
+        # comparing with the score whose sigmoid it is spares the sigmoid of every score
+        threshold = float(torch.tensor(threshold, dtype=torch.float64).clamp(0, 1).logit())
     if spec.uniform and spec.pruning_method not in BY_SHARE:
         _set_same_counts(layers, sites, threshold)
         return
@@ -162,15 +163,8 @@ def _least_share(site: Site) -> float:
 
 
 def _scores_now(layer: MaskedLinear) -> Tensor:
-    """Copy a layer's scores between forwards, when ZeRO-3 has partitioned them; collective."""
+    """Return a layer's whole scores between forwards, also under ZeRO-3; collective."""
     if layer.magnitudes is not None:
         return layer.magnitudes
     with gathered(layer.score_source):
         return layer.scores().clone()
-
-
-def _logit(share: float) -> float:
-    """The score whose sigmoid is `share`: comparing with it spares the sigmoid of every score."""
-    if 0 < share < 1:
-        return math.log(share / (1 - share))
-    return -math.inf if share <= 0 else math.inf
