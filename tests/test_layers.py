@@ -15,7 +15,7 @@ BUDGETS = {
     "files": 594,
     "hosts": 526,
     "config": 1369,
-    "models": 2763,
+    "models": 2764,
     "tasks": 2626,
     "techniques": 2411,
     "engine": 1689,

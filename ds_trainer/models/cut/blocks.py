@@ -113,7 +113,8 @@ def cut_blocks(
     for place, gram in with_grams(model, smaller, calibration, device):
         cut = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
         cut.write(place.outer)
-        records.append(CutRecord(place.name, SIZES_OF[place.block.kind], place.count, counts[place.name], cut.error))
+        unit: Any = SIZES_OF[place.block.kind]
+        records.append(CutRecord(place.name, unit, place.count, counts[place.name], cut.error))
     return records
 
 

@@ -1,7 +1,7 @@
 """A linear layer and the inputs that it gets, to which new weights of it are fitted."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ class CutRecord:
     """What a cut did to a block, or to a matrix: of `count` heads, neurons or weights so many are kept."""
 
     name: str
-    unit: str
-    """ "heads", "neurons" or "weights"."""
+    unit: Literal["heads", "neurons", "weights"]
     count: int
     kept: int
     error: float

@@ -88,8 +88,9 @@ def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec
     """
     if spec.uniform or spec.granularity == "2:4":
         return dict.fromkeys(linears, spec.share)
-    weights = {name: rows_of(linear.weight, type(linear)).float() for name, linear in linears.items()}
-    scores = [_pattern(spec, one.shape[1]).means(_scores(one, fisher.get(name))) for name, one in weights.items()]
+    # one matrix in fp32 at a time
+    weights = ((name, rows_of(linear.weight, type(linear)).float()) for name, linear in linears.items())
+    scores = [_pattern(spec, one.shape[1]).means(_scores(one, fisher.get(name))) for name, one in weights]
     return dict(zip(linears, shares_of_largest(scores, spec.share), strict=True))
 
 
