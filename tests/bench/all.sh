@@ -18,22 +18,16 @@ only=" ${*:2} "
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." && mkdir -p "$out" || exit 2
 python=${PYTHON:-python} failed=0
 shared=../shared
-sst2=$shared/data/glue/SST-2
 unset OMP_NUM_THREADS  # each script takes the threads that it is about
 
-run() { # NAME COMMAND ...: run a command, and keep what it prints
-    local name=$1
-    shift
-    echo "all.sh: $*"
-    "$python" "$@" > "$out/$name.txt" 2> "$out/$name.errors.txt" && return
-    failed=1
-    echo "all.sh: $name ended with an error, or a bar does not hold: see $out/$name.txt and $out/$name.errors.txt"
-}
-
-bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, and collect its figures
+bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, keep what it prints, and collect its figures
     local name=$1 command="python tests/bench/$1.py${2:+ ${*:2}}"
     [[ $only = "  " || $only = *" $1 "* ]] || return
-    run "$name" "tests/bench/$1.py" "${@:2}" "${quick[@]}"
+    echo "all.sh: $command"
+    if ! "$python" "tests/bench/$1.py" "${@:2}" "${quick[@]}" > "$out/$name.txt" 2> "$out/$name.errors.txt"; then
+        failed=1
+        echo "all.sh: $name ended with an error, or a bar does not hold: see $out/$name.txt and $out/$name.errors.txt"
+    fi
     [ ${#quick[@]} = 0 ] || return
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
 }
@@ -61,12 +55,7 @@ fi
 if [ -d $shared ] && [ ${#quick[@]} = 0 ] && [ "$only" = "  " ]; then
     bench exit_speed "$out/recipes/sst2_exits_0/model"
     bench student_speed "$out/recipes/sst2_methods_0/finetune/model" "$out/recipes/sst2_student_0/model"
-    dense=$out/cut_quality/sst2/cuts_0/finetune/model
-    run small launch/train.py --deepspeed_config ds_configs/zero0.json --recipe ds_configs/recipes/sst2_small.json \
-        --model_name_or_path "$dense" --data_dir $sst2 --output_dir "$out/small" --resume
-    run export launch/export.py "$out/small/model" --onnx --quantize int8 --task_name sst2 --data_dir $sst2 --overwrite
-    bench deployed_speed "$dense" "$out/small/model"
 else
-    echo "all.sh: left out exit_speed, student_speed and deployed_speed: they need models of a whole run with $shared"
+    echo "all.sh: left out exit_speed and student_speed: they need models of a whole run with $shared"
 fi
 exit $failed

@@ -1,16 +1,14 @@
-"""What a cut costs in score, over seeds: at once and after its training, beside masked pruning of the same dense model.
+"""What a cut costs in score, over seeds: at once, and after its training.
 
 `python tests/bench/cut_quality.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` takes sst2, squad,
-cola, rte and wnut17, or those that are named. For each seed it makes two runs of `ds_trainer.train` in bf16: the recipe
-of the cuts, and from its dense model the masked phases of the older recipe. It prints a table of scores, means over the
-seeds, with the mean seconds of the cut and of training, and each bar as a figure. Runs that are there are read, and one
-that was stopped goes on. Bars are points lost against the dense model, or scores. `--write` puts the rows into
-the table of docs/results.md, whose other rows stay.
+cola, rte and wnut17, or those that are named, and runs the recipe of its cuts in bf16, for each seed. It prints a table
+of scores, means over the seeds, with the mean seconds of the cut and of training, and each bar as a figure. Runs that
+are there are read, and one that was stopped goes on. Bars are points lost against the dense model, or scores. `--write`
+puts the rows into the table of docs/results.md, whose other rows stay.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -41,13 +39,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A task, the recipe of its cuts, and the masked phases that they are compared with."""
+    """A task, the recipe of its cuts, and its bars."""
 
     recipe: str
     metric: str
     data: str
-    masked: str | None = None
-    masked_phases: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
     seeds: int = 3
@@ -60,8 +56,6 @@ COMPARISONS = {
         "sst2_cut",
         "accuracy",
         "glue/SST-2",
-        "sst2_structured",
-        ("quarter", "quarter_filled", "sparse"),
         (
             Bar("half", lost=1.5, one_shot=True),
             Bar("quarter", lost=4.0, one_shot=True),
@@ -74,8 +68,6 @@ COMPARISONS = {
         "squad_cut",
         "f1",
         "squad",
-        "squad_structured",
-        ("quarter", "quarter_filled", "sparse"),
         (
             Bar("half", score=54.0, one_shot=True),
             Bar("half", score=59.0),
@@ -99,9 +91,6 @@ LABELS = {
     "eighth": "an eighth",
     "sparse": "15% of the weights, one by one",
     "small": "the quarter with fewer tokens",
-    "masked quarter": "a quarter by masked pruning",
-    "masked quarter_filled": "the same, filled",
-    "masked sparse": "15% of the weights by masked pruning",
 }
 """What the table calls the phases."""
 
@@ -112,21 +101,13 @@ def main() -> None:
     for name in flags.names:
         comparison = comparison_of(name, flags.data_dir)
         seeds = range(min(flags.seeds, comparison.seeds))
-        results = [results_of(comparison, flags.output / name, seed) for seed in seeds]
+        results = [trained(comparison, flags.output / name, seed) for seed in seeds]
         lines += rows(name, comparison, results)
         figures += [judged(bar, scores_of(comparison, results), name) for bar in comparison.bars]
     print(markdown(lines))
     if flags.write:
         write_rows(ROOT / "docs/results.md", "cuts", markdown(lines))
     report(*figures)
-
-
-def results_of(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
-    """Return the results of a seed by phase, those of masked pruning as "masked PHASE"."""
-    results = trained(comparison, folder, seed)
-    if comparison.masked:
-        results |= {f"masked {phase}": of_phase for phase, of_phase in masked(comparison, folder, seed).items()}
-    return results
 
 
 def scores_of(comparison: Comparison, results: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -166,7 +147,12 @@ def comparison_of(name: str, data_dir: str = "") -> Comparison:
 def trained(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
     """Run the recipe of the cuts from the pretrained model, or go on with it, and return its results by phase."""
     content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
-    return run(content | {"model": start(), "seed": seed}, comparison, cuts_folder(folder, seed))
+    content |= {"model": start(), "seed": seed}
+    content["task"] |= comparison.task
+    if is_quick():
+        shorten(content)
+    output = cuts_folder(folder, seed)
+    return finished(output) or train(content, output, "--set", "bf16.enabled=true", resume=True)
 
 
 def start() -> dict[str, Any]:
@@ -177,25 +163,9 @@ def start() -> dict[str, Any]:
     return {"name_or_path": str(SHARED / "models" / "minilm-l6")}
 
 
-def masked(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
-    """Run the masked phases from the dense model of the cuts, or go on with them, and return their results."""
-    content = read_json(RECIPES / f"{comparison.masked}.json", "the recipe")
-    phases = [phase for phase in content["phases"] if phase["name"] in comparison.masked_phases]
-    content["phases"] = json.loads(json.dumps(phases).replace("@finetune", "@model"))
-    content |= {"model": {"name_or_path": str(cuts_folder(folder, seed) / "finetune/model")}, "seed": seed}
-    return run(content, comparison, folder / f"masked_{seed}")
-
-
 def cuts_folder(folder: Path, seed: int) -> Path:
     """Return the output folder of a seed's cuts; a phase's model lies in PHASE/model below it."""
     return (folder / f"cuts_{seed}").resolve()
-
-
-def run(content: dict[str, Any], comparison: Comparison, output: Path) -> dict[str, Any]:
-    content["task"] |= comparison.task
-    if is_quick():
-        shorten(content)
-    return finished(output) or train(content, output.resolve(), "--set", "bf16.enabled=true", resume=True)
 
 
 def finished(output: Path) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@
 `sst2_cut`, and `launch/benchmark.py` of its models on SST-2's texts, which are the two commands that the README gives.
 Scores are means over the seeds; sizes and times are those of the first, which is to run alone on the machine. `--write`
 puts table and picture into the README. The runs are those of `cut_quality.py sst2`, in the same folder; a second call
-goes on where the first one stopped.
+goes on where the first one stopped. Bars are those of the last row against the first.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cut_quality import comparison_of, cuts_folder, trained
-from figures import ROOT, is_quick, milliseconds, run_flags, with_spread
+from figures import ROOT, Figure, is_quick, milliseconds, report, run_flags, with_spread
 from tools.markers import write_between
 
 from ds_trainer.files.json_file import read_json
@@ -83,6 +84,7 @@ def main() -> None:
     if flags.write:
         write_between(ROOT / "README.md", "front_page", text)
         save(picture(measured), ROOT / "tests/bench/figures/front_page.png")
+    report(*served(measured))
 
 
 def measure(folder: Path, seed: int, data_dir: str) -> Measured:
@@ -111,6 +113,18 @@ def row(measured: list[Measured], label: str, phase: str, runtime: tuple[str, st
         cells["ms for 1 text" if size == 1 else f"ms for {size}"] = milliseconds(took)
     minutes = first.minutes("quarter" if phase == "small" else phase)  # `small` drops its tokens without any training
     return cells | {"minutes of training": f"{'' if phase == 'finetune' else '+ '}{minutes:.1f}"}
+
+
+def served(measured: list[Measured]) -> Iterator[Figure]:
+    """Yield what the file to serve loses and gains against the dense model in torch, whose weights are in fp32."""
+    first, dense, small = measured[0], ("finetune", TORCH), ("small", INT8)
+    weights = 4 * first.benchmark["folders"]["finetune"]["parameters"]["total"] / 2**20
+    lost = [100 * (one.accuracy(*dense) - one.accuracy(*small)) for one in measured]
+    yield Figure("front_page/bytes", first.mebibytes(*small) / weights, 0.2)
+    yield Figure("front_page/points_lost", statistics.mean(lost), 1.0)
+    for size in SIZES:
+        faster = first.milliseconds(*dense, size) / first.milliseconds(*small, size)
+        yield Figure(f"front_page/batch_{size}", faster, 5.0, at_least=True)
 
 
 def picture(measured: list[Measured]) -> Any:

@@ -54,6 +54,8 @@ _LONGER = ("phases.finetune.num_train_epochs=10", "phases.finetune.learning_rate
 ALL = {
     "sst2_methods": Run(SST2, "sst2_methods"),
     "sst2_l0": Run(SST2, "sst2_l0"),
+    "sst2_structured": Run(SST2, "sst2_structured"),
+    "sst2_small": Run(SST2, "sst2_small", start="sst2_methods/finetune"),
     "zero2": replace(_PRUNED, engine="zero2"),
     "zero3": replace(_PRUNED, engine="zero3", settings=("phases.0.max_steps=300",)),
     "sst2_student": replace(_PRUNED, recipe="sst2_student", engine="zero2"),
@@ -64,6 +66,7 @@ ALL = {
     "wnut17_exits": Run(
         "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
     ),
+    "squad_structured": Run("squad", "squad_structured", "f1"),
     "squad_methods": Run("squad", "squad_methods", "f1", ranks=2, engine="zero2"),
     "wikitext_mlm": Run("wikitext-2", "wikitext_mlm", "loss", ranks=2, engine="zero2"),
 }
