@@ -139,8 +139,8 @@ def main() -> None:
         plan = planned(ENGINE_FILE, Path(name))
         fair, default = (compared(order, plan) for order in ("group_by_length", "random"))
     report(
-        Figure("against_hf_trainer_by_length", fair, 1.0, at_least=True),
-        Figure("against_hf_trainer_at_random", default, 1.2, at_least=True),
+        Figure("against_hf_trainer/by_length", fair, 1.0, at_least=True),
+        Figure("against_hf_trainer/at_random", default, 1.2, at_least=True),
     )
 
 

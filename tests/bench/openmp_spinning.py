@@ -64,7 +64,8 @@ def main() -> None:
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
             beside = compared(spins, BUSY_RUNS, BUSY_STEPS)
             busy.kill()
-    report(Figure("quiet", quiet, 0.97, at_least=True), Figure("beside_a_busy_process", beside, 2.0, at_least=True))
+    figures = {"quiet": (quiet, 0.97), "beside_a_busy_process": (beside, 2.0)}
+    report(*(Figure(f"openmp_spinning/{name}", *values, at_least=True) for name, values in figures.items()))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def main() -> None:
             first, *others = speeds(words, out, contestants)
             for (file, ranks), speed in zip(contestants, [first, *others], strict=True):
                 print(f"{subject}: {file.name} on {ranks} rank(s): {speed:.1f} examples/s")
-            figures.append(Figure(subject, first / max(others), 0.97, at_least=True))
+            figures.append(Figure(f"tune/{subject}", first / max(others), 0.97, at_least=True))
     report(*figures)
 
 

@@ -83,8 +83,8 @@ class Contestant:
 def serve_rank(told: Connection, place: dict[str, str], threads: int, folder: Path, rows: int) -> None:
     """Be one rank of a contestant: take the steps whenever it is told to."""
     os.environ.update(place)
-    torch.set_num_threads(threads)
     distributed.start()
+    torch.set_num_threads(threads)  # after the start, which would give a process without others all cores
     plan = planned(folder.parent / "engine.json", folder, rows=rows)
     with record_of(plan) as record:
         record.open(0, 0)
@@ -124,10 +124,10 @@ def main() -> None:
         print(f"{case}: {two:.1f} examples/s on 2 ranks, {one:.1f} on 1, {plain:.1f} on 1 without ZeRO, ", end="")
         print(f"{apart:.1f} on 2 that exchange nothing", flush=True)
         bar = BARS.get((stage, accumulation), BAR)
-        figures.append(Figure(f"two_ranks_{case}", two / one, bar, at_least=True))
-        figures.append(Figure(f"without_exchange_{case}", apart / one))
+        figures.append(Figure(f"two_ranks/{case}", two / one, bar, at_least=True))
+        figures.append(Figure(f"two_ranks/{case}/without_exchange", apart / one))
         if stage:
-            figures.append(Figure(f"over_zero0_{case}", one / plain))
+            figures.append(Figure(f"two_ranks/{case}/over_zero0", one / plain))
     report(*figures)
 
 
