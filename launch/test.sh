@@ -3,5 +3,5 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh" "[test,plots,onnx,tune]"
 unset PYTHONDONTWRITEBYTECODE  # every process would compile the project and its tests again
-# a worker a core, a file a worker: much of the time passes in starting processes
+# two workers, or TEST_WORKERS; a file a worker: much of the time passes in starting processes
 python -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"

@@ -24,12 +24,8 @@ def trained_head(config: Any, kind: HeadKind) -> tuple[str, ...] | None:
 
 def label_order(task_labels: Sequence[str], head: Sequence[str] | None) -> tuple[str, ...]:
     """Return the task's labels, in the order of a trained head if that has the same ones, otherwise unchanged."""
-    if head is not None and sorted(head) == sorted(task_labels):
-        return tuple(head)
-    by_name = {_folded(name): name for name in task_labels}
-    if head is None or len(head) != len(task_labels) or {_folded(name) for name in head} != set(by_name):
-        return tuple(task_labels)
-    return tuple(by_name[_folded(name)] for name in head)
+    places = _places(head or (), task_labels) or range(len(task_labels))
+    return tuple(label for _, label in sorted(zip(places, task_labels, strict=True)))
 
 
 def unnamed(head: Sequence[str]) -> bool:
@@ -90,14 +86,12 @@ def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_to
 
 
 def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Sequence[str]) -> None:
-    folded, wanted = list(head), list(labels)
-    if sorted(folded) != sorted(wanted):
-        folded, wanted = [_folded(name) for name in head], [_folded(name) for name in labels]
-    if sorted(folded) != sorted(wanted):
+    places = _places(head, labels)
+    if places is None:
         names = "are unnamed" if unnamed(head) else f"are {', '.join(head)}"
         distributed.warn(f"{source}: the head's classes {names}; they are taken for {', '.join(labels)}, in order")
-    elif folded != wanted:
-        _reorder(model, [folded.index(name) for name in wanted])
+    elif places != sorted(places):
+        _reorder(model, places)
 
 
 @torch.no_grad()
@@ -112,6 +106,15 @@ def _reorder(model: Any, order: list[int]) -> None:
     assert heads, f"{type(model).__name__} has no linear head"
     for parameter in heads[-1].parameters():
         parameter.copy_(parameter[order].clone())
+
+
+def _places(head: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Return where a head has each label, if need be whatever the case, blanks and hyphens; None if they differ."""
+    for written in (str, _folded):
+        names, wanted = [written(name) for name in head], [written(label) for label in labels]
+        if sorted(names) == sorted(set(wanted)):
+            return [names.index(label) for label in wanted]
+    return None
 
 
 def _folded(name: str) -> str:
