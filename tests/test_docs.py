@@ -22,7 +22,7 @@ RUN_BY = {
     "launch/calibrate.py": "tests/cli/test_exit_command.py",
     "launch/doctor.py": "tests/integration/test_two_hosts.py",
     "launch/evaluate.py": "tests/integration/test_run.py",
-    "launch/export.py": "",
+    "launch/export.py": "tests/integration/test_run.py",
     "launch/report.py": "tests/report/test_report_command.py",
     "launch/restart.sh": "tests/integration/test_launched_faults.py",
     "launch/train.py": "tests/integration/test_run.py",

@@ -236,8 +236,10 @@ def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
 def test_a_checkpoint_is_exported_as_a_model_folder_is(alone, tmp_path):
     """With any other flags at once: compact, as ONNX and with scores, of which the checkpoint's is the run's own."""
     flags = ["--compact", "fp16", "--onnx", "--output_dir", str(tmp_path / "target"), "--recipe"]
-    export_command([str(alone / "checkpoint-12"), *flags, str(alone / "recipe.json")])
+    done = run_script("launch/export.py", str(alone / "checkpoint-12"), *flags, str(alone / "recipe.json"))
+    assert done.returncode == 0, done.stderr[-2000:]
     report = read(tmp_path / "target" / "export.json")
+    assert json.loads(done.stdout) == report
     assert {"checkpoint", "compact", "onnx", "scores"} <= report.keys()
     assert report["scores"]["model"]["accuracy"] == read(alone / "eval_results.json")["prune"]["accuracy"]
     assert {"model.onnx", COMPACT_FILE} <= {path.name for path in (tmp_path / "target").iterdir()}
