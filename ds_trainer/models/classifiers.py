@@ -109,10 +109,10 @@ def _reorder(model: Any, order: list[int]) -> None:
 
 
 def _places(head: Sequence[str], labels: Sequence[str]) -> list[int] | None:
-    """Return where a head has each label, if need be whatever the case, blanks and hyphens; None if they differ."""
+    """Return where a head has each label, by its name or else by the folded one; None if names differ or repeat."""
     for written in (str, _folded):
         names, wanted = [written(name) for name in head], [written(label) for label in labels]
-        if sorted(names) == sorted(set(wanted)):
+        if sorted(names) == sorted(wanted) and len(set(wanted)) == len(wanted):
             return [names.index(label) for label in wanted]
     return None
 

@@ -258,6 +258,7 @@ def test_tags_that_differ_in_case_alone_stay_apart() -> None:
     assert classifiers.label_order(tags, ("b-x", "O", "B-x")) == ("b-x", "O", "B-x")
     assert classifiers.label_order(("O", "B-x"), ("b-x", "o")) == ("B-x", "O")
     assert classifiers.label_order(("O", "B-x", "b-x"), ("O", "b_x", "B_x")) == ("O", "B-x", "b-x")
+    assert classifiers.label_order(("b-x", "B-x"), ("b_x",)) == ("b-x", "B-x")
 
 
 def test_tags_without_kinds_are_entities_of_one_kind() -> None:
