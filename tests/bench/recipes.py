@@ -67,7 +67,6 @@ ALL = {
         "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
     ),
     "squad_structured": Run("squad", "squad_structured", "f1"),
-    "squad_methods": Run("squad", "squad_methods", "f1", ranks=2, engine="zero2"),
     "wikitext_mlm": Run("wikitext-2", "wikitext_mlm", "loss", ranks=2, engine="zero2"),
 }
 """The runs by the name of their folder, after those that they start from."""
