@@ -88,7 +88,10 @@ def tagged_recipe(tiny_recipe, csv_folder) -> dict:
 
 @pytest.fixture(scope="session")
 def tiny_recipe(csv_folder) -> dict:
-    """Fine-tune and prune a BERT of 2 layers x 32 on the CSV task; a few steps of everything."""
+    """Fine-tune and prune a BERT of 2 layers x 32 on the CSV task; a few steps of everything.
+
+    Without the report, whose drawing takes longer than the training: what a run writes there, other runs show.
+    """
     common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 2, "per_device_eval_batch_size": 8}
     prune = {
         "final_threshold": 0.25,
@@ -124,6 +127,7 @@ def tiny_recipe(csv_folder) -> dict:
             {"name": "finetune", "max_steps": 60, "eval_steps": 30, **common},
             {"name": "prune", "max_steps": 12, "save_steps": 4, "techniques": {"prune": prune}, **common},
         ],
+        "report": False,
     }
 
 

@@ -61,7 +61,7 @@ def recipe_in(folder: Path) -> Path:
         },
     ]
     model = {"config": BERT, "tokenizer": {"vocab_size": 128}}
-    return write(folder, {"model": model, "task": task, "phases": phases})
+    return write(folder, {"model": model, "task": task, "phases": phases, "report": False})
 
 
 def killed(server: ForkServer, words: list[str], folder: Path, whole: Path, count: int) -> tuple[list[Kill], int, int]:

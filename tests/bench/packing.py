@@ -87,9 +87,10 @@ def figures_of(name: str, config: Any, folder: Path) -> list[Figure]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     files = {"data_dir": str(SHARED / "data/wikitext-2"), "train_file": "valid.txt", "validation_file": "test.txt"}
+    few = {"max_train_samples": 100 if is_quick() else None, "max_eval_samples": 64}
     tasks = [
         LmTask(
-            LmSpec(name="clm", **files, max_seq_length=LENGTH, max_eval_samples=64, packing=packing),
+            LmSpec(name="clm", **files, max_seq_length=LENGTH, **few, packing=packing),
             load_tokenizer(SHARED / "models/minilm-l6"),
             folder,
             folder.parent / "cache",

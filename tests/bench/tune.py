@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from figures import ROOT, SHARED, Figure, is_quick, report
 
@@ -24,6 +25,8 @@ from ds_trainer.tuning.trials import MEASURED, run_trial
 FILES = ("zero0",) if is_quick() else ("zero0", "zero1", "zero2", "zero3")
 RANKS, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
 BUDGET, SECONDS = ("1s", "0.1s") if is_quick() else ("4m", "3s")
+Contestant = tuple[Path, int, tuple[tuple[str, Any], ...]]
+"""An engine file, on how many ranks, and the settings of the recipe beside it."""
 
 
 def subjects() -> dict[str, list[str]]:
@@ -42,8 +45,8 @@ def subjects() -> dict[str, list[str]]:
     return found
 
 
-def tuned(words: list[str], out: Path) -> tuple[Path, int]:
-    """Tune from zero2.json; the winner's file and number of ranks. The winner must have no settings of the recipe."""
+def tuned(words: list[str], out: Path) -> Contestant:
+    """Tune from zero2.json; the winner."""
     files = ["--deepspeed_config", str(ROOT / "ds_configs/zero2.json"), *words, "--output_dir", str(out)]
     limits = ["--budget", BUDGET, "--trial_seconds", SECONDS]
     done = subprocess.run(
@@ -52,15 +55,16 @@ def tuned(words: list[str], out: Path) -> tuple[Path, int]:
     print(done.stderr, flush=True)
     assert done.returncode == 0
     train = done.stderr.split("train with:")[1].split()
-    assert "--set" not in train, train
-    return out / "tuned.json", int(train[train.index("--num_gpus") + 1])
+    pairs = [train[place + 1].split("=") for place, word in enumerate(train) if word == "--set"]
+    settings = tuple((path, json.loads(value)) for path, value in pairs)
+    return out / "tuned.json", int(train[train.index("--num_gpus") + 1]), settings
 
 
-def speeds(words: list[str], out: Path, contestants: list[tuple[Path, int]]) -> list[float]:
-    """Examples per second of engine files on so many ranks, the median of trials in turns."""
+def speeds(words: list[str], out: Path, contestants: list[Contestant]) -> list[float]:
+    """Examples per second of each, the median of trials in turns."""
     measured: list[list[float]] = [[] for _ in contestants]
     for _ in range(ROUNDS):
-        for values, (file, ranks) in zip(measured, contestants, strict=True):
+        for values, (file, ranks, settings) in zip(measured, contestants, strict=True):
             job = read_tune_job(["--deepspeed_config", str(file), *words, "--output_dir", str(out)])
             folder = out / "trials"
             request = TrialRequest(
@@ -69,13 +73,13 @@ def speeds(words: list[str], out: Path, contestants: list[tuple[Path, int]]) -> 
                 models=folder / "models",
                 seconds=0.1 if is_quick() else 3.0,
             )
-            trial = run_trial(job, Candidate(ranks, settings=batch_of(file, ranks)), request, 300)
+            trial = run_trial(job, Candidate(ranks, settings=(*settings, *batch_of(file))), request, 300)
             assert trial.outcome == MEASURED, f"{file.name} on {ranks}: {trial.outcome}: {trial.reason}"
             values.append(trial.speed)
     return [statistics.median(values) for values in measured]
 
 
-def batch_of(file: Path, ranks: int) -> tuple[tuple[str, int], ...]:
+def batch_of(file: Path) -> tuple[tuple[str, int], ...]:
     """The global batch that all have in common, where the recipe sets none."""
     return () if json.loads(file.read_text()).get("train_batch_size") != "auto" else (("train_batch_size", 32),)
 
@@ -85,10 +89,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for subject, words in subjects().items():
             out = Path(name) / subject
-            fixed = [(ROOT / f"ds_configs/{file}.json", ranks) for file in FILES for ranks in RANKS]
+            fixed: list[Contestant] = [
+                (ROOT / f"ds_configs/{file}.json", ranks, ()) for file in FILES for ranks in RANKS
+            ]
             contestants = [tuned(words, out), *fixed]
             first, *others = speeds(words, out, contestants)
-            for (file, ranks), speed in zip(contestants, [first, *others], strict=True):
+            for (file, ranks, _), speed in zip(contestants, [first, *others], strict=True):
                 print(f"{subject}: {file.name} on {ranks} rank(s): {speed:.1f} examples/s")
             figures.append(Figure(f"tune/{subject}", first / max(others), 0.97, at_least=True))
     report(*figures)

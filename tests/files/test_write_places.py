@@ -212,7 +212,7 @@ def talkative(tiny_recipe, tmp_path_factory):
     engine |= {"flops_profiler": {"enabled": True, "profile_step": 2, "output_file": "flops/profile.txt"}}
     engine |= {key: value for key, (value, _) in PRINTED.items()}
     phase = tiny_recipe["phases"][0] | {"max_steps": 4, "eval_steps": None, "save_steps": 2}
-    for name, value in (("recipe", tiny_recipe | {"phases": [phase], "report": False}), ("engine", engine)):
+    for name, value in (("recipe", tiny_recipe | {"phases": [phase]}), ("engine", engine)):
         (folder / f"{name}.json").write_text(json.dumps(value))
     (folder / "here").mkdir()
     command = [str(ROOT / "launch/train.py"), "--deepspeed_config", str(folder / "engine.json")]

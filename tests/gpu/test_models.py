@@ -41,7 +41,7 @@ def test_a_run_by_the_command_scores_and_is_cut_as_it_was_trained(stage, tiny_re
     """Half of the heads and neurons: the folder has the masked model's logits and score, and can be timed."""
     first, second = tiny_recipe["phases"]
     second = second | {"techniques": {"prune": HYBRID | SOON}, "shrink": True}
-    recipe = tiny_recipe | {"phases": [first | {"max_steps": 30}, second], "report": False}
+    recipe = tiny_recipe | {"phases": [first | {"max_steps": 30}, second]}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     out, files = tmp_path / "out", ["--recipe", str(tmp_path / "recipe.json")]
     engine = ["--deepspeed_config", f"ds_configs/zero{stage}.json", "--set", "bf16.enabled=true"]

@@ -22,7 +22,7 @@ def recipe(tiny_recipe, tmp_path_factory) -> Path:
     prune = {"granularity": "hybrid", "final_threshold": 0.4, "mask_init": "uniform", "mask_scale": 0.05}
     phases = [first | {"max_steps": 6}, second | {"techniques": {"prune": prune}, "shrink": True, "max_steps": 8}]
     path = tmp_path_factory.mktemp("api") / "recipe.json"
-    path.write_text(json.dumps(tiny_recipe | {"phases": phases, "report": False, "tensorboard": False}))
+    path.write_text(json.dumps(tiny_recipe | {"phases": phases, "tensorboard": False}))
     return path
 
 

@@ -23,7 +23,7 @@ def recipe(tagged_recipe, tmp_path_factory) -> Path:
         {"name": "neurons", "num_train_epochs": 0, "cut": cut | {"granularity": "neuron", "vocabulary": {"keep": 40}}},
     ]
     file = tmp_path_factory.mktemp("cut") / "recipe.json"
-    file.write_text(json.dumps(tagged_recipe | {"phases": phases}))
+    file.write_text(json.dumps(tagged_recipe | {"phases": phases, "report": True}))
     return file
 
 

@@ -37,7 +37,7 @@ FILLED = COMMON | {
 
 
 def write(folder: Path, recipe: dict) -> list[str]:
-    (folder / "recipe.json").write_text(json.dumps(recipe | {"report": False, "tensorboard": False}))
+    (folder / "recipe.json").write_text(json.dumps(recipe | {"tensorboard": False}))
     return ["--recipe", str(folder / "recipe.json")]
 
 

@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_recipe, tmp_path):
     phase = tiny_recipe["phases"][0] | {"learning_rate": 1e30, "warmup_steps": 4, "max_steps": 8, "eval_steps": None}
     phase |= {"save_steps": 1, "save_total_limit": 1, "logging_steps": 8}
     recipe, out = tmp_path / "recipe.json", tmp_path / "out"
-    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase], "report": False}))
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase]}))
     command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe))
     done = run_deepspeed(2, *command, "--output_dir", str(out))
     assert done.returncode == 3, done.stderr[-3000:]
@@ -253,7 +253,7 @@ def test_an_fp16_overflow_is_skipped_and_counted(tiny_recipe, tmp_path):
     """A loss scale that is far too large costs steps, not the run: they are in the log, and every loss is finite."""
     recipe = tmp_path / "recipe.json"
     phase = tiny_recipe["phases"][0] | {"max_steps": 20, "eval_steps": None}
-    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase], "report": False}))
+    recipe.write_text(json.dumps(tiny_recipe | {"phases": [phase]}))
     script = tmp_path / "train.py"
     script.write_text(FP16_ON_CPU)
     fp16 = 'fp16={"enabled": true, "initial_scale_power": 32}'

@@ -35,7 +35,6 @@ def recipe_for(case: str, tiny: dict) -> dict:
     return tiny | {
         "model": tiny["model"] | {"config": config},
         "phases": [{"name": "finetune", "max_steps": 30, **common}, heads | {"eval_steps": 5} | common],
-        "report": False,
     }
 
 

@@ -394,7 +394,7 @@ def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
     sets = [word for name, value in asked.items() for word in ("--set", f"{first}{name}={json.dumps(value)}")]
     recipe = json.loads(Path(words[1]).read_text())
     file = write(tmp_path, recipe | {"phases": recipe["phases"][:1]})
-    run = server.run(2, tmp_path / "out", "--recipe", str(file), "--set", "report=false", *sets)
+    run = server.run(2, tmp_path / "out", "--recipe", str(file), *sets)
     assert run.codes() == [0, 0], run.text[-3000:]
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
     scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r}

@@ -23,6 +23,7 @@ def recipe_for(tiny: dict) -> dict:
     distill = {"teacher": "@dense", "alpha_ce": 0.2, "alpha_distil": 0.8}
     config = tiny["model"]["config"] | {"num_hidden_layers": LAYERS}
     return tiny | {
+        "report": True,
         "model": tiny["model"] | {"config": config},
         "task": tiny["task"] | {"held_out": 0.2},
         "phases": [

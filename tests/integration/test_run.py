@@ -35,7 +35,7 @@ def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=[2, 3], ids=["zero2", "zero3"])
 def output(request, recipe_file, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "out"
-    more = () if request.param == 2 else ("--set", "report=false")
+    more = ("--set", "report=true") if request.param == 2 else ()
     train(2, recipe_file, folder, *more, engine=f"ds_configs/zero{request.param}.json")
     return folder
 
@@ -56,12 +56,12 @@ def line_of(page: Path, title: str) -> str:
 
 @pytest.fixture(scope="module")
 def alone(recipe_file, tmp_path_factory) -> Path:
-    """The same recipe in one process under ZeRO 0, with accumulation, without a launcher; it makes no report."""
+    """The same recipe in one process under ZeRO 0, with accumulation, without a launcher."""
     folder = tmp_path_factory.mktemp("alone") / "out"
     done = run_script(
         *("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe_file)),
         *("--output_dir", str(folder), "--set", "phases.*.gradient_accumulation_steps=2"),
-        *("--set", "phases.finetune.save_steps=20", "--set", "report=false"),
+        *("--set", "phases.finetune.save_steps=20"),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -420,7 +420,7 @@ def test_an_optimizer_block_gets_our_groups(recipe_file, tmp_path):
     secret = {"comet": {"enabled": False, "api_key": "of-the-test-123"}, "log_level": "info"}
     block = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
     engine.write_text(json.dumps(block | secret))
-    more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant", "--set", "report=false")
+    more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant")
     for name, config in (("block", str(engine)), ("none", "ds_configs/zero0.json")):
         done = train(1, recipe_file, tmp_path / name, *more, engine=config)
         assert "of-the-test-123" not in done.stdout + done.stderr

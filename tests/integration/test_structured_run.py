@@ -49,7 +49,7 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
         {"name": "kept", "max_steps": 8, "save_steps": 8, "techniques": {"keep_zeros": True}},
     ]
     folder = tmp_path_factory.mktemp("structured")
-    recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "report": False, "tensorboard": False}
+    recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "tensorboard": False}
     (folder / "recipe.json").write_text(json.dumps(recipe))
     train(2, folder / "recipe.json", folder / "out", engine="ds_configs/zero3.json")
     return folder / "out"

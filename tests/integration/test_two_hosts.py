@@ -58,7 +58,7 @@ def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
     model = {**tiny_recipe["model"], "config": {**tiny_recipe["model"]["config"], "hidden_dropout_prob": 0.1}}
     phases = [{**finetune, "max_steps": 10}, {**prune, "max_steps": 40, "save_steps": 10, "logging_steps": 1}]
     path = tmp_path_factory.mktemp("recipe") / "tiny.json"
-    path.write_text(json.dumps({**tiny_recipe, "model": model, "phases": phases, "report": False}))
+    path.write_text(json.dumps({**tiny_recipe, "model": model, "phases": phases}))
     return path
 
 

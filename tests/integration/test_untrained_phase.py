@@ -28,9 +28,8 @@ def half_recipe(tiny_recipe) -> dict:
     """Train two layers, take one of them as it is, and train that."""
     common = {"train_batch_size": 16, "learning_rate": 4e-3}
     half = {"name": "half", "num_train_epochs": 0, "student": {"layers": [1]}}
-    return tiny_recipe | {
-        "phases": [{"name": "dense", "max_steps": 40, **common}, half, {"name": "again", "max_steps": 2, **common}]
-    }
+    phases = [{"name": "dense", "max_steps": 40, **common}, half, {"name": "again", "max_steps": 2, **common}]
+    return tiny_recipe | {"phases": phases, "report": True}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_a_phase_of_no_epochs_asks_nothing_of_the_engine_file(tiny_recipe, outpu
     """A file that DeepSpeed refuses does for a recipe that trains nothing."""
     phases = [{"name": "kept", "num_train_epochs": 0, "start_from": str(output / "model")}]
     model = {"name_or_path": str(output / "model")}
-    recipe = tiny_recipe | {"phases": phases, "model": model, "report": False}
+    recipe = tiny_recipe | {"phases": phases, "model": model}
     refused = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
     done = run_deepspeed(1, *command(tmp_path / "run", recipe, engine=refused))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -92,7 +91,7 @@ def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, outpu
     weights |= {name: torch.zeros_like(value) for name, value in weights.items() if name.startswith("classifier")}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     train = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
-    recipe = tiny_recipe | {"phases": [train], "model": {"name_or_path": str(folder)}}
+    recipe = tiny_recipe | {"phases": [train], "model": {"name_or_path": str(folder)}, "report": True}
     done = run_deepspeed(2, *command(tmp_path / "run", recipe))
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count(SAME_ANSWER) == 1
@@ -109,7 +108,7 @@ def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe
     steps = {"granularity": "neuron", "uniform": True, "keep": [0.5, 0.25], "calibration_examples": 64}
     cut = {"name": "cut", "num_train_epochs": 0, "cut": steps}
     model = {"name_or_path": str(output / "dense" / "model")}
-    recipe = tiny_recipe | {"phases": [cut], "model": model, "report": False}
+    recipe = tiny_recipe | {"phases": [cut], "model": model}
     results = []
     for more in ([], ["--resume"]):
         done = run_deepspeed(2, *command(tmp_path / "run", recipe, *more))

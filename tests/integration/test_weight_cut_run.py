@@ -33,7 +33,7 @@ def output(tiny_recipe, tmp_path_factory):
             **common,
         },
     ]
-    (folder / "recipe.json").write_text(json.dumps(tiny_recipe | {"phases": phases, "report": False}))
+    (folder / "recipe.json").write_text(json.dumps(tiny_recipe | {"phases": phases}))
     (folder / "engine.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     files = ["--deepspeed_config", str(folder / "engine.json"), "--recipe", str(folder / "recipe.json")]
     done = run_deepspeed(2, "launch/train.py", *files, "--output_dir", str(folder / "out"))

@@ -90,7 +90,7 @@ def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, server, tmp_path
     recipe["phases"][1] |= {"max_steps": 4, "logging_steps": 3, "save_steps": 2, "eval_steps": 2}
     recipe["phases"][1]["techniques"]["exits"] = {"training": "joint"}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    words = ["--recipe", str(tmp_path / "recipe.json"), "--set", "report=false", "--set", "tensorboard=false"]
+    words = ["--recipe", str(tmp_path / "recipe.json"), "--set", "tensorboard=false"]
     pretended = dict.fromkeys(range(2), "import host_tensors; host_tensors.pretend()")
     for further in ([], ["--resume", str(tmp_path / "out/checkpoint-2")]):
         run = server.run(2, tmp_path / "out", *words, *further, sabotage=pretended)

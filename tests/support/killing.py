@@ -34,7 +34,7 @@ class Kill:
 def arguments(recipe: Path, every: int, steps: int) -> list[str]:
     """A run that saves every so many steps, and says at each where it is; its gradients are reduced all at once."""
     return [
-        *("--recipe", str(recipe), "--set", "report=false", "--set", "tensorboard=false"),
+        *("--recipe", str(recipe), "--set", "tensorboard=false"),
         *("--set", "zero_optimization.reduce_bucket_size=1000000"),
         *("--set", f"phases.{PHASE}.max_steps={steps}", "--set", f"phases.{PHASE}.save_steps={every}"),
     ]
