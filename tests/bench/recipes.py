@@ -53,7 +53,7 @@ _EXITS = Run("glue/RTE", "glue_exits", seeds=3)
 _LONGER = ("phases.finetune.num_train_epochs=10", "phases.finetune.learning_rate=5e-5")
 ALL = {
     "sst2_methods": Run(SST2, "sst2_methods"),
-    "sst2_l0": Run(SST2, "sst2_l0"),
+    "sst2_l0": Run(SST2, "sst2_l0", seeds=3),
     "sst2_structured": Run(SST2, "sst2_structured"),
     "sst2_small": Run(SST2, "sst2_small", start="sst2_methods/finetune"),
     "zero2": replace(_PRUNED, engine="zero2"),
