@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from figures import ROOT, SHARED, Figure, is_quick, report
 
 from ds_trainer.cli.tune import read_tune_job
 from ds_trainer.config.jobs import TrialRequest
+from ds_trainer.config.settings import parse_setting
 from ds_trainer.tuning.space import Candidate
 from ds_trainer.tuning.trials import MEASURED, run_trial
 
 FILES = ("zero0",) if is_quick() else ("zero0", "zero1", "zero2", "zero3")
 RANKS, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
 BUDGET, SECONDS = ("1s", "0.1s") if is_quick() else ("4m", "3s")
-Contestant = tuple[Path, int, tuple[tuple[str, Any], ...]]
-"""An engine file, on how many ranks, and the settings of the recipe beside it."""
+Contestant = tuple[Path, Candidate]
+"""An engine file, and with what it is run."""
 
 
 def subjects() -> dict[str, list[str]]:
@@ -55,16 +57,22 @@ def tuned(words: list[str], out: Path) -> Contestant:
     print(done.stderr, flush=True)
     assert done.returncode == 0
     train = done.stderr.split("train with:")[1].split()
-    pairs = [train[place + 1].split("=") for place, word in enumerate(train) if word == "--set"]
-    settings = tuple((path, json.loads(value)) for path, value in pairs)
-    return out / "tuned.json", int(train[train.index("--num_gpus") + 1]), settings
+    parsed = [parse_setting(train[place + 1]) for place, word in enumerate(train) if word == "--set"]
+    settings = [(".".join(path), value) for path, value in parsed]
+    return contestant(out / "tuned.json", int(train[train.index("--num_gpus") + 1]), settings)
+
+
+def contestant(file: Path, ranks: int, settings: Sequence[tuple[str, Any]] = ()) -> Contestant:
+    """With the global batch that all have in common, where neither the recipe nor the file sets one."""
+    batch = [("train_batch_size", 32)] if json.loads(file.read_text()).get("train_batch_size") == "auto" else []
+    return file, Candidate(ranks, settings=(*settings, *batch))
 
 
 def speeds(words: list[str], out: Path, contestants: list[Contestant]) -> list[float]:
     """Examples per second of each, the median of trials in turns."""
     measured: list[list[float]] = [[] for _ in contestants]
     for _ in range(ROUNDS):
-        for values, (file, ranks, settings) in zip(measured, contestants, strict=True):
+        for values, (file, candidate) in zip(measured, contestants, strict=True):
             job = read_tune_job(["--deepspeed_config", str(file), *words, "--output_dir", str(out)])
             folder = out / "trials"
             request = TrialRequest(
@@ -73,15 +81,10 @@ def speeds(words: list[str], out: Path, contestants: list[Contestant]) -> list[f
                 models=folder / "models",
                 seconds=0.1 if is_quick() else 3.0,
             )
-            trial = run_trial(job, Candidate(ranks, settings=(*settings, *batch_of(file))), request, 300)
-            assert trial.outcome == MEASURED, f"{file.name} on {ranks}: {trial.outcome}: {trial.reason}"
+            trial = run_trial(job, candidate, request, 300)
+            assert trial.outcome == MEASURED, f"{file.name} on {candidate.ranks}: {trial.outcome}: {trial.reason}"
             values.append(trial.speed)
     return [statistics.median(values) for values in measured]
-
-
-def batch_of(file: Path) -> tuple[tuple[str, int], ...]:
-    """The global batch that all have in common, where the recipe sets none."""
-    return () if json.loads(file.read_text()).get("train_batch_size") != "auto" else (("train_batch_size", 32),)
 
 
 def main() -> None:
@@ -89,13 +92,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for subject, words in subjects().items():
             out = Path(name) / subject
-            fixed: list[Contestant] = [
-                (ROOT / f"ds_configs/{file}.json", ranks, ()) for file in FILES for ranks in RANKS
-            ]
+            fixed = [contestant(ROOT / f"ds_configs/{file}.json", ranks) for file in FILES for ranks in RANKS]
             contestants = [tuned(words, out), *fixed]
             first, *others = speeds(words, out, contestants)
-            for (file, ranks, _), speed in zip(contestants, [first, *others], strict=True):
-                print(f"{subject}: {file.name} on {ranks} rank(s): {speed:.1f} examples/s")
+            for (file, candidate), speed in zip(contestants, [first, *others], strict=True):
+                print(f"{subject}: {file.name} on {candidate.ranks} rank(s): {speed:.1f} examples/s")
             figures.append(Figure(f"tune/{subject}", first / max(others), 0.97, at_least=True))
     report(*figures)
 
