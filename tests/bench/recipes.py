@@ -55,9 +55,9 @@ ALL = {
     "sst2_methods": Run(SST2, "sst2_methods"),
     "sst2_l0": Run(SST2, "sst2_l0", seeds=3),
     "sst2_structured": Run(SST2, "sst2_structured"),
-    "sst2_small": Run(SST2, "sst2_small", start="sst2_methods/finetune"),
+    "sst2_small": Run(SST2, "sst2_small", start="sst2_methods/finetune", seeds=3),
     "zero2": replace(_PRUNED, engine="zero2"),
-    "zero3": replace(_PRUNED, engine="zero3", settings=("phases.0.max_steps=300",)),
+    "zero3": replace(_PRUNED, engine="zero3", settings=("phases.0.max_steps=300",), seeds=3),
     "sst2_student": replace(_PRUNED, recipe="sst2_student", engine="zero2"),
     "sst2_prune_distil_exits": Run(SST2, "sst2_prune_distil_exits"),
     "sst2_exits": Run(SST2, "sst2_exits", seeds=3),
@@ -67,7 +67,7 @@ ALL = {
         "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
     ),
     "squad_structured": Run("squad", "squad_structured", "f1"),
-    "wikitext_mlm": Run("wikitext-2", "wikitext_mlm", "loss", ranks=2, engine="zero2"),
+    "wikitext_mlm": Run("wikitext-2", "wikitext_mlm", "loss", ranks=2, engine="zero2", seeds=3),
 }
 """The runs by the name of their folder, after those that they start from."""
 QUICK = ("sst2_methods", "zero2", "sst2_exits")
