@@ -31,7 +31,6 @@ RUN_BY = {
     "examples/serve.py": "tests/test_examples.py",
     "tests/bench/all.sh": "tests/integration/test_bench.py",
     "tests/gpu/run.sh": "tests/integration/test_bench.py",
-    "tests/tools/write_speed_table.py": "tests/integration/test_bench.py",
     "torchrun": "tests/integration/test_launched_faults.py",
 }
 """What the commands of the pages start, and the tests that run it. Those of tests/bench/ run in test_bench.py."""
@@ -40,6 +39,7 @@ NOT_RUN = {
     "launch/test.sh": "it is this suite",
     "tests/gpu/wheels.sh": "it downloads gigabytes",
     "tests/tools/write_matrix.py": "it collects this suite",
+    "tests/tools/write_speed_table.py": "test_bench.py calls what makes its table",
     "pip": "it installs",
     "sbatch": "there is no Slurm; test_two_hosts.py runs the script's command with Slurm's variables",
     "srun": "there is no Slurm",
@@ -74,6 +74,11 @@ def flags_of(command: str) -> set[str]:
     """The flags that the parser of a command knows; tune hands those of train on."""
     parser = getattr(import_module(f"ds_trainer.cli.{command}"), f"{command}_parser", None)
     return {*(parser()._option_string_actions if parser else ()), *(flags_of("train") if command == "tune" else ())}
+
+
+def test_commands_are_found() -> None:
+    """Else those that look for mistakes in them find none."""
+    assert sum(len([*commands(page)]) for page in PAGES) > 70
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
@@ -129,10 +134,9 @@ def test_what_a_command_starts_is_run_by_a_test() -> None:
 
 
 def test_the_tests_that_run_commands_name_them() -> None:
-    """A test that no longer starts what it is listed for has lost its name: a script's as a word of a command."""
+    """A test that no longer starts what it is listed for has lost its name, as a word of a command or as a path."""
     for program, path in RUN_BY.items():
-        is_script = program.startswith("launch/") and program.endswith(".py")
-        name = f'"{program}"' if is_script else program.removesuffix(".py").rpartition("/")[2]
+        name = f"--module {program}" if program.startswith("ds_trainer.") else f'"{program}"'
         assert name in read(ROOT / path), program
 
 

@@ -24,7 +24,7 @@ from ds_trainer.ranks.failures import UserError
 def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None:
     """Each text gets a label, its probabilities and the layer it left at; what is no request gets status 400."""
     folder = make_classifier(tmp_path / "model", csv_folder, tmp_path / "cache")
-    server = runpy.run_path(str(ROOT / "examples" / "serve.py"))["make_server"](str(folder), 0, 24)
+    server = runpy.run_path(str(ROOT / "examples/serve.py"))["make_server"](str(folder), 0, 24)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

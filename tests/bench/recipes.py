@@ -1,9 +1,9 @@
 """What shipped recipes reach: a row for each phase, with its score, its size and speed, and what the training took.
 
 `python tests/bench/recipes.py [NAME ...] [--output OUT] [--seeds N] [--data_dir DIR] [--write]` runs all of `ALL`, or
-those that are named, with the model and the data of ../shared. Where several seeds run, scores and speed-ups are means
-over them, and all else is of the first. Runs that are there are read, and one that was stopped goes on. `--write` puts
-the rows into the table of docs/results.md, whose other rows stay.
+those that are named, with the model and the data of ../shared, and first those that they start from. Where several
+seeds run, scores and speed-ups are means over them, and all else is of the first. Runs that are there are read, and one
+that was stopped goes on. `--write` puts the rows into the table of docs/results.md, whose other rows stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Run:
 
 SST2 = "glue/SST-2"
 _PRUNED = Run(SST2, "sst2_prune_finetuned", start="sst2_methods/finetune", ranks=2)
-_EXITS = Run("glue/RTE", "glue_exits", seeds=3)
+_EXITS = Run("glue/RTE", "glue_exits")
 _LONGER = ("phases.finetune.num_train_epochs=10", "phases.finetune.learning_rate=5e-5")
 ALL = {
     "sst2_methods": Run(SST2, "sst2_methods"),
@@ -60,8 +60,8 @@ ALL = {
     "zero3": replace(_PRUNED, engine="zero3", settings=("phases.0.max_steps=300",), seeds=3),
     "sst2_student": replace(_PRUNED, recipe="sst2_student", engine="zero2"),
     "sst2_prune_distil_exits": Run(SST2, "sst2_prune_distil_exits"),
-    "sst2_exits": Run(SST2, "sst2_exits", seeds=3),
-    "cola_exits": replace(_EXITS, data="glue/CoLA", metric="matthews", settings=("task.name=cola",)),
+    "sst2_exits": Run(SST2, "sst2_exits"),
+    "cola_exits": replace(_EXITS, data="glue/CoLA", metric="matthews", settings=("task.name=cola",), seeds=3),
     "rte_exits": replace(_EXITS, settings=_LONGER),
     "wnut17_exits": Run(
         "wnut17", "wnut17_exits", "f1", settings=("task.validation_file=emerging.test.annotated",), seeds=3
@@ -93,6 +93,7 @@ def trained(name: str, output: Path, seed: int, data_dir: str) -> dict[str, Any]
     content["task"]["data_dir"] = data_dir or str(SHARED / "data" / run.data)
     if run.start:
         before, phase = run.start.split("/")
+        trained(before, output, 0, data_dir)
         content["model"] = {"name_or_path": str(output / f"{before}_0" / phase / "model")}
     settings = [word for setting in ("bf16.enabled=true", *run.settings) for word in ("--set", setting)]
     if is_quick():
