@@ -46,20 +46,26 @@ def class_names(
     return distributed.on_main(lambda: names_in("train" if can_train else "validation"))
 
 
-def check_trained(source: str | Path, kind: HeadKind, outputs: int, task: str) -> None:
-    """Raise UserError unless a model folder or hub name claims a trained head of so many outputs."""
-    head = trained_head(pretrained.load_config(source, kind), kind)
+def check_trained(source: str | Path, kind: HeadKind, labels: Sequence[str], task: str) -> None:
+    """Raise UserError unless a model folder or hub name claims a trained head for `labels`, or of a regression's score.
+
+    The head's classes may have other names or another order, as for `load_model`.
+    """
+    head, outputs = trained_head(pretrained.load_config(source, kind), kind), max(1, len(labels))
     if head is None or len(head) != outputs:
         present = f"one of {len(head)}" if head else "none"
         raise UserError(f"{source} has no trained head of {outputs} outputs for {task}, but {present}")
+    if labels:
+        _head_order(source, head, labels)
 
 
 def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_token_id: int) -> nn.Module:
     """Load a classifier over `labels` in this order, or for regression if there are none, in fp32.
 
     A trained head of the same classes is kept, and its outputs are put in this order. One with as many classes of other
-    names is kept with a warning, and one with another number of classes is replaced. It is an error if the config
-    promises a head to keep and the weights do not hold all of it.
+    names is kept with a warning, unless a label is the name of another output, which is an error. One with another
+    number of classes is replaced. It is an error if the config promises a head to keep and the weights do not hold all
+    of it.
     """
     config = pretrained.load_config(source, kind)
     head = trained_head(config, kind)
@@ -86,12 +92,27 @@ def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_to
 
 
 def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Sequence[str]) -> None:
-    places = _places(head, labels)
+    places = _head_order(source, head, labels)
     if places is None:
         names = "are unnamed" if unnamed(head) else f"are {', '.join(head)}"
         distributed.warn(f"{source}: the head's classes {names}; they are taken for {', '.join(labels)}, in order")
     elif places != sorted(places):
         _reorder(model, places)
+
+
+def _head_order(source: str | Path, head: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Return `_places`; UserError where it is None and a head has one of the labels in the place of another."""
+    places = _places(head, labels)
+    names = [_folded(name) for name in head]
+    for index, label in enumerate(labels):
+        if places is None and _folded(label) in names and names[index] != _folded(label):
+            raise UserError(
+                f"{source}: the head's classes are {', '.join(head)}, and the task's {', '.join(labels)}: "
+                f"{label} is class {names.index(_folded(label))} of the head and {index} of the task, and the others "
+                f"are not the same. Write into id2label of its config.json what the task calls each of the head's "
+                f"outputs, or LABEL_0, LABEL_1, ... to have them taken in the task's order"
+            )
+    return places
 
 
 @torch.no_grad()

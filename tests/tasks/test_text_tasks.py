@@ -25,6 +25,7 @@ from transformers import (
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text import docstrings
@@ -162,6 +163,20 @@ def test_unnamed_classes_are_taken_in_the_tasks_order_with_a_warning(
     assert "are unnamed; they are taken for entailment, neutral, contradiction" in caplog.text
     own = BertForSequenceClassification.from_pretrained(folder).classifier.weight
     torch.testing.assert_close(model.classifier.weight, own)
+
+
+@pytest.mark.parametrize("names", [("con", "neutral", "Entailment"), ("neutral", "x", "y")])
+def test_a_head_with_a_class_in_the_place_of_another_is_refused(
+    names: tuple[str, ...], mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Taken in order it would be read as another class: as a teacher (before it is loaded), to score, and to start."""
+    folder = classifier(tokenizer, tmp_path / "other", names)
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    for use in (task.check_trained, task.build_model):
+        with pytest.raises(UserError, match=r"(entailment is class 2|neutral is class 0) of the head and [01] of the"):
+            use(folder)
+    for kept in [("neg", "neutral", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")]:
+        task.check_trained(classifier(tokenizer, tmp_path / kept[0], kept))
 
 
 def test_models_are_loaded_in_fp32_whatever_the_checkpoint(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:

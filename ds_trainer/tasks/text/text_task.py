@@ -62,7 +62,7 @@ class TextTask(Task):
         return model
 
     def check_trained(self, folder: str | Path) -> None:
-        classifiers.check_trained(folder, CLASSIFIER, max(1, len(self.label_names)), self.spec.name)
+        classifiers.check_trained(folder, CLASSIFIER, self.label_names, self.spec.name)
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)

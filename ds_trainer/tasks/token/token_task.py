@@ -64,7 +64,7 @@ class TokenTask(Task):
         return model
 
     def check_trained(self, folder: str | Path) -> None:
-        classifiers.check_trained(folder, TOKEN_CLASSIFIER, len(self.label_names), self.spec.name)
+        classifiers.check_trained(folder, TOKEN_CLASSIFIER, self.label_names, self.spec.name)
 
     def sentences(self, split: str) -> list[Sentence]:
         """Return the split's sentences, at most its limit. The first call reads the file, on the calling rank alone."""
