@@ -14,12 +14,10 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     BertConfig,
-    BertForMaskedLM,
     DistilBertConfig,
 )
 
 from ds_trainer.config.recipe import DistillSpec, GroupRule, TextSpec, parse_recipe
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.shrink import shrink
@@ -415,18 +413,3 @@ def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {"distill_projection.weight", "distill_projection.bias"} < trained
     assert all(name.endswith("mask_scores") or name.startswith("distill_projection") for name in trained)
-
-
-def test_heads_of_other_vocabularies_are_refused(tokenizer, teacher, tmp_path):
-    """One tokenizer, a padded head: told before the first step, with what to change."""
-    sizes = {"student": len(tokenizer), "teacher": len(tokenizer) + 6}
-    for name, size in sizes.items():
-        config = BertConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, intermediate_size=16, **SMALL)
-        BertForMaskedLM(config).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    (tmp_path / "text.txt").write_text("\n".join(SENTENCES))
-    files = {"data_dir": str(tmp_path), "train_file": "text.txt", "validation_file": "text.txt", "min_seq_length": 3}
-    task = build_task(LmSpec(name="mlm", **files), tmp_path / "student", tmp_path)
-    asked = DistillSpec(teacher=str(tmp_path / "teacher"))
-    with pytest.raises(ValueError, match=f"gives {sizes['teacher']} logits and the student {sizes['student']}"):
-        Distill(asked, LENGTH, task).attach(task.build_model(tmp_path / "student"))

@@ -121,6 +121,34 @@ def test_logits_over_a_vocabulary_are_those_of_the_student_s_tokens(kind: str, t
     assert technique._targets(batch).logits[0].shape[1] == len(task.tokenizer) < len(tokenizer)
 
 
+@pytest.mark.parametrize("cached", [False, True, {"top_k": 5}])
+@pytest.mark.parametrize("padding", [(0, 7), (7, 0), (3, 9)])
+def test_a_padded_head_is_compared_over_the_tokens(padding: tuple[int, int], cached: Any, tmp_path: Path) -> None:
+    """One tokenizer, and rows of the student's head or the teacher's that are no tokens and have large logits: models
+    that are otherwise the same answer the same, and rows without a token get no gradient."""
+    spec, tokenizer = parse_task(lm_files("clm", tmp_path)), byte_pairs()
+    config = AutoConfig.for_model("gpt2", **FAMILIES["gpt2"] | {"vocab_size": len(tokenizer)})
+    model = randomised(AutoModelForCausalLM.from_config(config))
+    for name, rows in zip(("student", "teacher"), padding, strict=True):
+        model.resize_token_embeddings(len(tokenizer) + rows, mean_resizing=False)
+        with torch.no_grad():
+            model.lm_head.weight[len(tokenizer) :] = 50.0
+        save_folder(model, tokenizer, tmp_path / name)
+    terms = ["logits"] if isinstance(cached, dict) else ["logits", "mse"]
+    fields = {"terms": terms, "cache_teacher": cached, "temperature": 1.0}
+    paths = [str(tmp_path / name) for name in ("student", "teacher", "cache")]
+    task, student, technique = started(spec, *paths[:2], Path(paths[2]), **fields)
+    batch = task.collate(task.examples("train"), ROWS)
+    terms = technique.terms(Forward(batch, student.eval()(**batch.inputs), 0))
+    assert max(terms.values()) < (1e-3 if cached else 1e-6)
+    assert technique.readings() == {"distill/agreement": 1.0}
+    sum(terms.values()).backward()
+    assert student.lm_head.weight.grad.abs().sum() > 0
+    assert not student.lm_head.weight.grad[len(tokenizer) :].any()
+    scored = technique.views(Forward(batch, None, 0), lambda _: None)["teacher"]
+    assert scored.logits.shape[-1] == len(tokenizer)
+
+
 def test_a_teacher_that_was_cut_itself_is_refused(classes: TextSpec, tmp_path: Path) -> None:
     """It has no number for some of the student's tokens; the message names some of them."""
     tokenizer = word_pieces()

@@ -63,7 +63,7 @@ class Distill(Technique):
         self.projection: nn.Linear | None = None
         self._student_layers = self._teacher_layers = ComparedLayers()
         self._undo: Callable[[], None] = lambda: None
-        self._teacher_ids: Tensor | None = None  # of the student's tokens, where its vocabulary was cut
+        self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
         # the rows of logits where both choose the same class, and all rows, since the last readings
@@ -84,14 +84,10 @@ class Distill(Technique):
         self._teacher_ids = teacher_ids(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
         student: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
-        compares_logits = bool({"logits", "mse"} & set(self.spec.terms))
-        # models of one tokenizer may have heads of different sizes: some are padded
+        if self.task.over_vocabulary and self._teacher_ids is None and student.vocab_size != teacher.vocab_size:
+            # one tokenizer, and a head is padded: both have its tokens, whose numbers are the same
+            self._teacher_ids = torch.arange(max(self.task.tokenizer.get_vocab().values()) + 1)
         logits = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
-        if self.task.over_vocabulary and compares_logits and student.vocab_size != logits:
-            raise UserError(
-                f"distill: the teacher {self.spec.teacher} gives {logits} logits and the student {student.vocab_size}: "
-                f"give the student's config the vocab_size {logits}"
-            )
         if 0 < logits <= self.spec.top_k:
             raise UserError(f"cache_teacher: top_k {self.spec.top_k} is not below the {logits} tokens of the teacher")
         self._student_layers = compared_layers(self.spec, student, "student")
@@ -138,7 +134,10 @@ class Distill(Technique):
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         assert self._targets is not None, "start() comes before the first forward"
         teacher = self._targets(forward.batch)
-        student = self._student_layers.outputs(forward.out, self.task.logits(forward.out, forward.batch))
+        # the teacher's logits over a vocabulary are those of the tokens: the student's head may be padded
+        tokens = len(self._teacher_ids) if self.task.over_vocabulary and self._teacher_ids is not None else None
+        logits = tuple(each[:, :tokens] for each in self.task.logits(forward.out, forward.batch))
+        student = self._student_layers.outputs(forward.out, logits)
         pairs = list(zip(student.logits, teacher.logits, strict=True))
         self._count_agreement(pairs)
         of_layers = [term for term in self.spec.terms if term in _LAYER_UNITS]
