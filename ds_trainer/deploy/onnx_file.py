@@ -10,7 +10,6 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -89,7 +88,7 @@ def session(path: Path, threads: int) -> InferenceSession:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised, and need not be printed as well
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # fused, addition and layer norm take several times as long as apart, and a small int8 model 1.2 times as long
     options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
@@ -145,13 +144,22 @@ def compare(model: nn.Module, forward: Forward, batches: Iterable[Inputs]) -> di
 
 
 def check_onnx(model: nn.Module, path: Path, batches: Iterable[Inputs], threads: int = 1) -> dict[str, float]:
-    """Compare a file with its model; UserError where they differ by more than 1e-4 of the largest output, or of 1."""
-    results = compare(model, partial(outputs, session(path, threads)), batches)
+    """Compare a file with its model; UserError where it differs by more than 1e-4 of the largest output, or of 1.
+
+    A file that onnxruntime loads and cannot run is such an error, too.
+    """
+    opened = session(path, threads)
+    cause = f"{type(model).__name__} does something that a trace does not hold, so that it cannot be exported"
+
+    def run(inputs: Inputs) -> Sequence[Tensor]:
+        with as_user_error(f"{cause}: onnxruntime cannot run the ONNX model"):
+            return outputs(opened, inputs)
+
+    results = compare(model, run, batches)
     if not agree(results, TOLERANCE):
         raise UserError(
             f"the ONNX model's outputs differ from the model's by {results['max_difference']:.3g}, where the largest "
-            f"is {results['largest']:.3g}: {type(model).__name__} does something that a trace does not hold, so that "
-            f"it cannot be exported"
+            f"is {results['largest']:.3g}: {cause}"
         )
     return results
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from support import exported_models
 from support.exported_models import emptied, inputs
+from support.zeroed import KIN
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, check_onnx, compare, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch
 
 SHAPES = [(1, 1), (1, 7), (3, 20), (5, 64), (2, 2)]
@@ -92,6 +94,18 @@ def test_a_file_that_differs_is_refused(exported):
     finally:
         with torch.no_grad():
             head.bias -= 0.01
+
+
+@pytest.mark.parametrize("family", ["cohere", "ernie4_5"])
+def test_a_file_that_onnxruntime_cannot_run_is_refused(family, tmp_path):
+    """The exporter writes wrong shapes for the rotary places of these families; the message names the class."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **KIN[family], vocab_size=64))
+    batch = {name: inputs(2, 5)[name] for name in ("input_ids", "attention_mask")}
+    write_onnx(model, batch, tmp_path / "model.onnx")
+    with pytest.raises(
+        UserError, match=rf"^{type(model).__name__} does something that a trace does not hold.*cannot run"
+    ):
+        check_onnx(model, tmp_path / "model.onnx", [batch])
 
 
 def test_int8_is_smaller_and_close(tmp_path):
