@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from ds_trainer.config.prune_specs import BY_SHARE
 from ds_trainer.config.recipe import parse_cut
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, read_report
+from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, WEIGHTS, read_report
 from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import read_value
-from ds_trainer.files.run_folder import check_output_folder
+from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
 from ds_trainer.ranks.failures import UserError
@@ -201,7 +202,9 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
         elif names and not flags.overwrite:
             yield f"--output_dir: {output} is not empty: give another, or --overwrite"
         return
-    model = next((name for name in names if name == "config.json" or name.endswith(".safetensors")), None)
+    # the config and tokenizer of an earlier .onnx file may be replaced, and weights may not
+    kept = [*WEIGHTS[:-1], *([] if ONNX_FILE in names else MODEL_FILES)]
+    model = next((name for name in names if any(fnmatchcase(name, pattern) for pattern in kept)), None)
     if model and not itself:
         yield f"--output_dir: {output} holds another model ({model}) than the .onnx file would: give another"
     if flags.overwrite:

@@ -4,6 +4,7 @@ A field that is named like a flag takes that flag's value, and checks it; the co
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -234,6 +235,11 @@ class ExportJob(CommandJob):
     def writes_folder(self) -> bool:
         """Whether the output is a model folder."""
         return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
+
+    @property
+    def adds_onnx(self) -> bool:
+        """Whether .onnx files come beside the weights that they are of, and not into a folder of their own."""
+        return not self.writes_folder and os.path.realpath(self.output) == os.path.realpath(self.model)
 
 
 class BenchmarkJob(CommandJob):

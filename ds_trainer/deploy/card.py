@@ -20,12 +20,13 @@ from ds_trainer.config.recipe import Phase, Recipe
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT
 from ds_trainer.deploy.latency import bytes_on_disk
+from ds_trainer.deploy.onnx_lines import onnx_lines
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
 from ds_trainer.files.tables import Row, markdown
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import is_compact, is_hub_name
+from ds_trainer.models.model_folder import has_safetensors, is_compact, is_hub_name
 from ds_trainer.ranks import distributed
 from ds_trainer.report.page import notes_on, table_of, tried
 from ds_trainer.report.run_files import read_object, read_run
@@ -58,12 +59,12 @@ def _write_cards(output: Path, recipe: Recipe) -> None:
         task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
         folder = run.folder_of(phase.name) / "model"
         if (folder / "config.json").exists():  # otherwise the user has deleted the model
-            _write(folder, folder, _origin(recipe, phase), task, scores, sections)
+            _write(folder, _origin(recipe, phase), task, scores, sections)
 
 
 def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
     """Write the card of an export; a model to which .onnx files were added keeps the card of its run."""
-    if not job.writes_folder and is_own_card(job.output / CARD) and (job.output / "config.json").exists():
+    if job.adds_onnx and is_own_card(job.output / CARD):
         return
     scores = report.get("scores", {})
     made = scores.get("compact", scores.get("cut"))
@@ -78,8 +79,7 @@ def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
     source = _origin(saved.recipe, saved.phase) if saved else str(job.model)
     recipe = _section(saved.recipe) if saved else []
     sections = ["## Results", markdown(rows), "## Export", _json(flags), *recipe]
-    described = job.output if (job.output / "config.json").exists() else job.model
-    _write(job.output, described, source, job.task, made or scores.get("model", {}), sections)
+    _write(job.output, source, job.task, made or scores.get("model", {}), sections)
 
 
 def open_repository(name: str) -> str:
@@ -118,19 +118,15 @@ def _origin(recipe: Recipe, phase: Phase) -> str | None:
 
 def _write(
     folder: Path,
-    described: Path,
     source: str | None,
     task: TaskBase | None,
     scores: Mapping[str, float],
     sections: Sequence[str],
 ) -> None:
-    """Write the card of a folder that was made from `source`, a folder or hub name; None stands for new weights.
-
-    `described` has the config of its model: the folder itself, unless it holds .onnx files alone.
-    """
+    """Write the card of a folder that was made from `source`, a folder or hub name; None stands for new weights."""
     if (folder / CARD).exists() and not is_own_card(folder / CARD):
         return
-    config, name = read_object(described / "config.json"), "/".join(folder.absolute().parts[-2:])
+    config, name = read_object(folder / "config.json"), "/".join(folder.absolute().parts[-2:])
     classes = config.get("architectures") or []
     kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
     does, base = _TASKS.get(kind), _base_of(source)
@@ -163,14 +159,15 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     """Yield a fence of Python for each way to load what a folder holds."""
     auto = f"AutoModel{kind}".replace("LMHeadModel", "ForCausalLM")
     trust = ", trust_remote_code=True" if "auto_map" in config else ""
-    model, exits = (folder / "config.json").exists(), (folder / EXITS_FILE).exists()
-    if model and not is_compact(folder):
+    exits = (folder / EXITS_FILE).exists()
+    if has_safetensors(folder) or any(folder.glob("pytorch_model*")):
         yield f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER"{trust})\n```'
     if exits or is_compact(folder):
         early = "  # exits early" if exits else ""
         yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'
-    for name in filter(lambda name: (folder / name).exists(), (ONNX_FILE, INT8_FILE)):
-        yield f'```python\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("FOLDER/{name}")\n```'
+    if (folder / ONNX_FILE).exists():
+        int8 = f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else ""
+        yield f"```python\n{onnx_lines(config, kind, int8)}```"
 
 
 def _row(name: str, size: int, scores: Mapping[str, float] | None) -> Row:

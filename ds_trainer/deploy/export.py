@@ -81,6 +81,7 @@ def save_folded(
         expected = task.logits(folded.float()(**batch.inputs), batch)
         dtype, tolerance = torch.float32, tolerance_in(dtype)
     del folded
+    cut_as_trained(task.tokenizer, task)
     results: dict[str, Any] = {}
 
     def finish(aside: Path) -> None:
@@ -98,3 +99,12 @@ def save_folded(
 
     save_folder(model, task.tokenizer, folder, finish)
     return results
+
+
+def cut_as_trained(tokenizer: Any, task: Task) -> None:
+    """Name the length at which a task cuts texts in its tokenizer, so that whoever opens its folder cuts them there.
+
+    A language model's texts are not cut but split, and its tokenizer stays as it is.
+    """
+    if not task.over_vocabulary:
+        tokenizer.model_max_length = getattr(task.spec, "max_seq_length", tokenizer.model_max_length)

@@ -6,6 +6,7 @@ holds the plain model.
 """
 
 import contextlib
+import copy
 import fcntl
 import os
 import shutil
@@ -26,6 +27,7 @@ from ds_trainer.config.jobs import ExportJob
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.card import write_export_card
+from ds_trainer.deploy.export import cut_as_trained
 from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
 from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
@@ -33,10 +35,11 @@ from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import save_folder
-from ds_trainer.models.layers import count_weights, total_weights
+from ds_trainer.models.layers import FIELD, count_weights, total_weights
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
@@ -68,7 +71,7 @@ def export_folder(job: ExportJob) -> dict[str, Any]:
         made = aside / "made"
         source = job.checkpoint.path if job.checkpoint else job.model
         report = {"folder": str(source), **_written(job, made, aside)}
-        if not job.writes_folder:
+        if job.adds_onnx:
             report |= _earlier(job.output)
         write_json(made / REPORT, report)
         with held_back():  # no signal may end the command between the removal of the old model and the new one
@@ -122,7 +125,7 @@ def _earlier(folder: Path) -> dict[str, Any]:
 def _put_in_place(made: Path, job: ExportJob) -> None:
     """Delete the old model, its weights first, and move the new one there, its weights last: a mixture never loads."""
     job.output.mkdir(parents=True, exist_ok=True)
-    replaced = REPLACED if job.writes_folder else (ONNX_FILE, INT8_FILE)
+    replaced = (ONNX_FILE, INT8_FILE) if job.adds_onnx else REPLACED
     old = [path for path in job.output.iterdir() if path.is_file() and _matches(path, replaced)]
     for path in sorted(old, key=lambda path: not _matches(path, WEIGHTS)):
         path.unlink()
@@ -176,6 +179,8 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
             scores["compact"] = score_folder(task, made, job.batch_size).scores
     if job.onnx:
         report |= _onnx(job, model, batches, made)
+        if not (job.writes_folder or job.adds_onnx):
+            _write_beside_onnx(job, model, task, made)
         for name in ("onnx", "int8"):
             if task and name in report:
                 opened = onnx_file.session(made / report[name]["file"], torch.get_num_threads())
@@ -240,6 +245,23 @@ def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Pat
         compared = onnx_file.compare(model, partial(onnx_file.outputs, opened), batches)
         report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
     return report
+
+
+def _write_beside_onnx(job: ExportJob, model: Any, task: Task | None, made: Path) -> None:
+    """Write what programs read beside an .onnx file: the tokenizer and a plain config.
+
+    Both name the padding token that the file was traced with.
+    """
+    config, tokenizer = copy.deepcopy(model.config), pretrained.load_tokenizer(job.model)
+    for name in (FIELD, "auto_map"):
+        if hasattr(config, name):
+            delattr(config, name)
+    config.architectures = [whole_class(model).__name__]
+    config.save_pretrained(made)
+    pretrained.pad_token_id(tokenizer)
+    if task:
+        cut_as_trained(tokenizer, task)
+    tokenizer.save_pretrained(made)
 
 
 def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:

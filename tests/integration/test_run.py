@@ -244,7 +244,9 @@ def test_a_checkpoint_is_exported_as_a_model_folder_is(alone, tmp_path):
     assert report["scores"]["model"]["accuracy"] == read(alone / "eval_results.json")["prune"]["accuracy"]
     assert {"model.onnx", COMPACT_FILE} <= {path.name for path in (tmp_path / "target").iterdir()}
     export_command([str(alone / "checkpoint-12"), "--onnx", "--output_dir", str(tmp_path / "onnx")])
-    assert {path.name for path in (tmp_path / "onnx").iterdir()} == {"model.onnx", "export.json", "README.md"}
+    written = {path.name for path in (tmp_path / "onnx").iterdir()}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert written == {"model.onnx", "export.json", "README.md", "config.json", *tokenizer}
 
 
 def test_a_checkpoint_is_of_the_phase_that_wrote_it(alone, tmp_path):

@@ -32,6 +32,7 @@ from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import NothingToCutError, kept, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
+from ds_trainer.tasks.registry import build_task
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}
@@ -329,6 +330,16 @@ def test_an_export_to_a_plain_folder_says_it_too(plan: Any, tmp_path: Any) -> No
     weights = exported(plan, tmp_path)["weights"]
     assert weights["sizes"]["neurons"] == [6] * 3
     assert weights["before"]["encoder"] - weights["encoder"]["total"] == 3 * 2 * 32 * 18
+
+
+def test_an_exported_folder_cuts_texts_where_the_task_does(plan: Any, tmp_path: Any) -> None:
+    """Its tokenizer has the task's length, and tokenises as before: a later phase takes the same examples."""
+    empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
+    exported(plan, tmp_path)
+    task = plan_for(str(plan.folder), tmp_path / "cache").task
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer("no " * 999, truncation=True)["input_ids"]) == task.spec.max_seq_length
+    assert build_task(task.spec, tmp_path / "out", tmp_path / "cache").key("train") == task.key("train")
 
 
 def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, caplog: Any) -> None:

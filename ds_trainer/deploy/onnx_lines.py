@@ -1,0 +1,67 @@
+"""The lines of Python in a model card that answer by an .onnx file, with a tokenizer and onnxruntime alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_trainer.deploy.export_files import ONNX_FILE
+
+_OPEN = f"""{{imports}}import onnxruntime
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+options = onnxruntime.SessionOptions()
+options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
+session = onnxruntime.InferenceSession("FOLDER/{ONNX_FILE}", options){{int8}}
+"""
+_RUN = " = session.run(None, {node.name: tokens[node.name] for node in session.get_inputs()})\n"
+_LABELS = 'labels = json.load(open("FOLDER/config.json", encoding="utf-8"))["id2label"]\n'
+_NUMPY = 'return_token_type_ids=True, return_tensors="np")\n'
+_TEXTS = """texts = ["A text.", "Another one."]  # of a task with two texts: [("a premise", "a hypothesis"), ...]
+tokens = tokenizer(texts, padding=True, truncation=True, """
+_WORDS = """text = " Each word has a tag ."  # words with a space before each
+tokens = tokenizer(text, truncation=True, """
+_PAIR = """question, context = "Who came?", "Anna came by train."  # a context that is longer is cut: take it in parts
+tokens = tokenizer(question, context, truncation="only_second", return_offsets_mapping=True, """
+_MASKED = """tokens = tokenizer(f"It {tokenizer.mask_token} today.", """
+_BEGUN = """tokens = tokenizer("Once upon a", """
+_SPAN = """scores = numpy.triu(numpy.exp(start[0])[:, None] * numpy.exp(end[0])[None])
+outside = [place for place, text in enumerate(tokens.sequence_ids(0)) if text != 1]
+scores[outside], scores[:, outside] = 0, 0
+first, last = numpy.unravel_index(scores.argmax(), scores.shape)
+spans = tokens["offset_mapping"][0]
+print(context[spans[first][0] : spans[last][1]])
+"""
+_TAGS = """for word in re.finditer(r"\\S+", text):
+    place = tokens.char_to_token(0, word.start())  # its first piece
+    print(word.group(), None if place is None else labels[str(logits[0, place].argmax())])
+"""
+_WORD = """place = tokens["input_ids"][0].tolist().index(tokenizer.mask_token_id)
+print(tokenizer.decode([logits[0, place].argmax()]))
+"""
+_NEXT = (
+    "print(tokenizer.decode([logits[0, -1].argmax()]))  # the next token: the file scores texts, and keeps no cache\n"
+)
+_CLASS = "print([labels[str(row.argmax())] for row in logits])\n"
+_SEVERAL = "print([[labels[str(place)] for place in (row > 0).nonzero()[0]] for row in logits])\n"
+_VALUE = "print(logits[:, 0])\n"
+
+
+def onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
+    """Return lines that tokenise, run and decode for a model whose class ends with `kind`.
+
+    FOLDER stands for its folder, and `int8` is a comment behind the file's name.
+    """
+    imports, given, end = "", _BEGUN + _NUMPY + "(logits,)" + _RUN, _NEXT
+    if kind == "ForSequenceClassification":
+        problem = config.get("problem_type")
+        imports = "" if problem == "regression" else "import json\n\n"
+        before = "" if config.get("pad_token_id") is not None else "tokenizer.pad_token = tokenizer.eos_token\n"
+        given = before + (_LABELS if imports else "") + _TEXTS + _NUMPY + "(logits,)" + _RUN
+        end = {"regression": _VALUE, "multi_label_classification": _SEVERAL}.get(str(problem), _CLASS)
+    elif kind == "ForTokenClassification":
+        imports, given, end = "import json\nimport re\n\n", _LABELS + _WORDS + _NUMPY + "(logits,)" + _RUN, _TAGS
+    elif kind == "ForQuestionAnswering":
+        imports, given, end = "import numpy\n", _PAIR + _NUMPY + "start, end" + _RUN, _SPAN
+    elif kind == "ForMaskedLM":
+        given, end = _MASKED + _NUMPY + "(logits,)" + _RUN, _WORD
+    return _OPEN.format(imports=imports, int8=int8) + given + end
