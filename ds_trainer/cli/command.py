@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ds_trainer import __version__
 from ds_trainer.files.messages import shortened, shown
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
@@ -46,6 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(prog=f"ds-{name}", description=description, allow_abbrev=False)
+        self.add_argument("--version", action="version", version=f"ds_trainer {__version__}")
 
     def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
         """Parse, and load the plugins that are named, before anything is read that may need them."""

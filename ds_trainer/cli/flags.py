@@ -14,7 +14,7 @@ from ds_trainer.cli.command import Mistakes, flag_mistake
 from ds_trainer.config.exit_specs import ExitsSpec
 from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
-from ds_trainer.config.settings import apply_setting
+from ds_trainer.config.settings import apply_to_task
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
@@ -55,7 +55,7 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags from which `read_task` reads."""
     source = "take the task from this recipe, e.g. OUTPUT_DIR/recipe.json, or a name of ds_configs/recipes"
     parser.add_argument("--recipe", type=shipped_recipe, help=source)
-    add_common_flags(parser, "any field of the task, e.g. max_seq_length=128")
+    add_common_flags(parser, "any field of the task: max_seq_length=128, or as for training task.max_seq_length=128")
 
 
 def add_common_flags(parser: argparse.ArgumentParser, set_help: str) -> None:
@@ -99,7 +99,7 @@ def read_task(
     given = {"name": flags.task_name, "data_dir": flags.data_dir}
     task_data |= {field: value for field, value in given.items() if value is not None}
     for setting in flags.set:
-        mistakes.of(apply_setting, task_data, setting)
+        mistakes.of(apply_to_task, task_data, setting)
     task = mistakes.of(parse_task, task_data)
     if "name" not in task_data:
         mistakes.append(NO_TASK)

@@ -8,13 +8,14 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, add_push_flag, shipped_engine, shipped_recipe, trust_of
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
+from ds_trainer.config.task_specs import TaskSpec
 from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
 from ds_trainer.engine.keys import key_table
@@ -158,7 +159,8 @@ def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], settin
     path, value = parse_setting(setting)
     name, source = path[0], f'--set "{cut(setting, 200)}"'
     if name not in {*Recipe.model_fields, *key_table()["keys"], *key_table()["removed"], *engine_config}:
-        homes = {field: f"phases.*.{field}" for field in Phase.model_fields}
+        homes = {field: f"task.{field}" for task in get_args(TaskSpec) for field in task.model_fields}
+        homes |= {field: f"phases.*.{field}" for field in Phase.model_fields}
         homes |= {field: field for field in (*key_table()["keys"], *Recipe.model_fields)}
         near = difflib.get_close_matches(name, homes, 1)
         way_out = f"did you mean {homes[near[0]]}?" if near else f"the recipe has {', '.join(Recipe.model_fields)}"

@@ -11,10 +11,10 @@ _DEEPEST = 100
 """The parts of a path at most: no field lies deeper, and Python's recursion ends at 1,000."""
 
 
-def apply_setting(target: dict[str, Any], setting: str) -> None:
-    """Change the field of an object that the PATH=JSON of a `--set` names."""
+def apply_to_task(task: dict[str, Any], setting: str) -> None:
+    """Change the field of a task that a `--set` names: by `task.metrics`, as in a recipe, or by `metrics` alone."""
     path, value = parse_setting(setting)
-    assign(target, path, value, f'--set "{setting}"')
+    assign(task, path[path[0] == "task" and len(path) > 1 :], value, f'--set "{setting}"')
 
 
 def parse_setting(setting: str) -> tuple[list[str], Any]:

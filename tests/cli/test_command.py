@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 from support.launching import ROOT, SHARED, run_deepspeed, run_python, run_script
 
+import ds_trainer
 from ds_trainer.cli.calibrate import read_calibrate_job
-from ds_trainer.cli.command import run_command
-from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.command import Mistakes, run_command
+from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
+from ds_trainer.cli.flags import read_task
 from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.trust import Trust
@@ -332,6 +335,29 @@ def test_settings_change_one_field(setting, expected):
     target = {"a": {"c": 2}}
     assign(target, *parse_setting(setting), source="test")
     assert target == expected
+
+
+def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, tmp_path, monkeypatch):
+    """`task.metrics` is taken by both; `metrics` alone by the commands on folders, and training says what to write."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "dev.csv").write_text("text,label\na,b\n")
+    files = ["--task_name", "text", "--data_dir", str(tmp_path), "--set", "validation_file=dev.csv"]
+    files += ["--set", 'text_columns=["text"]', "--set", "task.label_column=label"]
+    for path in ("metrics", "task.metrics"):
+        mistakes = Mistakes()
+        flags = evaluate_parser().parse_args(["model", *files, "--set", f'{path}=["f1"]'])
+        task, _ = read_task(flags, mistakes, "validation")
+        assert (mistakes, task.metrics, task.label_column) == ([], ["f1"], "label")
+    assert "did you mean task.metrics?" in mistakes_of(command, "--set", 'metrics=["f1"]')
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
+def test_every_command_says_its_version(name, capsys):
+    """On standard output, whatever else it needs."""
+    run = getattr(import_module(f"ds_trainer.cli.{name}"), f"{name}_command")
+    with pytest.raises(SystemExit) as caught:
+        run_command(run, ["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"ds_trainer {ds_trainer.__version__}\n")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
