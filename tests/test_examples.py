@@ -1,45 +1,84 @@
 """The examples run, and the pages that scripts write are what the scripts write now."""
 
+import contextlib
+import http.client
 import json
 import re
 import runpy
 import threading
-import urllib.error
-import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import exported_models
 from support.exit_folders import make_classifier
 from support.launching import ROOT
 from tools import write_recipe_docs
 from tools.write_matrix import PAGE, README, short
 from transformers import BertConfig, BertForSequenceClassification
 
+from ds_trainer.cli.command import run_command
+from ds_trainer.cli.export import export_command
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks.failures import UserError
 
 
-def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None:
-    """Each text gets a label, its probabilities and the layer it left at; what is no request gets status 400."""
-    folder = make_classifier(tmp_path / "model", csv_folder, tmp_path / "cache")
-    server = runpy.run_path(str(ROOT / "examples/serve.py"))["make_server"](str(folder), 0, 24)
+@contextlib.contextmanager
+def serving(*arguments: Any) -> Iterator[Callable[..., tuple[int, Any]]]:
+    """Serve, and yield a function that sends a body, with headers, and returns the reply's status and its JSON."""
+    server = runpy.run_path(str(ROOT / "examples/serve.py"))["make_server"](*arguments)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
+
+    def ask(body: bytes, **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        connection.request("POST", "/", body, {name.replace("_", "-"): value for name, value in headers.items()})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
     try:
-        address = f"http://127.0.0.1:{server.server_port}"
-        body = json.dumps({"texts": ["an old apple", "a wren"]}).encode()
-        with urllib.request.urlopen(address, data=body, timeout=30) as reply:
-            answer = json.loads(reply.read())
-        assert len(answer["labels"]) == len(answer["exit_layers"]) == 2
-        assert [sum(shares) for shares in answer["probabilities"]] == pytest.approx([1, 1])
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            urllib.request.urlopen(address, data=b"{}", timeout=30)
+        yield ask
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None:
+    """Each text gets a label, its probabilities and the layer it left at; what is no request gets status 400.
+
+    So does a size that would be read for ever; a text that the model fails on gets status 500.
+    """
+    folder = make_classifier(tmp_path / "model", csv_folder, tmp_path / "cache")
+    bad = [b"", b"no", b"[" * 9**5, b"[]", b"{}", b"null", b"\xff"]
+    bad += [json.dumps({"texts": texts}).encode() for texts in ([], "a wren", None, [1], [["a", "b"]], ["a"] * 257)]
+    with serving(str(folder), 0, 24) as ask:
+        status, answer = ask(json.dumps({"texts": ["an old apple", "a wren"]}).encode())
+        assert status == 200
+        assert len(answer["labels"]) == len(answer["exit_layers"]) == 2
+        assert [sum(shares) for shares in answer["probabilities"]] == pytest.approx([1, 1])
+        for body in bad:
+            status, answer = ask(body)
+            assert (status, answer["error"][:16]) == (400, 'send {"texts": ['), body
+        for size in ("-1", "9" * 9, "many"):
+            assert ask(b"", Content_Length=size)[0] == 400
+        assert ask(json.dumps({"texts": ["\ud800"]}).encode())[0] == 500
+        assert ask(b'{"texts": ["a wren"]}')[0] == 200
+
+
+def test_the_server_answers_by_an_onnx_file(tmp_path: Path) -> None:
+    """As by the model, from the folder that the export wrote alone."""
+    model, out = exported_models.save("cls", tmp_path / "model"), tmp_path / "out"
+    assert run_command(export_command, [str(model), "--onnx", "--output_dir", str(out)]) == 0
+    body = json.dumps({"texts": exported_models.TEXTS}).encode()
+    with serving(str(model), 0) as ask, serving(str(out), 0, None, "model.onnx") as by_file:
+        (_, expected), (status, answer) = ask(body), by_file(body)
+    assert (status, answer["labels"]) == (200, expected["labels"])
+    for ours, theirs in zip(answer["probabilities"], expected["probabilities"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) -> None:

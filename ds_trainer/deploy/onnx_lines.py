@@ -51,15 +51,18 @@ def onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
 
     FOLDER stands for its folder, and `int8` is a comment behind the file's name.
     """
+    # transformers does not write its default, for which the lines need no file
+    labels = _LABELS if "id2label" in config else 'labels = {"0": "LABEL_0", "1": "LABEL_1"}\n'
     imports, given, end = "", _BEGUN + _NUMPY + "(logits,)" + _RUN, _NEXT
     if kind == "ForSequenceClassification":
         problem = config.get("problem_type")
-        imports = "" if problem == "regression" else "import json\n\n"
+        labels = "" if problem == "regression" else labels
         before = "" if config.get("pad_token_id") is not None else "tokenizer.pad_token = tokenizer.eos_token\n"
-        given = before + (_LABELS if imports else "") + _TEXTS + _NUMPY + "(logits,)" + _RUN
+        imports = "import json\n\n" if labels == _LABELS else ""
+        given = before + labels + _TEXTS + _NUMPY + "(logits,)" + _RUN
         end = {"regression": _VALUE, "multi_label_classification": _SEVERAL}.get(str(problem), _CLASS)
     elif kind == "ForTokenClassification":
-        imports, given, end = "import json\nimport re\n\n", _LABELS + _WORDS + _NUMPY + "(logits,)" + _RUN, _TAGS
+        imports, given, end = "import json\nimport re\n\n", labels + _WORDS + _NUMPY + "(logits,)" + _RUN, _TAGS
     elif kind == "ForQuestionAnswering":
         imports, given, end = "import numpy\n", _PAIR + _NUMPY + "start, end" + _RUN, _SPAN
     elif kind == "ForMaskedLM":

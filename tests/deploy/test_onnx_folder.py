@@ -101,7 +101,7 @@ def test_the_card_s_lines_tag_words(tmp_path: Path, capsys: Any) -> None:
     assert printed_by_card(tmp_path / "out", capsys) == expected
 
 
-@pytest.mark.parametrize("head", ["regression", "multi_label_classification", "masked", "causal", "decoder"])
+@pytest.mark.parametrize("head", ["regression", "multi_label_classification", "masked", "causal", "decoder", "two"])
 def test_the_card_s_lines_decode_what_a_head_gives(head: str, tmp_path: Path, capsys: Any) -> None:
     """Scores, all classes that are likelier than not, a word, the next token, and a class by a decoder's last token."""
     texts, padding = ["A text.", "Another one."], {"pad_token_id": 0}
@@ -111,7 +111,8 @@ def test_the_card_s_lines_decode_what_a_head_gives(head: str, tmp_path: Path, ca
         kind, family = (CAUSAL_LM if head == "causal" else CLASSIFIER), "gpt2"
     else:
         tokenizer, kind, family = word_pieces(), (MASKED_LM if head == "masked" else CLASSIFIER), "bert"
-    of_head = {"num_labels": 1 if head == "regression" else 3} if kind is CLASSIFIER else {}
+    numbers = {"regression": 1, "two": 2}
+    of_head = {"num_labels": numbers.get(head, 3)} if kind is CLASSIFIER else {}
     if "_" in head or head == "regression":
         of_head["problem_type"] = head
     model = saved(kind, family, tokenizer, tmp_path / "model", **padding, **of_head)
@@ -127,7 +128,7 @@ def test_the_card_s_lines_decode_what_a_head_gives(head: str, tmp_path: Path, ca
         assert values == pytest.approx([float(value) for value in logits], abs=1e-3)
     elif head == "multi_label_classification":
         assert shown == str([[f"LABEL_{place}" for place in range(3) if row[place] > 0] for row in logits])
-    elif head == "decoder":
+    elif head in ("decoder", "two"):
         assert shown == str([f"LABEL_{int(row.argmax())}" for row in logits])
     else:
         is_place = batches[0]["input_ids"][0] == tokenizer.mask_token_id
