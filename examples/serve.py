@@ -46,7 +46,9 @@ def by_torch(folder: str) -> Forward:
 def by_onnxruntime(path: Path) -> Forward:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()  # fused, addition and layer norm take longer in an int8 file than apart
+    options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
 
     def forward(tokens: Any) -> tuple[Any, None]:

@@ -70,7 +70,7 @@ def test_the_server_classifies_a_batch(csv_folder: Path, tmp_path: Path) -> None
 
 
 def test_the_server_answers_by_an_onnx_file(tmp_path: Path) -> None:
-    """As by the model, from the folder that the export wrote alone."""
+    """As by the model, from the folder that the export wrote alone. What gives no classes of texts is not served."""
     model, out = exported_models.save("cls", tmp_path / "model"), tmp_path / "out"
     assert run_command(export_command, [str(model), "--onnx", "--output_dir", str(out)]) == 0
     body = json.dumps({"texts": exported_models.TEXTS}).encode()
@@ -79,6 +79,11 @@ def test_the_server_answers_by_an_onnx_file(tmp_path: Path) -> None:
     assert (status, answer["labels"]) == (200, expected["labels"])
     for ours, theirs in zip(answer["probabilities"], expected["probabilities"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+    with (
+        pytest.raises(SystemExit, match="holds a BertForQuestionAnswering"),
+        serving(str(exported_models.save("qa", tmp_path / "qa")), 0),
+    ):
+        pass
 
 
 def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) -> None:
