@@ -123,7 +123,12 @@ class KernelLock:
         self._path = path
 
     def try_acquire(self) -> bool:
-        """Wait for the lock; return True, which tells torch to ask ninja."""
+        """Wait for the lock; return True, which tells torch to ask ninja. Say so where that is going to take minutes."""
+        folder = Path(self._path).parent
+        if not any(folder.glob("*.so")):
+            info(
+                f"{folder.name}, a kernel of DeepSpeed, is compiled. It takes minutes, and is kept in {folder} for later"
+            )
         self._file = Path(self._path).with_suffix(".flock").open("a")
         with contextlib.suppress(OSError):  # some file systems have no such locks
             fcntl.flock(self._file, fcntl.LOCK_EX)

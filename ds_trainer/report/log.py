@@ -49,6 +49,7 @@ class Report:
         training_examples: int,
     ) -> None:
         self.phase, self.weights, self._training_examples = phase, dict(weights), training_examples
+        self._total_steps = total_steps
         self._folder, self._tensorboard = folder, tensorboard
         self._pending: list[_MicroBatch] = []
         self._names: tuple[str, ...] = ()
@@ -60,8 +61,7 @@ class Report:
         self._log_is_complete = True
         self._events: Any = None
         self._bar: Any = None
-        if distributed.is_main() and sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, desc=phase, unit="step", dynamic_ncols=True)
+        self._opened = 0, time.monotonic()
 
     def __enter__(self) -> Report:
         return self
@@ -92,8 +92,10 @@ class Report:
 
                 folder = self._folder / "tensorboard" / self.phase
                 self._events = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-        if self._bar is not None:
-            self._bar.update(step)
+        if distributed.is_main() and sys.stderr.isatty():
+            total, name = self._total_steps, self.phase
+            self._bar = tqdm(initial=step, total=total, desc=name, unit="step", dynamic_ncols=True)
+        self._opened = step, time.monotonic()
 
     def state(self) -> dict[str, Any]:
         """Return JSON values, equal on all ranks, with which `open` continues as if the run had not been stopped."""
@@ -236,7 +238,7 @@ class Report:
     def _show(self, step: int, record: Mapping[str, float]) -> None:
         """Show a record on the console: in the progress bar, or as a line."""
         rate = max((value for name, value in record.items() if name.startswith("train/lr/")), default=0.0)
-        shown = {"loss": f"{record['train/loss']:.4f}", "lr": f"{rate:.2e}"}
+        shown = {"epoch": f"{self._epoch():.2f}", "loss": f"{record['train/loss']:.4f}", "lr": f"{rate:.2e}"}
         if "prune/density" in record:
             shown["density"] = f"{record['prune/density']:.3f}"
         if self._bar is not None:
@@ -244,7 +246,11 @@ class Report:
             self._bar.update(step - self._bar.n)
         else:
             text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            distributed.info(f"{self.phase}: step {step}  {text}  {record['train/examples_per_s']:.1f} examples/s")
+            # by the clock, since the steps that are left also come with their evaluations and saves
+            begun, seconds = self._opened[0], time.monotonic() - self._opened[1]
+            left = tqdm.format_interval(seconds / max(1, step - begun) * (self._total_steps - step))
+            speed = f"{record['train/examples_per_s']:.1f} examples/s"
+            distributed.info(f"{self.phase}: step {step} of {self._total_steps}  {text}  {speed}  {left} left")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ds_trainer.tuning.recipe_results import TunedRecipe, fronts_of, settings_in
 from ds_trainer.tuning.recipe_trials import ENDED_EARLY, NO_SCORE, RecipeTrial, run_recipe_trial
 from ds_trainer.tuning.record import TrialRecord
 from ds_trainer.tuning.space import Candidate, Settings, apply_settings, checked_recipe
-from ds_trainer.tuning.trials import MEASURED, NO_TIME, REFUSED, SKIPPED, failure_of
+from ds_trainer.tuning.trials import MEASURED, NO_TIME, REFUSED, SKIPPED, announce, failure_of
 from ds_trainer.tuning.tune import examine_hosts, measured_on_one_rank
 
 _ALL = 128
@@ -48,8 +48,8 @@ def tune_recipe(job: RecipeTuneJob) -> TunedRecipe:
     until = time.monotonic() + job.budget
     study = Study(job)
     examine_hosts(job)
-    search = _Search(job, study, dict(measured_on_one_rank(job, "facts")))
-    search.try_all(until)
+    search = _Search(job, study, dict(measured_on_one_rank(job, "facts")), until)
+    search.try_all()
     tuned = search.conclude()
     write_results(job, tuned)
     return tuned
@@ -119,8 +119,8 @@ def _choices(values: list[Any]) -> list[str]:
 class _Search:
     """Tries what the study asks for until the budget ends."""
 
-    def __init__(self, job: RecipeTuneJob, study: Study, facts: dict[str, Any]) -> None:
-        self.job, self.study = job, study
+    def __init__(self, job: RecipeTuneJob, study: Study, facts: dict[str, Any], until: float) -> None:
+        self.job, self.study, self.until = job, study, until
         self.ranks = job.num_gpus or facts["gpus"] or 1
         self.held_out = facts["held_out"]
         self.record = TrialRecord(job, [job.metric, self.ranks, facts], RecipeTrial)
@@ -129,7 +129,7 @@ class _Search:
         self._sign = -1 if less_is_better(job.metric) else 1
         self._by_files: dict[str, RecipeTrial] = {}
 
-    def try_all(self, until: float) -> None:
+    def try_all(self) -> None:
         """Try the user's own recipe, and then others while there is time for one more."""
         own = self._try(())
         if own.outcome == NO_SCORE:
@@ -137,7 +137,7 @@ class _Search:
         while (settings := self.study.ask()) is not None:
             lasted = [trial.lasted for trial in self.trials if trial.lasted]
             candidate = Candidate(self.ranks, settings=settings)
-            too_late = time.monotonic() + (fmean(lasted) if lasted else 0) > until
+            too_late = time.monotonic() + (fmean(lasted) if lasted else 0) > self.until
             if too_late and not self.record.knows(candidate):
                 self.trials.append(RecipeTrial(candidate, SKIPPED, NO_TIME))
                 return
@@ -180,6 +180,7 @@ class _Search:
             for step, score in trial.curve:
                 self.study.cannot_win(step, score)
         else:
+            announce(len(self.trials), settings_in_words(candidate.settings), self.until)
             trial = run_recipe_trial(self.job, candidate, folder, self.study.cannot_win)
             self.record.add(trial)
         what = f"{self.job.metric} {trial.score:.4f}" if trial.score is not None else f"{trial.outcome}: {trial.reason}"

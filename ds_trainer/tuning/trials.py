@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tqdm import tqdm
+
 from ds_trainer.config.jobs import TrialRequest, TuneJob
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
@@ -71,6 +73,12 @@ class Trial(TrialBase):
     def speed(self) -> float:
         """Examples per second; 0 where it was not measured."""
         return self.examples / fmean(self.seconds) if self.seconds else 0.0
+
+
+def announce(tried: int, label: str, until: float) -> None:
+    """Say before a trial what it tries, and how much of the budget is left."""
+    left = tqdm.format_interval(max(0.0, until - time.monotonic()))
+    distributed.info(f"trial {tried + 1}: {label} ({left} of the budget left)")
 
 
 def run_trial(job: TuneJob, candidate: Candidate, request: TrialRequest, timeout: float) -> Trial:

@@ -33,6 +33,7 @@ from ds_trainer.tuning.trials import (
     REFUSED,
     SKIPPED,
     Trial,
+    announce,
     failure_of,
     run_trial,
 )
@@ -80,6 +81,7 @@ def measured_on_one_rank(job: TuneJob, what: str) -> Mapping[str, Any]:
     request = _request(job, "machine").model_copy(update={"measure": what})
     alone = job.model_copy(update={"hostfile": None})
     # batch sizes for several ranks may not suit one, and do not matter here
+    distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
     sizes_left_open = (*((key, "auto") for key in (TRAIN, MICRO, STEPS)), ("phases.*.train_batch_size", None))
     trial = run_trial(alone, Candidate(1, settings=sizes_left_open), request, job.trial_timeout)
     if trial.outcome != MEASURED:
@@ -208,6 +210,7 @@ class _Search:
         kept = self.record.take(candidate)
         if kept:
             return self._note(kept, is_new=False)
+        announce(len(self.trials), candidate.label, self.until)
         request = _request(self.job, f"{len(self.trials):03d}").model_copy(update={"seconds_to_beat": to_beat})
         trial = run_trial(self.job, candidate, request, self.job.trial_timeout)
         return self._note(replace(trial, predicted=resolved.bytes))

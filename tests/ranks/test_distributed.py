@@ -24,15 +24,24 @@ OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
 
 
 def test_a_lock_that_a_killed_compiler_left_stops_nobody(tmp_path, monkeypatch):
-    """torch would wait for ever for its own lock; DeepSpeed compiles by this function."""
-    steps = []
+    """torch would wait for ever for its own lock; DeepSpeed compiles by this function.
+
+    Before the minutes that the first build takes, it is said that they come, and not where the kernel was built before.
+    """
+    steps, folder = [], tmp_path / "deepspeed_cpu_adam"
+    folder.mkdir()
     monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
     monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **_: steps.append("build"))
     monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: steps.append("load"))
-    (tmp_path / "lock").touch()
+    monkeypatch.setattr(distributed, "info", steps.append)
+    (folder / "lock").touch()
     lock_kernels_by_process()
-    cpp_extension.load("kernel", [], build_directory=str(tmp_path))
-    assert steps == ["build", "load"]
+    cpp_extension.load("kernel", [], build_directory=str(folder))
+    assert steps[0].startswith("deepspeed_cpu_adam, a kernel of DeepSpeed, is compiled")
+    assert steps[1:] == ["build", "load"]
+    (folder / "deepspeed_cpu_adam.so").touch()
+    assert KernelLock(str(folder / "lock")).try_acquire()
+    assert len(steps) == 3
 
 
 def test_whoever_waits_for_a_compiler_goes_on_when_it_is_killed(tmp_path):

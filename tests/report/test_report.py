@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 from ds_trainer.loop import SETTLE_EVERY
 from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.report import log as module
 from ds_trainer.report.log import Report
 from ds_trainer.techniques.exits import exits
 
@@ -64,6 +66,26 @@ def test_a_stop_between_does_not_change_a_bit(tmp_path, step):
     assert [records[0][f"train/term/{name}"] for name in ("task", "other")] == [
         records[1][f"train/term/{name}"] for name in ("task", "other")
     ]
+
+
+def test_a_line_says_how_far_the_phase_is_and_how_long_it_will_take(tmp_path, monkeypatch, caplog):
+    """Steps of all steps, the epoch, and the time left by the clock since this session began, at whatever step it did;
+    on a terminal the bar begins at that step, so that what earlier sessions did is not taken for speed."""
+    clock = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    report = opened(tmp_path)
+    report.open(STEPS - 107, 0)
+    add(report, STEPS - 107, 1.0)
+    clock[0] += 70.0
+    with caplog.at_level(logging.INFO, "ds_trainer"):
+        report.flush(STEPS - 100, {"train/lr/all": 1e-3})
+    assert caplog.messages[0].startswith("tiny: step 307 of 407  epoch 0.25  loss 2.0000  lr 1.00e-03  ")
+    assert caplog.messages[0].endswith(" examples/s  16:40 left")
+    monkeypatch.setattr(
+        module.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=lambda text: None, flush=print)
+    )
+    report.open(300, 0)
+    assert (report._bar.n, report._bar.initial, report._bar.total) == (300, 300, STEPS)
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Cached answers of a teacher that speaks of tokens: SQuAD's starts and ends, a vocabulary at every position, tags."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from transformers import (
 
 from ds_trainer.config.recipe import DistillSpec, parse_task
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.ranks import progress
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.techniques.distill import teacher_cache
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.technique import PhaseLength
 
@@ -63,6 +66,22 @@ def test_cached_answers_equal_live_ones(told):
         mask = batch.inputs["attention_mask"][..., None]
         for layer, states in live.hidden.items():
             torch.testing.assert_close(cached.hidden[layer] * mask, states * mask, rtol=2e-3, atol=2e-3)
+
+
+def test_tokenising_and_filling_the_cache_say_how_far_they_are(told, monkeypatch, caplog):
+    """Of what is counted beforehand it is said how much there is: questions, sentences and forwards of the teacher."""
+    spec, source, folder = told
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    task = build_task(spec, source, folder / "fresh")
+    technique = Distill(DistillSpec(teacher=source, cache_teacher=True), PhaseLength(1, 0, 0), task)
+    technique.attach(task.build_model(source))
+    monkeypatch.setattr(teacher_cache, "_TOKENS", 16)
+    with caplog.at_level("INFO", "ds_trainer"):
+        technique.start(torch.device("cpu"))
+    unit = {"squad": r"\d+ of \d+ question", "clm": r"\d+ document", "ner": r"\d+ of \d+ sentence"}[folder.name[:-1]]
+    lines = "\n".join(caplog.messages)
+    assert re.search(rf"^tokenising: {unit}s", lines, re.MULTILINE), lines
+    assert re.search(r"^cache_teacher: the teacher answers the training set: 1 of \d+ forwards", lines, re.MULTILINE)
 
 
 def test_a_top_k_cache_has_the_size_that_was_told_and_the_likeliest_tokens(told, caplog):

@@ -154,9 +154,12 @@ def test_a_metric_that_the_run_has_not_ends_the_tuning(monkeypatch, job):
         run(monkeypatch, job({RATE: [1e-3]}, "--metric", "eval/teacher/accuracy"), lambda *_: NO_SCORE)
 
 
-def test_a_used_up_budget_ends_the_search(monkeypatch, job):
+def test_a_used_up_budget_ends_the_search(monkeypatch, job, caplog):
+    """Before a trial it is said what is tried and what is left."""
+    caplog.set_level("INFO", "ds_trainer")
     tuned, calls = run(monkeypatch, job({RATE: [1e-3, 2e-3]}, "--budget", "0.001s"), lambda *_: [0.5])
     assert calls == [{}]
+    assert caplog.messages[0] == "trial 1: the user's own recipe (00:00 of the budget left)"
     assert [trial.outcome for trial in tuned.trials] == [MEASURED, SKIPPED]
 
 

@@ -130,9 +130,12 @@ def test_checkpointing_is_not_tried_where_it_fits_without(monkeypatch, job):
     assert not any(dict(call.settings).get(CHECKPOINTING) for call in calls)
 
 
-def test_a_used_up_budget_ends_the_search(monkeypatch, job):
-    """The user's own files are measured in any case, and win."""
+def test_a_used_up_budget_ends_the_search(monkeypatch, job, caplog):
+    """The user's own files are measured in any case, and win. Before a trial it is said what is tried."""
+    caplog.set_level("INFO", "ds_trainer")
     tuned, calls = run(monkeypatch, job({MICRO: [16, 8]}, "--budget", "0.001s"), lambda c, _: 10.0)
+    assert caplog.messages[0].startswith("trial 1: ")
+    assert caplog.messages[0].endswith("(00:00 of the budget left)")
     assert [call.settings for call in calls] == [()]
     assert {trial.reason for trial in tuned.trials[1:]} == {"the budget was used up"}
     assert tuned.winner == tuned.own

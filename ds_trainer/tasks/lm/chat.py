@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.lm_text import Message
@@ -37,7 +38,8 @@ class Conversations:
 
         Those that are too short, or have no label, are counted in `tally` and dropped.
         """
-        for tokens, labelled in lm_text.documents(self.spec, split, self._tokens):
+        read = lm_text.documents(self.spec, split, self._tokens)
+        for tokens, labelled in progress(read, "tokenising", "conversation"):
             ids, labels = tokens[: self.spec.max_seq_length], labelled[: self.spec.max_seq_length]
             labels[:1] = [0]  # no token precedes it
             tally.documents += 1

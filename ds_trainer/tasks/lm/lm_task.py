@@ -21,6 +21,7 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, input_names, load_with_head
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.chat import Conversations
@@ -248,7 +249,7 @@ class LmTask(Task):
         if self._conversations:
             yield from self._conversations.sequences(split, tally)
             return
-        texts = lm_text.documents(self.spec, split)
+        texts = progress(lm_text.documents(self.spec, split), "tokenising", "document")
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
 

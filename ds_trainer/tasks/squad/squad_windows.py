@@ -7,6 +7,7 @@ and context are tokenised separately, and joined as the tokenizer joins a pair. 
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.squad.squad_file import Question
 
@@ -133,8 +135,9 @@ def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> I
     It is an error if a long question leaves so little room that the windows of its context would have gaps.
     """
     form = _PairForm(tokenizer, spec)
+    shown = progress(questions, "tokenising", "question")
     for begin in range(0, len(questions), _CHUNK):
-        part = questions[begin : begin + _CHUNK]
+        part = list(islice(shown, _CHUNK))
         contexts = list(dict.fromkeys(question.context for question in part))
         by_context = dict(zip(contexts, tokenised(tokenizer, contexts), strict=True))
         texts = tokenised(tokenizer, [question.question for question in part])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import CLASSIFIER, check_fits
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Array, Chunk, ExampleIds, Examples, hash_of, pack, spread
 from ds_trainer.tasks.held_out import HELD_OUT, hashed_fields, part_of, source_split
 from ds_trainer.tasks.task import Batch, Task, check_finite
@@ -144,8 +146,9 @@ class TextTask(Task):
         return np.array([index[str(row.label)] for row in source.rows], dtype=np.int64)
 
     def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Chunk]:
-        for start in range(0, len(rows), _CHUNK):
-            texts = zip(*(row.texts for row in rows[start : start + _CHUNK]), strict=True)
+        shown = progress(rows, "tokenising", "row")
+        while chunk := list(islice(shown, _CHUNK)):
+            texts = zip(*(row.texts for row in chunk), strict=True)
             yield self.tokenizer(
                 *map(list, texts), truncation=True, max_length=self.spec.max_seq_length, return_token_type_ids=True
             )

@@ -23,6 +23,7 @@ from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, check_fits
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, hash_of, pack, spread
 from ds_trainer.tasks.held_out import HELD_OUT, hashed_fields, part_of, source_split
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
@@ -166,7 +167,7 @@ class TokenTask(Task):
         sentences, classes = self.sentences(split), {name: index for index, name in enumerate(self.label_names)}
         pieces_of, before, behind = self._pieces({word for sentence in sentences for word in sentence.words})
         room = self.spec.max_seq_length - len(before) - len(behind)
-        for owner, sentence in enumerate(sentences):
+        for owner, sentence in enumerate(progress(sentences, "tokenising", "sentence")):
             window: list[_Row] = []
             for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
                 if tag not in classes:

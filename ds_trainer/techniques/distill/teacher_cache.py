@@ -25,6 +25,7 @@ from ds_trainer.models.folders import folder_hash
 from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import PAD_LOGIT, Batch
@@ -134,7 +135,8 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
 def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _Values]]]:
     """Yield the outputs of all ranks batch by batch on rank 0, elsewhere empty lists; every rank must exhaust it."""
     size = max(1, _TOKENS // int(examples.lengths.max()))
-    for chosen in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size):
+    shards = evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size)
+    for chosen in progress(shards, "cache_teacher: the teacher answers the training set", "forward"):
         batch = teacher.task.collate(examples, chosen)
         outputs = teacher(batch.to(teacher.device))
         yield distributed.gather(_without_padding(outputs, batch, examples, teacher))
