@@ -123,12 +123,10 @@ class KernelLock:
         self._path = path
 
     def try_acquire(self) -> bool:
-        """Wait for the lock; return True, which tells torch to ask ninja. Say so where that is going to take minutes."""
+        """Wait for the lock; return True, which tells torch to ask ninja. Say first that a new kernel takes minutes."""
         folder = Path(self._path).parent
         if not any(folder.glob("*.so")):
-            info(
-                f"{folder.name}, a kernel of DeepSpeed, is compiled. It takes minutes, and is kept in {folder} for later"
-            )
+            info(f"compiling {folder.name}, a kernel of DeepSpeed: it takes minutes, once, and is kept in {folder}")
         self._file = Path(self._path).with_suffix(".flock").open("a")
         with contextlib.suppress(OSError):  # some file systems have no such locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
