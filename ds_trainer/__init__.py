@@ -6,13 +6,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_trainer.cli.api import cut, evaluate, load_model, shrink, train
     from ds_trainer.config.recipe import Recipe
+    from ds_trainer.ranks.failures import StoppedError, UserError
     from ds_trainer.tasks.task import Task
     from ds_trainer.techniques.technique import Technique
 
 __version__ = "0.2.0"
-__all__ = ["Recipe", "Task", "Technique", "cut", "evaluate", "load_model", "shrink", "train"]
+__all__ = [
+    "Recipe",
+    "StoppedError",
+    "Task",
+    "Technique",
+    "UserError",
+    "cut",
+    "evaluate",
+    "load_model",
+    "shrink",
+    "train",
+]
 _MODULES = {
     **dict.fromkeys(("cut", "evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),
+    **dict.fromkeys(("StoppedError", "UserError"), "ds_trainer.ranks.failures"),
     "Recipe": "ds_trainer.config.recipe",
     "Task": "ds_trainer.tasks.task",
     "Technique": "ds_trainer.techniques.technique",
@@ -24,3 +37,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ds_trainer' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Name what is ours, and not what this module has imported."""
+    return [*__all__, "__version__"]

@@ -1,17 +1,18 @@
 """What a notebook calls: the work of the commands, in one process without a launcher, given Python values.
 
 Every function makes the command line that a user would have typed, checks it as the command does, and makes the same
-call. A model trained here is, bit by bit, the one that the command trains. A checkpoint of a run can be given wherever
-a model folder can.
+call. A model trained here is, bit by bit, the one that the command trains, and the same lines are shown. A checkpoint
+of a run can be given wherever a model folder can. An error names the argument where the command's names a flag.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from ds_trainer.cli import train as training
 from ds_trainer.config.recipe import Recipe
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import Trust, trusting
+from ds_trainer.files.tables import aligned
 from ds_trainer.files.write_places import cache_place
+from ds_trainer.ranks.distributed import show_log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +33,39 @@ JsonFile = str | Path | Mapping[str, Any]
 """A JSON file, the name of one in `ds_configs/`, or its content."""
 
 
+_FIELDS = {f"--{flag}": field for flag, field in training.FIELDS.items()}
+_OF_TRAIN = _FIELDS | {"--overwrite_output_dir": "overwrite=True", "--resume": "resume=True", "--plugin": "plugins"}
+_OF_TRAIN |= {"--recipe": "recipe", "--deepspeed_config": "deepspeed_config", "--set ": ""}
+_OF_EVALUATE = {"--task_name": "name", "--data_dir": "data_dir", "--set ": ""}
+_OF_EXPORT = {"--output_dir": "output_dir", "--overwrite": "overwrite=True", "--cut": "spec"}
+"""The words for flags of the commands in the errors of `train`, of `evaluate`, and of `cut` and `shrink`."""
+
+
+class Results(dict[Any, Any]):
+    """A dict of results, of which a notebook shows a table, since all that it holds would fill a page."""
+
+    def __init__(self, values: Mapping[Any, Any], table: Callable[[Mapping[Any, Any]], str]) -> None:
+        super().__init__(values)
+        self._table = table
+
+    def __repr__(self) -> str:
+        return self._table(self)
+
+
+@contextlib.contextmanager
+def _in_python(words: Mapping[str, str]) -> Iterator[None]:
+    """Show the log, and put these words for those that an error of this library has from the command."""
+    show_log()
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "exit_code"):
+            flags = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+            error.args = (re.sub(flags, lambda match: words[match[0]], str(error)),)
+        raise
+
+
+@_in_python(_OF_TRAIN)
 def train(
     recipe: Recipe | JsonFile,
     output_dir: str | Path,
@@ -38,7 +74,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     plugins: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Results:
     """Train a recipe, as `launch/train.py` does; returns the results by phase. The model is `output_dir/model`.
 
     Without `deepspeed_config` the engine file is that of ZeRO stage 0 in fp32, with all numbers "auto". Further `flags`
@@ -46,9 +82,10 @@ def train(
     """
     if isinstance(recipe, Recipe):
         recipe = recipe.model_dump(exclude_none=True)
-    with tempfile.TemporaryDirectory() as folder:
+    files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
+    with tempfile.TemporaryDirectory() as folder, _in_python({f"{folder}/{name}.json": name for name in files}):
         words = ["--output_dir", str(output_dir), *flags]
-        for name, value in (("recipe", recipe), ("deepspeed_config", deepspeed_config or _ENGINE_FILE)):
+        for name, value in files.items():
             if isinstance(value, Mapping):
                 file = Path(folder, f"{name}.json")
                 file.write_text(json.dumps(value), encoding="utf-8")
@@ -58,34 +95,48 @@ def train(
         job = training.read_train_job([*words, *["--overwrite_output_dir"] * overwrite, *["--resume"] * resume])
     # the run writes both files to its output folder as well, where the command that it records can name them
     kept = shlex.join(word.replace(folder, str(output_dir)) for word in shlex.split(job.command))
-    return training.train(job.model_copy(update={"command": kept}))
+    results = training.train(job.model_copy(update={"command": kept}))
+    from ds_trainer.report.log import results_table
+
+    return Results(results, results_table)
 
 
-def evaluate(model: str | Path, *flags: str, **task: Any) -> dict[Any, Any]:
+@_in_python(_OF_EVALUATE)
+def evaluate(model: str | Path, *flags: str, **task: Any) -> Results:
     """Score a model folder, or a checkpoint, as `launch/evaluate.py` does: `evaluate("OUT/model", name="sst2", ...)`.
 
     `task` are the fields of a recipe's task; without any, a checkpoint is scored on its phase's task. The scores are
     printed, too. With "--all_checkpoints" they are returned by step.
     """
     words = [word for name, value in task.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    return evaluating.evaluate(evaluating.read_evaluate_job([str(model), *words, *flags]))
+    job = evaluating.read_evaluate_job([str(model), *words, *flags])
+    return Results(evaluating.evaluate(job), _table_by_step if job.all_checkpoints else _table_of_values)
 
 
-def shrink(model: str | Path, output_dir: str | Path, *flags: str) -> dict[str, Any]:
+@_in_python(_OF_EXPORT)
+def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bool = False) -> Results:
     """Cut the heads and neurons that are wholly zero out of a model, as `launch/export.py --shrink` does.
 
     `model` is a model folder or a checkpoint. Writes an ordinary, smaller model folder; returns the export's report.
     """
-    return _exported(str(model), "--shrink", "--output_dir", str(output_dir), *flags)
+    return _exported(str(model), "--shrink", "--output_dir", str(output_dir), *flags, *["--overwrite"] * overwrite)
 
 
-def cut(model: str | Path, output_dir: str | Path, spec: float | Mapping[str, Any], *flags: str) -> dict[str, Any]:
+@_in_python(_OF_EXPORT)
+def cut(
+    model: str | Path,
+    output_dir: str | Path,
+    spec: float | Mapping[str, Any],
+    *flags: str,
+    overwrite: bool = False,
+) -> Results:
     """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, "--recipe", "R")`.
 
     `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. The flags name the task whose
     training examples the cut is fitted to. Writes an ordinary model folder; returns the export's report.
     """
-    return _exported(str(model), "--cut", json.dumps(spec), "--output_dir", str(output_dir), *flags)
+    words = ("--cut", json.dumps(spec), "--output_dir", str(output_dir), *flags)
+    return _exported(str(model), *words, *["--overwrite"] * overwrite)
 
 
 def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
@@ -105,8 +156,26 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
         return load_for_inference(folder)
 
 
-def _exported(*words: str) -> dict[str, Any]:
-    return exporting.export(exporting.read_export_job(words))
+def _exported(*words: str) -> Results:
+    return Results(exporting.export(exporting.read_export_job(words)), _table_of_values)
+
+
+def _table_by_step(scores: Mapping[Any, Any]) -> str:
+    return aligned([{"step": f"{step:,}"} | dict(_texts(values)) for step, values in scores.items()])
+
+
+def _table_of_values(values: Mapping[Any, Any]) -> str:
+    return aligned([{"name": name, "value": text} for name, text in _texts(values)])
+
+
+def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values as texts, with those of dicts in them, by names such as "scores.cut.accuracy"; no lists."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{prefix}{name}.")
+        elif not isinstance(value, list):
+            form = ".4f" if isinstance(value, float) else "," if type(value) is int else ""
+            yield f"{prefix}{name}", format(value, form)
 
 
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

@@ -82,6 +82,12 @@ def start_logging() -> None:
     _LOG.propagate = False
 
 
+def show_log() -> None:
+    """Start the log as a command does, unless the program that imports this library has seen to it."""
+    if _LOG.level == logging.NOTSET and not (_LOG.hasHandlers() and _LOG.isEnabledFor(logging.INFO)):
+        start_logging()
+
+
 def start(timeout: int = TIMEOUT) -> None:
     """Join the process group that the launcher describes, through DeepSpeed, and share out the cores.
 

@@ -1,0 +1,122 @@
+"""What a notebook sees of the public API: its names, its log, its errors and its results."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+import ds_trainer
+from ds_trainer import StoppedError, UserError, cut, evaluate, shrink, train
+from ds_trainer.cli import api
+
+RECIPE = {"model": {"name_or_path": "M"}, "task": {"name": "docstrings"}, "phases": [{"max_steps": 1}]}
+
+
+@pytest.fixture
+def log():
+    """The library's logger as it is when a program imports the library."""
+    log = logging.getLogger("ds_trainer")
+    before = log.handlers, log.level, log.propagate
+    log.handlers, log.level, log.propagate = [], logging.NOTSET, True
+    yield log
+    log.handlers, log.level, log.propagate = before
+
+
+def test_the_names_are_ours(log):
+    """`dir` names the API and no module that it imports, and every name can be had."""
+    assert dir(ds_trainer) == sorted([*ds_trainer.__all__, "__version__"])
+    assert (UserError.__name__, StoppedError.__name__) == ("UserError", "StoppedError")
+    assert all(getattr(ds_trainer, name) for name in ds_trainer.__all__)
+
+
+@pytest.mark.parametrize(
+    ("call", "messages"),
+    [
+        (lambda out: train(RECIPE, out), ["is not empty: give another, or overwrite=True, or resume=True"]),
+        (lambda out: train(RECIPE | {"x": 1}, out, deepspeed_config={"fp61": {}}), ["recipe: x: unk", "mean fp16"]),
+        (lambda out: train(RECIPE | {"model": {}}, out / "new"), ["no model: give model.name_or_path, or"]),
+        (lambda out: train(str(out / "none.json"), out), ["none.json"]),
+        (lambda out: evaluate(out / "none"), ["no task: give name, or --recipe with a task"]),
+        (lambda out: cut(out, out, 0.5), ["spec fits the model to", "stays as it is: give output_dir with another"]),
+        (lambda out: shrink(out / "m", out), ["output_dir: ", "holds something else than a model: give another"]),
+    ],
+)
+def test_errors_name_arguments_and_not_flags(log, monkeypatch, tmp_path, call, messages):
+    """Of all mistakes at once; no message has the path of a file that the function wrote for itself."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(api.exporting, "_model_mistakes", lambda flags: [])
+    with pytest.raises(UserError) as caught:
+        call(tmp_path)
+    told = str(caught.value)
+    assert [message in told for message in messages] == [True] * len(messages), told
+    assert not {"--overwrite", "--resume", "--output_dir", "--cut", "--deepspeed_config", "/tmp/tmp"} & {
+        *told.replace(",", " ").split()
+    }
+
+
+def test_an_error_of_a_run_keeps_its_kind(log, monkeypatch, tmp_path):
+    """A stop is a StoppedError, in whose message the argument stands for the flag; other errors are left alone."""
+    read = SimpleNamespace(command="ds-train", model_copy=lambda update: None)
+    monkeypatch.setattr(api.training, "read_train_job", lambda words: read)
+    for error, told in [
+        (StoppedError("stopped at step 4; --resume goes on"), "stopped at step 4; resume=True goes on"),
+        (KeyError("--resume"), "'--resume'"),
+    ]:
+
+        def run(job, error=error):
+            raise error
+
+        monkeypatch.setattr(api.training, "train", run)
+        with pytest.raises(type(error)) as caught:
+            train(RECIPE, tmp_path)
+        assert str(caught.value) == told
+
+
+def test_results_are_a_dict_and_show_a_table(log, monkeypatch, tmp_path):
+    """Code that takes them for a dict goes on to work; what a notebook shows has a line for a phase, score or step."""
+    trained = {
+        "dense": {"eval": {"accuracy": 0.5}, "train": {"train_seconds": 3.0, "examples_per_s": 7.0}, "x": [0] * 99}
+    }
+    monkeypatch.setattr(api.training, "read_train_job", lambda words: SimpleNamespace(command="", model_copy=dict))
+    monkeypatch.setattr(api.training, "train", lambda job: trained)
+    results = train(RECIPE, tmp_path)
+    assert results == trained
+    assert json.loads(json.dumps(results)) == trained
+    header, line = repr(results).splitlines()
+    assert header.split()[:2] == ["phase", "accuracy"]
+    assert line.split()[:2] == ["dense", "0.5000"]
+    del results["dense"]
+    assert "dense" not in repr(results)
+    scores = {8: {"f1": 0.25}, 16: {"f1": 0.5}}
+    monkeypatch.setattr(api.evaluating, "read_evaluate_job", lambda words: SimpleNamespace(all_checkpoints=True))
+    monkeypatch.setattr(api.evaluating, "evaluate", lambda job: scores)
+    assert [line.split() for line in repr(evaluate("M")).splitlines()] == [
+        ["step", "f1"],
+        ["8", "0.2500"],
+        ["16", "0.5000"],
+    ]
+    report = {"cut": {"parameters": {"after": 1234}, "parts": [{"name": "a"}]}, "scores": {"cut": {"f1": 0.5}}}
+    monkeypatch.setattr(api.exporting, "read_export_job", lambda words: None)
+    monkeypatch.setattr(api.exporting, "export", lambda job: report)
+    lines = [line.split() for line in repr(cut("M", "OUT", 0.5)).splitlines()]
+    assert lines == [["name", "value"], ["cut.parameters.after", "1,234"], ["scores.cut.f1", "0.5000"]]
+
+
+def test_the_lines_of_the_command_are_shown(log, monkeypatch, capsys, tmp_path):
+    """Also where a program has handlers that show warnings only; one that shows our lines, or has set up our log,
+    gets each line once, by its own handlers."""
+    monkeypatch.setattr(api.training, "read_train_job", lambda words: SimpleNamespace(command="", model_copy=dict))
+    monkeypatch.setattr(api.training, "train", lambda job: log.info("step 1") or {})
+    for _ in range(2):
+        train(RECIPE, tmp_path)
+    assert capsys.readouterr().err == "step 1\n" * 2
+    log.handlers, log.level, log.propagate = [], logging.WARNING, True
+    train(RECIPE, tmp_path)
+    log.level = logging.NOTSET
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    logging.getLogger("ds_trainer").manager._clear_cache()
+    train(RECIPE, tmp_path)
+    assert capsys.readouterr().err == ""
