@@ -40,17 +40,15 @@ def measure_memory(plan: PhasePlan) -> PhaseMemory:
 
 def measure_activations(plan: PhasePlan, model: nn.Module, objective: Objective) -> tuple[Activations, ...]:
     """Return the activations with and without checkpointing, at two lengths; the model and its hooks are used up."""
-    device, lengths = distributed.device(), plan.task.examples("train").lengths
+    lengths = plan.task.examples("train").lengths
     by_length = np.argsort(-lengths, kind="stable")
-    precision = precision_of(plan.engine_config)
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # a CPU has no fp16, and the sizes are the same
-    model.to(device, dtype).train()
-    for technique in objective.techniques:
-        technique.rehearse(device)
-        technique.on_step(0)
+    begin(plan, model, objective)
     peak = partial(_peak_of_a_step, plan, model, objective)
     measured = []
-    _free_gradients(model)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # their gradients are large, and no activations
+            module.weight.requires_grad_(False)
+    drop_gradients(model)
     peak(by_length[-1:])  # loads what waits for the first forward, such as a teacher
     for checkpointing in (False, True) if can_recompute(model) else (False,):
         set_recomputing(model, checkpointing)
@@ -62,21 +60,34 @@ def measure_activations(plan: PhasePlan, model: nn.Module, objective: Objective)
     return tuple(measured)
 
 
-def _peak_of_a_step(plan: PhasePlan, model: nn.Module, objective: Objective, ids: ExampleIds) -> int:
+def begin(plan: PhasePlan, model: nn.Module, objective: Objective) -> None:
+    """Bring a phase's model and techniques to where step 0 begins, without an engine."""
+    device, precision = distributed.device(), precision_of(plan.engine_config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # a CPU has no fp16, and the sizes are the same
+    model.to(device, dtype).train()
+    for technique in objective.techniques:
+        technique.rehearse(device)
+        technique.on_step(0)
+
+
+def forward_and_backward(plan: PhasePlan, model: nn.Module, objective: Objective, ids: ExampleIds) -> None:
+    """Run a micro-batch of these examples."""
     device, task = distributed.device(), plan.task
     batch = task.collate(task.examples("train"), ids, 1).to(device)
     autocast = bool(flag_at(plan.engine_config, "torch_autocast.enabled"))
-    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext(), LiveMemory() as live:
+    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         loss, _ = objective(Forward(batch, model(**batch.inputs), 0))
         loss.backward()
+
+
+def _peak_of_a_step(plan: PhasePlan, model: nn.Module, objective: Objective, ids: ExampleIds) -> int:
+    with LiveMemory() as live:
+        forward_and_backward(plan, model, objective, ids)
     return live.peak
 
 
-def _free_gradients(model: nn.Module) -> None:
-    """Have gradients freed as they come, and none of embeddings, which are large: they are no activations."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.requires_grad_(False)
+def drop_gradients(model: nn.Module) -> None:
+    """Have gradients freed as they come."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)

@@ -3,6 +3,7 @@
 The last phase writes into the output folder itself, the ones before it into a folder of their name.
 """
 
+import json
 import shutil
 import tempfile
 from contextlib import AbstractContextManager
@@ -28,9 +29,12 @@ from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase, starting_identity
 from ds_trainer.phase_memory import measure_memory
+from ds_trainer.phase_time import measure_time
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
+from ds_trainer.ranks.joining import joined, out_of_memory_named
+from ds_trainer.ranks.progress import progress
 from ds_trainer.ranks.stopping import StopRequests
+from ds_trainer.report.dry_run import dry_run_table
 from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import tried, write_report
 from ds_trainer.report.run_files import read_object
@@ -75,12 +79,12 @@ def run(job: TrainJob) -> dict[str, Any]:
     return results
 
 
-def dry_run(job: TrainJob) -> None:
-    """Print both files resolved, the steps, the parameter groups, and what each rank will hold and send."""
+def dry_run(job: TrainJob) -> str:
+    """Return what would be done as a table; or as JSON, with both files resolved and what each rank holds and sends."""
     with joined():
-        print_json(redacted({"recipe": job.recipe.model_dump()}))
-        for description in rehearse_phases(job):
-            print_json(redacted(description))
+        phases = rehearse_phases(job)
+    whole = {"recipe": job.recipe.model_dump(), "phases": phases}
+    return json.dumps(redacted(whole), indent=2) if job.dry_run == "json" else dry_run_table(phases)
 
 
 def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
@@ -92,7 +96,8 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
     aside = Path(distributed.on_main(tempfile.mkdtemp))
     try:
         models = RehearsedModels(job.recipe, aside)
-        descriptions = [_rehearse_phase(job, phase, models) for phase in job.recipe.phases]
+        phases = progress(job.recipe.phases, "checking the phases", "phase")
+        descriptions = [_rehearse_phase(job, phase, models) for phase in phases]
         distributed.barrier()  # all ranks of a host share its folder
         return descriptions
     finally:
@@ -134,6 +139,7 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         memory = measure_memory(plan)
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
         description["traffic_per_step"] = describe_traffic(memory, plan.engine_config)
+        description["time"] = measure_time(plan)
     return description
 
 

@@ -1,11 +1,13 @@
 """`launch/train.py`: train a recipe on DeepSpeed."""
 
 import argparse
+import contextlib
 import copy
 import difflib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -46,26 +48,39 @@ def train(job: TrainJob) -> dict[str, Any]:
     """Train, and return the results by phase; of a dry run, which only prints, there are none."""
     if job.debug_port:
         wait_for_debugger(job.debug_port)
-    from ds_trainer.run import dry_run, run
-    from ds_trainer.trial import run_trial
-
     places = environment_of(job.engine_config, job.output)
     os.environ.update(places)
     try:
         with trusting(job.trust):
-            if not (job.dry_run or job.trial):
-                from ds_trainer.deploy.card import open_repository, push_to_hub
+            if job.dry_run:
+                _print_dry_run(job)
+                return {}
+            if job.trial:
+                from ds_trainer.trial import run_trial
 
-                repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
-                results = run(job)
-                if repository:
-                    push_to_hub(job.output / "model", repository)
-                return results
-            run_trial(job, job.trial) if job.trial else dry_run(job)
-            return {}
+                run_trial(job, job.trial)
+                return {}
+            from ds_trainer.deploy.card import open_repository, push_to_hub
+            from ds_trainer.run import run
+
+            repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
+            results = run(job)
+            if repository:
+                push_to_hub(job.output / "model", repository)
+            return results
     finally:
         for name in places:  # a notebook's next run has another output folder
             del os.environ[name]
+
+
+def _print_dry_run(job: TrainJob) -> None:
+    # a program may read standard output: what DeepSpeed prints there goes to standard error
+    with contextlib.redirect_stdout(sys.stderr):
+        from ds_trainer.run import dry_run
+
+        told = dry_run(job)
+    if distributed.is_main():
+        print(told, flush=True)
 
 
 def read_train_job(arguments: Sequence[str]) -> TrainJob:
@@ -127,7 +142,8 @@ def train_parser() -> argparse.ArgumentParser:
     add("--timeout", type=int, default=1800, help="seconds that a rank waits for another before the run ends (1800)")
     debug = "rank 0 waits at 127.0.0.1:PORT for a debugger (debugpy); the others wait for it, --timeout at most"
     add("--debug_port", type=int, metavar="PORT", help=debug)
-    add("--dry_run", action="store_true", help="print what would be done and the memory it takes, train nothing")
+    dry = "train nothing: print a table of steps, parameters, memory and minutes; or all that is known, as JSON"
+    add("--dry_run", nargs="?", const="table", choices=("table", "json"), help=dry)
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
     add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")

@@ -86,7 +86,7 @@ class TrainJob(CommandJob):
     checkpoint: Path | None
     """The one to resume from, in place of the newest."""
     trial: TrialRequest | None
-    dry_run: bool
+    dry_run: Literal["table", "json"] | None
     world: Annotated[int, Field(ge=1)] | None
     """The number of ranks that a dry run is about, where it is not the number of those that run it."""
     timeout: Annotated[int, Field(ge=1)]

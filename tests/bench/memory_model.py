@@ -87,9 +87,9 @@ def done_of(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def measured(command: list[str], out: Path) -> tuple[dict[str, Any], int]:
     """What the dry run says of memory, and the peak of the run."""
-    dry = done_of([*command, "--output_dir", str(out), "--dry_run"])
+    dry = done_of([*command, "--output_dir", str(out), "--dry_run", "json"])
     assert dry.returncode == 0, dry.stderr[-3000:]
-    described = json.loads(dry.stdout[dry.stdout.index('{\n  "phase"') :].partition("\n}\n")[0] + "\n}")
+    (described,) = json.loads(dry.stdout)["phases"]
     done = done_of([*command, "--output_dir", str(out)])
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -180,17 +180,22 @@ def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json
 
 
 def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
-    """Both files resolved, steps, groups with counts and rates, bytes per rank; no output folder."""
-    done = run_script("launch/train.py", *arguments_of(command, "--dry_run"))
+    """Both files resolved, steps, groups with counts and rates, bytes per rank, seconds; no output folder.
+
+    Without "json" it is a table with a line for each phase, and what the minutes were measured on.
+    """
+    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json"))
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "out").exists()
-    decoder, text, found = json.JSONDecoder(), done.stdout, []
-    while (start := text.find("{")) >= 0:
-        value, end = decoder.raw_decode(text[start:])
-        found.append(value)
-        text = text[start + end :]
-    recipe, finetune, prune = found
-    assert recipe["recipe"]["seed"] == 42
+    whole = json.loads(done.stdout)
+    finetune, prune = whole["phases"]
+    assert whole["recipe"]["seed"] == 42
+    assert finetune["time"]["seconds"] > 0
+    assert finetune["time"]["examples"] <= finetune["time"]["micro_batch"] == 16
+    table = run_script("launch/train.py", *arguments_of(command, "--dry_run")).stdout.splitlines()
+    assert table[0].split()[-2:] == ["MiB", "minutes"]
+    assert [line.split()[:2] for line in table[1:3]] == [["finetune", "60"], ["prune", "12"]]
+    assert "finetune is measured by forwards and backwards of 3 micro-batches" in table[5]
     assert finetune["steps"] == {"total": 60, "warmup": 0}
     assert finetune["engine_file"]["train_batch_size"] == 16
     assert "auto" not in json.dumps(prune["engine_file"])
@@ -215,9 +220,9 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
 
 def test_a_dry_run_is_for_any_number_of_ranks(command):
     """Batch sizes, memory and traffic are those of 4 ranks; without --dry_run the launcher says how many there are."""
-    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "--world", "4"))
+    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json", "--world", "4"))
     assert done.returncode == 0, done.stderr
-    prune = json.loads(done.stdout[done.stdout.rindex('{\n  "phase"') :])
+    prune = json.loads(done.stdout)["phases"][1]
     assert prune["engine_file"]["train_micro_batch_size_per_gpu"] == 4
     trained = sum(g["parameters"] for g in prune["parameter_groups"])
     assert prune["memory_per_rank"]["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
@@ -288,12 +293,14 @@ def test_threads_are_shared_out_between_ranks_unless_the_user_sets_them(monkeypa
     assert numbers == [cores, 1, 1]
 
 
-def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(command, write_json, monkeypatch):
+def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(command, write_json, monkeypatch, capsys):
     """W&B is named the folder of this run, and the next run of the process another one; a dry run trains nothing."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("WANDB_DIR", raising=False)
     calls: list[Any] = []
-    fake = SimpleNamespace(run=lambda job: {"train": os.environ["WANDB_DIR"]}, dry_run=calls.append)
+    fake = SimpleNamespace(
+        run=lambda job: {"train": os.environ["WANDB_DIR"]}, dry_run=lambda job: calls.append(job) or "the table"
+    )
     monkeypatch.setitem(sys.modules, "ds_trainer.run", fake)
     engine = write_json("engine.json", {"wandb": {"enabled": True}})
     words = arguments_of(command | {"--deepspeed_config": engine})
@@ -302,6 +309,7 @@ def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(com
     assert calls == []
     assert train(job := read_train_job([*words, "--dry_run"])) == {}
     assert calls == [job]
+    assert capsys.readouterr().out == "the table\n"
 
 
 def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):

@@ -76,12 +76,8 @@ def test_the_predictions_are_beside_the_scores(done, recipe) -> None:
 
 def test_a_dry_run_says_what_the_cuts_cost(recipe) -> None:
     """Operations, bytes and an estimate of seconds, of the phases with a cut only; the second cut is of the first's."""
-    text, costs = trained(recipe, "--dry_run").stdout, {}
-    while (start := text.find("{")) >= 0:
-        value, end = json.JSONDecoder().raw_decode(text[start:])
-        text = text[start + end :]
-        if "cut" in value:
-            costs[value["phase"]] = value["cut"]
+    phases = json.loads(trained(recipe, "--dry_run", "json").stdout)["phases"]
+    costs = {phase["phase"]: phase["cut"] for phase in phases if "cut" in phase}
     assert list(costs) == ["half", "neurons"]
     for cost in costs.values():
         assert cost.keys() == {"operations", "bytes", "estimated_seconds"}

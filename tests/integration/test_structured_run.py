@@ -58,10 +58,9 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
 def test_a_dry_run_foretells_the_memory_of_every_phase(run):
     """Also where a technique needs what an earlier phase will have trained: a teacher, zeros to keep."""
     files = ["--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(run.parent / "recipe.json")]
-    done = run_script("launch/train.py", *files, "--output_dir", str(run.parent / "dry"), "--dry_run")
+    done = run_script("launch/train.py", *files, "--output_dir", str(run.parent / "dry"), "--dry_run", "json")
     assert done.returncode == 0, done.stderr[-3000:]
-    parts = done.stdout.split('{\n  "phase"')[1:]
-    memory = {phase["phase"]: phase["memory_per_rank"] for phase in (json.loads('{"phase"' + part) for part in parts)}
+    memory = {phase["phase"]: phase["memory_per_rank"] for phase in json.loads(done.stdout)["phases"]}
     assert list(memory) == ["dense", "cut", "filled", "unseen", "sparse", "kept"]
     assert [phase for phase, parts in memory.items() if parts["teacher"]] == ["cut", "filled"]
     assert [phase for phase, parts in memory.items() if parts["of_which_mask_scores"]] == ["cut"]
