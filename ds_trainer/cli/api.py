@@ -55,13 +55,15 @@ class Results(dict[Any, Any]):
 @contextlib.contextmanager
 def _in_python(words: Mapping[str, str]) -> Iterator[None]:
     """Show the log, and put these words for those that an error of this library has from the command."""
+    flags = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
     show_log()
     try:
         yield
     except Exception as error:
         if hasattr(error, "exit_code"):
-            flags = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-            error.args = (re.sub(flags, lambda match: words[match[0]], str(error)),)
+            told = [str(error), *getattr(error, "__notes__", [])]
+            message, *notes = [flags.sub(lambda match: words[match[0]], text) for text in told]
+            error.args, error.__notes__ = (message,), notes
         raise
 
 

@@ -67,12 +67,14 @@ def test_an_error_of_a_run_keeps_its_kind(log, monkeypatch, tmp_path):
     ]:
 
         def run(job, error=error):
+            error.__notes__ = ["stopped: checkpoint-4 is saved; --resume goes on from it"]
             raise error
 
         monkeypatch.setattr(api.training, "train", run)
         with pytest.raises(type(error)) as caught:
             train(RECIPE, tmp_path)
         assert str(caught.value) == told
+        assert ("; resume=True goes" in caught.value.__notes__[0]) == isinstance(error, StoppedError)
 
 
 def test_results_are_a_dict_and_show_a_table(log, monkeypatch, tmp_path):
