@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
+from ds_trainer.config.fields import without_silent_nulls
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
@@ -169,7 +170,8 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
     # A cache outside the run's folder is this user's own choice: it is not written down, since recipes are passed on.
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
-    folder.write_json(RECIPE, redacted(job.recipe.model_dump() | {"cache_dir": cache if inside else None}))
+    written = without_silent_nulls(job.recipe.model_copy(update={"cache_dir": cache if inside else None}))
+    folder.write_json(RECIPE, redacted(written))
     folder.write_json("command.json", redacted({"command": job.command}))
     relative = plan.folder.relative_to(folder.path)
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):

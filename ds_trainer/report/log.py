@@ -30,6 +30,7 @@ from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.report.run_files import OF_ONE_EXIT, encoder_weights
+from ds_trainer.report.verdict import verdict
 from ds_trainer.tasks.task import Batch
 
 
@@ -296,19 +297,21 @@ def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None
 def results_table(results: Mapping[str, Any]) -> str:
     """Show the phases side by side: scores except those of single exit heads, what a model costs, and its training.
 
-    Size and latency are only known of a run with a report.
+    Size and latency are only known of a run with a report, and so is the verdict below the table.
     """
     rows: list[dict[str, str]] = []
+    all_scores = dict.fromkeys(score for result in results.values() for score in result["eval"])
+    given = [score for score in all_scores if not OF_ONE_EXIT.search(score)]
     for name, result in results.items():
-        (kept, whole), train = encoder_weights(result) or (0, 0), result["train"]
-        scores = {metric: f"{s:.4f}" for metric, s in result["eval"].items() if not OF_ONE_EXIT.search(metric)}
-        weights = f"{kept:,} ({100 * kept / max(whole, 1):.1f}%)"
+        train, counted = result["train"], encoder_weights(result)
+        scores = {metric: f"{result['eval'][metric]:.4f}" if metric in result["eval"] else "–" for metric in given}
+        weights = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f}%)" if counted else "–"
         costs = {"MiB": f"{result['size']['bytes'] / 2**20:,.1f}"} if "size" in result else {}
         for batch, latency in result.get("latency", {}).items():
             costs[f"ms ({batch.replace('_', ' ')})"] = f"{latency['median_ms']:.2f}"
         times = {"seconds": f"{train['train_seconds']:.0f}", "examples/s": f"{train['examples_per_s']:.0f}"}
         rows.append({"phase": name, **scores, "encoder weights": weights, **costs, **times})
-    return aligned(rows)
+    return "\n\n".join([aligned(rows), *filter(None, ["\n".join(verdict(results))])])
 
 
 def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float, list[int]]]) -> str:

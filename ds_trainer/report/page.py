@@ -24,6 +24,7 @@ from ds_trainer.report import plots
 from ds_trainer.report.drawing import INSTALL, check_installed, label, pixels, save
 from ds_trainer.report.matrices import cut_by_layer
 from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_object, read_run
+from ds_trainer.report.verdict import TimedPhase, main_metric, timed_phases, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,8 +119,8 @@ def _draw(run: RunFiles, folder: RunFolder, failures: list[str]) -> dict[_Plot, 
 def _all_plots(run: RunFiles, failures: list[str]) -> Iterator[_Plot]:
     """Yield the figure that compares the phases, then those of each phase."""
     if run.results:
-        caption = "Score against size, the phases side by side."
-        yield _Plot("score_by_density", list(run.results)[-1], caption, partial(_score_by_density, run))
+        caption = "Score against size and time, the phases side by side."
+        yield _Plot("score_by_cost", list(run.results)[-1], caption, partial(_score_by_cost, run))
     for phase in run.phases:
         for kind in (_plots, _exit_plots):
             yield from tried(f"plots of {phase}", partial(kind, run, phase), failures) or []
@@ -180,18 +181,23 @@ def _calibration(exits: Mapping[str, Any]) -> str:
     return f" {chosen} was set on {calibration['examples']:,} examples of {calibration['split']}."
 
 
-def _score_by_density(run: RunFiles) -> Figure | None:
-    """Draw the main metric and the kept encoder weights of the last phase and of those with the same task."""
+def _score_by_cost(run: RunFiles) -> Figure | None:
+    """Draw the main metric of the last phase, and of those with its task, over encoder weights and milliseconds."""
 
     def task(phase: str) -> Any:
         return run.spec(phase).get("task") or run.recipe.get("task")
 
-    last = list(run.results)[-1]
-    metric = next(iter(run.results[last]["eval"]))
+    last, metric = list(run.results)[-1], main_metric(run.results) or ""
     alike = {name: each for name, each in run.results.items() if metric in each["eval"] and task(name) == task(last)}
-    weights = {name: encoder_weights(each) or (0, 0) for name, each in alike.items()}
-    points = {name: (weights[name][0], each["eval"][metric]) for name, each in alike.items()}
-    return plots.score_by_density(metric, points, max(whole for _, whole in weights.values()))
+    models: dict[str, tuple[float, dict[str, float]]] = {}
+    for name, each in alike.items():
+        counted = encoder_weights(each)
+        models[name] = each["eval"][metric], {"encoder weights kept": counted[0]} if counted else {}
+    for timed in timed_phases(alike):
+        batch, ms = list(timed.ms.items())[-1]
+        if timed.score is not None:
+            models.setdefault(timed.name, (timed.score, {}))[1][f"milliseconds, {batch}"] = ms
+    return plots.score_by_cost(metric, models)
 
 
 def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
@@ -202,7 +208,8 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
         parts.append(_escaped(f"Model {model.get('name_or_path') or 'new'}, task {task.get('name')}."))
     table = tried("the table of results", partial(table_of, run), failures)
     notes = tried("the notes on the table", partial(notes_on, run), failures) or []
-    parts += ["## Results", table or "", *map(_escaped, notes)]
+    said = tried("the verdict", partial(verdict, run.results), failures) or []
+    parts += ["## Results", "\n".join(f"- {_escaped(line)}" for line in said), table or "", *map(_escaped, notes)]
     if drawn:
         parts.append("## Figures")
         parts += [f"![{_escaped(p.caption)}](plots/{p.name}.png)\n\n{_escaped(p.caption)}" for p in drawn]
@@ -211,7 +218,7 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     for name, text in _texts(run):
         fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text)), 3)
         parts.append(f"## {_escaped(name)}\n\n{fence}\n{text}\n{fence}")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _title(run: RunFiles) -> str:
@@ -274,7 +281,7 @@ def _session(session: Mapping[str, Any]) -> str:
 
 
 def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
-    """Return a phase's column of the table, in groups: techniques, cut, scores, sizes, times, training."""
+    """Return a phase's column of the table, in groups: scores, times, sizes, techniques, cut, training."""
     result = run.results[phase]
     timed = "early_exit/speedup" if result.get("exits") else None  # the times have it for each batch size
     scores = {}
@@ -290,7 +297,8 @@ def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
         training["epochs"] = f"{trained['epochs']:.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
         training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
-    return _techniques(result, run.spec(phase)), _cut(result), scores, _sizes(result), _times(result), training
+    times = _times(result, timed_phases(run.results))
+    return scores, times, _sizes(result), _techniques(result, run.spec(phase)), _cut(result), training
 
 
 def _techniques(result: Mapping[str, Any], spec: Mapping[str, Any]) -> Cells:
@@ -316,7 +324,7 @@ def _cut(result: Mapping[str, Any]) -> Cells:
     for name, parts in cut_by_layer(cut["parts"]).items():
         kept = (f"{part['kept']:,}" if part["kept"] < part["count"] else "all" for part in parts)
         cells[f"cut: {label(name)}, kept in each layer"] = ", ".join(kept)
-        cells[f"cut: {label(name)}, error of the outputs"] = ", ".join(f"{100 * part['error']:.2g}%" for part in parts)
+        cells[f"cut: {label(name)}, error of the outputs"] = ", ".join(_percent(part["error"]) for part in parts)
     examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
     return {"cut": f"{cut['seconds']:,.1f} s{examples}", **cells}
 
@@ -332,17 +340,26 @@ def _sizes(result: Mapping[str, Any]) -> Cells:
     return cells
 
 
-def _times(result: Mapping[str, Any]) -> Cells:
-    cells = {}
-    for key, name in (("latency", "latency"), ("early_exit_latency", "early-exit latency")):
+def _times(result: Mapping[str, Any], timed: Sequence[TimedPhase]) -> Cells:
+    """Return how many times as fast the model is as the first of the `timed` ones, and the measured milliseconds."""
+    fast, cells = {}, {}
+    for key, name, early in (("latency", "latency", ""), ("early_exit_latency", "early-exit latency", "early exit, ")):
         for batch, times in (result.get(key) or {}).items():
+            words = batch.replace("_", " ")
             slow = f" (p95 {times['p95_ms']:.2f})" if "p95_ms" in times else ""
-            cells[f"{name}, {batch.replace('_', ' ')}"] = f"{times['median_ms']:.2f} ms{slow}"
+            cells[f"{name}, {words}"] = f"{times['median_ms']:.2f} ms{slow}"
+            if len(timed) > 1 and words in timed[0].ms:
+                ratio = timed[0].ms[words] / times["median_ms"]
+                fast[f"{early}times as fast as {timed[0].name}, {words}"] = f"{ratio:.2f}×"
     for index, (split, exits) in enumerate(((result.get("exits") or {}).get("splits") or {}).items()):
         for batch, times in (exits["early_exit"].get("measured") or {}).items():
             where = f" on {split}" if index else ""
             cells[f"early exit, measured speed-up{where}, {batch.replace('_', ' ')}"] = f"{times['speedup']:.2f}×"
-    return cells
+    return fast | cells
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{round(100 * share, 2):g}%"
 
 
 def _number(value: Any) -> str:

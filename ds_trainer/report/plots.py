@@ -130,25 +130,33 @@ def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     return figure
 
 
-def score_by_density(metric: str, phases: Mapping[str, tuple[int, float]], whole: int) -> Figure | None:
-    """Draw the score of each phase against the encoder weights that it has kept; None if all have kept equally many.
+def score_by_cost(metric: str, models: Mapping[str, tuple[float, Mapping[str, float]]]) -> Figure | None:
+    """Draw the score of each model against each of its costs, a panel for each; None if all models cost the same.
 
-    The legend has each number as a share of those of the `whole` encoder.
+    `models` has by name a score and the costs by the titles of their axes.
     """
     from matplotlib.ticker import EngFormatter
 
-    phases = {name: (kept, score) for name, (kept, score) in phases.items() if math.isfinite(score)}
-    if len({kept for kept, _ in phases.values()}) < 2:
+    models = {name: (score, costs) for name, (score, costs) in models.items() if math.isfinite(score)}
+    axis_titles = dict.fromkeys(title for _, costs in models.values() for title in costs)
+    compared = [t for t in axis_titles if len({costs[t] for _, costs in models.values() if t in costs}) > 1]
+    if not compared:
         return None
-    figure, axes = drawing.one_panel(800, 400, f"{metric} against size")
-    looks = zip(colours(phases), drawing.markers(phases), strict=True)
-    for (name, (kept, score)), (colour, marker) in zip(phases.items(), looks, strict=True):
-        axes.plot(kept, score, marker, color=colour, markersize=9, label=f"{label(name)}: {100 * kept / whole:.0f} %")
-    axes.set_xlim(0, 1.05 * whole)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    drawing.limit_scores(axes, [score for _, score in phases.values()])
-    dress(axes, "encoder weights kept", drawing.score_name(metric))
-    axes.legend(**LEGEND)
+    figure = drawing.new_figure(800, 100 + 300 * len(compared), f"{metric} against cost")
+    panels = drawing.add_panels(figure, len(compared), 1, sharey=True)
+    looks = dict(zip(models, zip(colours(models), drawing.markers(models), strict=True), strict=True))
+    for axes, title in zip(panels, compared, strict=True):
+        for name, (score, costs) in models.items():
+            colour, marker = looks[name]
+            at = ([costs[title]], [score]) if title in costs else ([], [])  # the legend has every model
+            axes.plot(*at, marker, color=colour, markersize=9, label=label(name))
+        most = max(costs[title] for _, costs in models.values() if title in costs)
+        axes.set_xlim(0, 1.05 * most)
+        if most >= 1000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        dress(axes, title, drawing.score_name(metric))
+    drawing.limit_scores(panels[0], [score for score, _ in models.values()])
+    panels[0].legend(**LEGEND)
     return figure
 
 

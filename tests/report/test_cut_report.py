@@ -43,14 +43,16 @@ def test_the_page_has_a_cut_beside_phases_without_one(tmp_path: Path) -> None:
     """Seconds, scores before the first step, sizes and errors by layer; a dash where a phase has none."""
     folder = write_run(tmp_path / "out")
     results = json.loads((folder / "all_results.json").read_text())
-    results["taught"]["cut"] = {"seconds": 8.14, "examples": 512, "parts": parts()[:-1], "scores": {"accuracy": 0.8624}}
+    records = parts()[:-1]
+    records[-1]["error"], records[0]["error"] = 0.9999, 0.000012  # not "1e+02%"
+    results["taught"]["cut"] = {"seconds": 8.14, "examples": 512, "parts": records, "scores": {"accuracy": 0.8624}}
     (folder / "all_results.json").write_text(json.dumps(results))
     write_report(folder)
     page = (folder / "report.md").read_text()
     assert "| cut | – | 8.1 s, 512 examples | – |" in page
     assert "| accuracy of the cut, before any training | – | 0.8624 | – |" in page
     assert "| cut: neurons, kept in each layer | – | 768, 384, all | – |" in page
-    assert "| cut: heads, error of the outputs | – | 0%, 10%, 20% | – |" in page
+    assert "| cut: heads, error of the outputs | – | 0%, 10%, 100% | – |" in page
     assert page.count("](plots/taught.cut.png)") == 1
     assert (folder / "plots" / "taught.cut.png").is_file()
     assert "What is missing" not in page

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def every_figure(folder: Path) -> dict[str, Figure | None]:
     """Each kind of figure, with as many entries as it is likely to have."""
     counts, deep = pruned_bert(folder / "model"), pruned_bert(folder / "deep", 24, 16)
-    long = {f"a_phase_with_a_rather_long_name_{i}": (10**6 * i, 0.9 - i / 100) for i in range(1, 9)}
+    costs = [{"encoder weights kept": 10**6 * i, "milliseconds, batch 32": 50.0 / i} for i in range(1, 10)]
+    long = {f"a_phase_with_a_rather_long_name_{i}": (0.9 - i / 100, cost) for i, cost in enumerate(costs)}
     return {
         "loss": plots.losses("taught", taught()),
         "long_names": plots.losses("a" * 64, [{**row, f"train/lr/*.{'b' * 64}.*": 1e-3} for row in taught()]),
@@ -28,7 +29,7 @@ def every_figure(folder: Path) -> dict[str, Figure | None]:
         "alike": plots.densities("taught", [record(s, prune__density=1 / s) for s in range(1, 5)], {}),
         "kept": plots.kept_weights("taught", counts, folder / "model"),
         "kept_deep": plots.kept_weights("a" * 64, deep, folder / "deep"),
-        "score": plots.score_by_density("accuracy", long, 8 * 10**6),
+        "score": plots.score_by_cost("accuracy", long),
         "agreement": plots.agreement("taught", taught(), 0.93),
         **{f"exits{n}": plots.exit_curves("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
         **{f"histogram{n}": plots.exit_histogram("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
@@ -98,8 +99,8 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert plots.densities("a", bare, {}) is None
     assert plots.agreement("a", bare, 0.9) is None
     assert plots.kept_weights("a", {}, Path("gone")) is None
-    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (9, math.nan)}, 10) is None
-    assert plots.score_by_density("f1", {"a": (10, 0.5), "b": (10, 0.6)}, 10) is None
+    for b in ((math.nan, {"weights": 9}), (0.6, {"weights": 10}), (0.6, {})):
+        assert plots.score_by_cost("f1", {"a": (0.5, {"weights": 10}), "b": b}) is None
     exits = synthetic_exits()
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {}
     assert plots.exit_histogram("a", "validation", exits) is None
@@ -238,22 +239,29 @@ def test_a_model_without_the_counted_weight_is_told(tmp_path):
         )
 
 
-def test_phases_stand_at_their_size_and_score():
-    """Weights kept across, in millions, score up; the legend names each, with its share of the dense encoder."""
-    figure = plots.score_by_density("f1", {"dense": (10_000_000, 0.9), "pruned": (1_500_000, 0.8)}, 10_000_000)
-    points = {label: (line.get_xdata()[0], line.get_ydata()[0]) for label, line in lines(figure).items()}
-    assert points == {"dense: 100 %": (10_000_000, 0.9), "pruned: 15 %": (1_500_000, 0.8)}
+def test_models_stand_at_their_costs_and_score():
+    """A panel for each cost that differs, weights in M, milliseconds as they are; the legend names each model."""
+    weights, ms = "encoder weights kept", "milliseconds, batch 32"
+    models = {"dense": (0.9, {weights: 10_000_000, ms: 50.0}), "pruned": (0.8, {weights: 1_500_000, ms: 12.5})}
+    figure = plots.score_by_cost("f1", models | {"leaving early": (0.7, {ms: 6.0})})
+    left, right = ({name: line.get_xydata().tolist() for name, line in lines(figure, n).items()} for n in (0, 1))
+    assert left == {"dense": [[10_000_000, 0.9]], "pruned": [[1_500_000, 0.8]], "leaving early": []}
+    assert right == {"dense": [[50, 0.9]], "pruned": [[12.5, 0.8]], "leaving early": [[6, 0.7]]}
+    assert [axes.get_xlabel() for axes in figure.axes] == [weights, ms]
     assert figure.axes[0].xaxis.get_major_formatter()(1_500_000) == "1.5M"
+    assert len(figure.axes[0].get_legend().get_texts()) == 3
+    alike = {name: (score, costs | {weights: 7}) for name, (score, costs) in models.items()}
+    assert [axes.get_xlabel() for axes in plots.score_by_cost("f1", alike).axes] == [ms]
 
 
 def test_noise_is_not_drawn_as_a_result():
     """A tenth of a point fills a small part of the panel; the axis of a perplexity notes that less is better."""
-    figure = plots.score_by_density("f1", {"dense": (10, 0.9), "pruned": (5, 0.899)}, 10)
+    figure = plots.score_by_cost("f1", {"dense": (0.9, {"weights": 10}), "pruned": (0.899, {"weights": 5})})
     low, high = figure.axes[0].get_ylim()
     assert high - low == pytest.approx(0.02)
     assert low < 0.899 < 0.9 < high
     assert figure.axes[0].get_ylabel() == "f1"
-    figure = plots.score_by_density("perplexity", {"dense": (10, 20.0), "pruned": (5, 30.0)}, 10)
+    figure = plots.score_by_cost("perplexity", {"dense": (20.0, {"weights": 10}), "pruned": (30.0, {"weights": 5})})
     assert figure.axes[0].get_ylabel() == "perplexity (less is better)"
     low, high = figure.axes[0].get_ylim()
     assert low < 20 < 30 < high
@@ -321,5 +329,5 @@ def test_names_are_drawn_as_they_are_written():
     figure = plots.losses("$\\frac$", rows)
     pixels(figure)
     assert len(figure.axes[1].get_legend().get_texts()) == 2
-    long = plots.score_by_density("f1", {f"{'x' * 60}_{number}": (10 * number, 0.5) for number in (1, 2)}, 20)
-    assert [label[-9:] for label in lines(long)] == ["x_1: 50 %", "_2: 100 %"]
+    long = plots.score_by_cost("f1", {f"{'x' * 60}_{number}": (0.5, {"weights": number}) for number in (1, 2)})
+    assert [label[-3:] for label in lines(long)] == ["x_1", "x_2"]

@@ -95,7 +95,9 @@ def test_the_table_has_every_phase_s_figures(made):
     assert row_of(page, "parameters")[:2] == ["3,072", "3,072"]
     assert row_of(page, "parameters not 0")[:2] == ["3,072", "2,880"]
     assert row_of(page, "size on disk") == ["3.0 MiB", "–", "–"]
-    assert row_of(page, "latency, batch 1") == ["3.25 ms (p95 4.50)", "3.25 ms (p95 4.50)", "–"]
+    assert row_of(page, "latency, batch 1") == ["3.25 ms (p95 4.50)", "2.50 ms (p95 3.00)", "–"]
+    assert row_of(page, "times as fast as dense, batch 32") == ["1.00×", "2.00×", "–"]
+    assert row_of(page, "early exit, times as fast as dense, batch 32") == ["–", "–", "1.00×"]
     assert row_of(page, "early-exit latency, batch 32") == ["–", "–", "50.00 ms"]
     line = "median of the calls, on cpu, 2 threads, float32: 64 examples of 21.2 tokens on average."
     assert page.count(f"Latency of dense, taught: {line}") == 1
@@ -104,6 +106,15 @@ def test_the_table_has_every_phase_s_figures(made):
     for left_out in ("0.61", "0.62", "63", "64.0", "65.0"):
         assert f"| {left_out}" not in page, "of one head, or said in another way"
     assert row_of(page, "early exit, measured speed-up, batch 32") == ["–", "–", "1.60×"]
+
+
+def test_the_page_begins_with_what_a_reader_decides_by(made):
+    """The verdict in words, then the scores, how many times as fast, sizes, and only then how it was made."""
+    page = (made / "report.md").read_text()
+    said = "- taught: 1.3 times as fast as dense at batch 1, 2.0 times at batch 32, 10.0 points less accuracy."
+    order = (said, "| accuracy", "| times as fast", "| size on", "| techniques", "| training")
+    places = [page.index(text) for text in order]
+    assert places == sorted(places)
 
 
 def test_the_page_shows_the_files_and_the_command(made):
@@ -176,7 +187,7 @@ def test_nothing_in_a_run_s_files_becomes_markup(run):
     assert not page.tags & {"script", "a", "em", "strong"}
     assert not {name for name in page.attributes if name.startswith("on")}
     assert all(reference.startswith("data:") for reference in page.references)
-    assert page.text.count(evil) == 8  # a column, a row, the command, and captions of a loss and of four exit figures
+    assert page.text.count(evil) == 9  # the verdict, a column, a row, the command, and five captions
     assert recipe in page.text
 
 

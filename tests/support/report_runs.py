@@ -13,7 +13,7 @@ from support.run_plots import pruned_bert, synthetic_exits, taught
 from ds_trainer.report import plots
 
 FIGURES = {
-    "score_by_density",
+    "score_by_cost",
     "dense.loss",
     *(f"taught.{name}" for name in ("loss", "density", "agreement", "kept_weights")),
     *(f"exits.{name}" for name in ("loss", "kept_weights", "exits", "exit_histogram")),
@@ -40,6 +40,7 @@ def write_run(folder: Path) -> Path:
     (folder / "eval").mkdir()
     (folder / "eval" / "exits.json").write_text(json.dumps(exits))
     latency = {"batch_1": {"median_ms": 3.25, "p95_ms": 4.5}, "batch_32": {"median_ms": 50.0}}
+    faster = {"batch_1": {"median_ms": 2.5, "p95_ms": 3.0}, "batch_32": {"median_ms": 25.0}}
     conditions = {"threads": 2, "device": "cpu", "dtype": "float32", "examples": 64, "mean_tokens": 21.25}
     teacher = {"teacher/accuracy": 0.91, "teacher/agreement": 0.88}
     early = {"early_exit/accuracy": 0.79, "early_exit/mean_layers": 1.75, "early_exit/speedup": 1.6}
@@ -47,7 +48,7 @@ def write_run(folder: Path) -> Path:
     early |= {"early_exit/leave_at_1": 63, "early_exit/seconds": 64.0, "early_exit/full_seconds": 65.0}
     results = {
         "dense": results_of(dense, 0.9, latency=latency, measured_on=conditions, size={"bytes": 3 * 2**20}),
-        "taught": results_of(counts, 0.8, eval=teacher, latency=latency, measured_on=conditions),
+        "taught": results_of(counts, 0.8, eval=teacher, latency=faster, measured_on=conditions),
         "exits": results_of(counts, 0.81, eval=early, exits=exits, early_exit_latency=latency),
     }
     techniques = [{}, {"prune": {}, "distill": {}}, {"prune": None, "exits": {}}]
