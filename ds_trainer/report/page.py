@@ -322,7 +322,7 @@ def _cut(result: Mapping[str, Any]) -> Cells:
         for name, before in sizes["before"].items():
             cells[f"cut: {name} of the model"] = f"{sizes['after'][name]:,} of {before:,}"
     for name, parts in cut_by_layer(cut["parts"]).items():
-        kept = (f"{part['kept']:,}" if part["kept"] < part["count"] else "all" for part in parts)
+        kept = (str(part["kept"]) if part["kept"] < part["count"] else "all" for part in parts)
         cells[f"cut: {label(name)}, kept in each layer"] = ", ".join(kept)
         cells[f"cut: {label(name)}, error of the outputs"] = ", ".join(_percent(part["error"]) for part in parts)
     examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
@@ -332,7 +332,7 @@ def _cut(result: Mapping[str, Any]) -> Cells:
 def _sizes(result: Mapping[str, Any]) -> Cells:
     cells = {}
     if counted := encoder_weights(result):
-        cells["encoder weights kept"] = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f} %)"
+        cells["encoder weights kept"] = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f}%)"
     if model := result.get("weights", {}).get("model"):
         cells |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
     if "size" in result:
@@ -359,7 +359,7 @@ def _times(result: Mapping[str, Any], timed: Sequence[TimedPhase]) -> Cells:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if share >= 0.1 else f"{round(100 * share, 2):g}%"
+    return f"{100 * share:.0f}%" if share >= 0.1 or share < 1e-6 else f"{100 * share:.2g}%"  # never as 1e-05
 
 
 def _number(value: Any) -> str:

@@ -152,7 +152,7 @@ def score_by_cost(metric: str, models: Mapping[str, tuple[float, Mapping[str, fl
             axes.plot(*at, marker, color=colour, markersize=9, label=label(name))
         most = max(costs[title] for _, costs in models.values() if title in costs)
         axes.set_xlim(0, 1.05 * most)
-        if most >= 1000:
+        if most >= 100_000:  # milliseconds stay as they are
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         dress(axes, title, drawing.score_name(metric))
     drawing.limit_scores(panels[0], [score for score, _ in models.values()])

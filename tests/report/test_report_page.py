@@ -91,7 +91,7 @@ def test_the_table_has_every_phase_s_figures(made):
     assert row_of(page, "accuracy") == ["0.9000", "0.8000", "0.8100"]
     assert row_of(page, "agreement with the teacher") == ["–", "0.8800", "–"]
     assert row_of(page, "teacher's accuracy") == ["–", "0.9100", "–"]
-    assert row_of(page, "encoder weights kept")[:2] == ["1,536 (100.0 %)", "1,440 (93.8 %)"]
+    assert row_of(page, "encoder weights kept")[:2] == ["1,536 (100.0%)", "1,440 (93.8%)"]
     assert row_of(page, "parameters")[:2] == ["3,072", "3,072"]
     assert row_of(page, "parameters not 0")[:2] == ["3,072", "2,880"]
     assert row_of(page, "size on disk") == ["3.0 MiB", "–", "–"]
