@@ -47,7 +47,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     metric, timed, sentences = main_metric(results), timed_phases(results), []
     for model in timed[1:]:
         base, beside = timed[0], f" as fast as {timed[0].name}"
-        parts = []
+        parts: list[str] = []
         for batch in filter(base.ms.get, model.ms):
             parts.append(f"{base.ms[batch] / model.ms[batch]:.1f} times{'' if parts else beside} at {batch}")
         if metric and model.score is not None and base.score is not None:
