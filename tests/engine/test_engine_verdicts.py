@@ -318,3 +318,12 @@ def test_the_command_ends_or_warns_before_torch(tiny_recipe, write_json, tmp_pat
     assert done.stderr.startswith("error: autotuning is refused, remove it: a run trains one configuration")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [{"deepcompile": True}, {"disable": False, "backend": "inductor"}])
+def test_a_request_to_compile_is_refused_with_what_it_would_gain(value):
+    """In the forms that public files have; a section that requests nothing is let pass."""
+    (told, *_) = check_engine_file({"compile": value}, None, 1)
+    assert told.startswith("compile is refused, remove it: ")
+    assert "took minutes for a gain of 5% a step" in told
+    assert check_engine_file({"compile": {"deepcompile": False}}, None, 1) == []
