@@ -113,7 +113,10 @@ class PhasePlan(PhaseModel):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        return checkpoints_of(self.phase, self.folder)
+        """The phase's checkpoints in its folder, which may not exist yet; the best one is kept by its metric."""
+        metric = self.phase.metric_for_best_model
+        best = Best(metric, self.phase.prefers_more(metric, self.task.spec)) if metric else None
+        return Checkpoints(self.folder, self.phase.save_total_limit, best)
 
     @property
     def memory_cure(self) -> str:
@@ -190,12 +193,6 @@ def starting_identity(phase: Phase) -> dict[str, Any]:
 def folder_of(phase: Phase, job: TrainJob) -> Path:
     """Return where a phase writes: the last one into the output folder itself, the others into one of their name."""
     return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
-
-
-def checkpoints_of(phase: Phase, folder: Path) -> Checkpoints:
-    """Return the checkpoints of a phase that writes into a folder, which may not exist yet."""
-    best = Best(phase.metric_for_best_model, phase.greater_is_better) if phase.metric_for_best_model else None
-    return Checkpoints(folder, phase.save_total_limit, best)
 
 
 def _check_is_elementwise(optimizer: str) -> None:

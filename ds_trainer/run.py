@@ -16,11 +16,12 @@ from ds_trainer.config.fields import without_silent_nulls
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
+from ds_trainer.config.task_specs import greater_is_better
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import WholeCheckpoint, check_fits
+from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, check_fits
 from ds_trainer.engine.rank_traffic import describe_traffic
 from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
@@ -28,7 +29,7 @@ from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
-from ds_trainer.phase import PhasePlan, checkpoints_of, folder_of, plan_phase, starting_identity
+from ds_trainer.phase import PhasePlan, folder_of, plan_phase, starting_identity
 from ds_trainer.phase_memory import measure_memory
 from ds_trainer.phase_time import measure_time
 from ds_trainer.ranks import distributed
@@ -117,6 +118,10 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
         plan.task.check_trained(teacher)
     source = models.resolved(phase, phase.start_from)
     models.add(phase.name, plan.source)
+    metric, specs = phase.metric_for_best_model, [plan.task.spec, *(spec for _, spec in phase.techniques)]
+    if metric and {phase.greater_is_better, greater_is_better(metric, *specs)} == {True, False}:
+        order = "highest" if phase.greater_is_better else "lowest"
+        distributed.warn(f"{phase.name}: greater_is_better lets the checkpoint of the {order} {metric} be the best")
     prune = phase.techniques.prune
     if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
         distributed.warn(f"{phase.name}: {too_short}")
@@ -151,7 +156,7 @@ def _plan_and_claim(
 
     Where the command names a checkpoint of this phase, the run goes back to it once the plan shows that it can.
     """
-    checkpoints = checkpoints_of(phase, folder_of(phase, job))
+    checkpoints = Checkpoints(folder_of(phase, job))
     distributed.on_main(checkpoints.clear_asides)
     if named and named.path.parent != checkpoints.folder:
         named = None

@@ -11,10 +11,10 @@ from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.saved_checkpoint import RECIPE
-from ds_trainer.engine.checkpoint import WholeCheckpoint, step_of
+from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, step_of
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
-from ds_trainer.phase import checkpoints_of, folder_of
+from ds_trainer.phase import folder_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.report.log import drop_later_records
@@ -74,7 +74,7 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoin
             f"{folder.path / _GOING_BACK} names: give --resume alone first"
         )
     phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
-    return checkpoints_of(phase, folder_of(phase, job)).named(job.checkpoint)
+    return Checkpoints(folder_of(phase, job)).named(job.checkpoint)
 
 
 def _check_phases(folder: RunFolder, job: TrainJob) -> None:
@@ -106,7 +106,7 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
     write_results(folder, {name: value for name, value in _read_results(folder).items() if name in before})
     for phase in job.recipe.phases[number:]:
         last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
-        checkpoints_of(phase, folder_of(phase, job)).supersede(after=last)
+        Checkpoints(folder_of(phase, job)).supersede(after=last)
         sync_folder(folder_of(phase, job))
         drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
     note.unlink()

@@ -19,6 +19,7 @@ from ds_trainer.tasks.task import Batch, check_finite
 
 
 class MultilabelSpec(TaskBase):
+    greater_is_better = {"f1": True}  # noqa: RUF012
     labels: list[str]
     max_seq_length: int = 128
 

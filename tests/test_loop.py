@@ -1,6 +1,6 @@
 """A phase that starts, or goes on from a checkpoint, is put together in an order that matters."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +10,26 @@ from torch import nn
 from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.ranks.failures import OutOfMemoryError
 from ds_trainer.tasks.evaluation import Evaluation
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 CHECKPOINT = Path("checkpoint-4")
+STATE = CheckpointState(
+    step=4,
+    examples=4,
+    batch_size=1,
+    order_batch_size=1,
+    identity={},
+    asked=True,
+    evaluated=4,
+    scores={},
+    report=None,
+    techniques={"noted": {"value": 3}},
+    total=10,
+    phase={},
+)
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
 
 
@@ -44,6 +59,22 @@ def notes() -> list[str]:
     return []
 
 
+def test_the_best_checkpoint_is_that_of_the_lowest_perplexity(tmp_path):
+    """And not the first and worst, which would be exported, and the better ones deleted; unless the recipe says so."""
+    for step, perplexity in ((2, 28428.0), (4, 24932.0), (6, 25377.0)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        state = replace(STATE, step=step, evaluated=step, scores={"perplexity": perplexity})
+        position = asdict(state) | {"order": 1}
+        del position["order_batch_size"]
+        write_marker(tmp_path / f"checkpoint-{step}", {}, position)
+    fields = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "metric_for_best_model": "perplexity"}
+    for said, best in (({}, 4), ({"greater_is_better": True}, 2)):
+        recipe = parse_recipe({"task": {"name": "mlm", "dataset": "x"}, "phases": [fields | said]})
+        spec, task = recipe.phases[0], SimpleNamespace(spec=recipe.task)
+        plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(6, 0, 0), CONFIG, None, tmp_path)
+        assert plan.checkpoints.best_one() == tmp_path / f"checkpoint-{best}"
+
+
 @pytest.fixture
 def training_from(notes, monkeypatch):
     """Start the training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""
@@ -53,21 +84,7 @@ def training_from(notes, monkeypatch):
         monkeypatch.setattr(f"ds_trainer.engine.engine.{name}", lambda *_, stub=stub: stub)
     monkeypatch.setattr(loop, "StepWatch", lambda *_: None)
     monkeypatch.setattr(phase.PhasePlan, "identity", lambda *_: {})
-    state = CheckpointState(
-        step=4,
-        examples=4,
-        batch_size=1,
-        order_batch_size=1,
-        identity={},
-        asked=True,
-        evaluated=4,
-        scores={},
-        report=None,
-        techniques={"noted": {"value": 3}},
-        total=10,
-        phase={},
-    )
-    best = replace(state, step=2, techniques={"noted": {"value": 2}})
+    best = replace(STATE, step=2, techniques={"noted": {"value": 2}})
     checkpoints = SimpleNamespace(
         load=lambda _, place, __: notes.append(f"load {place}"),
         best_saved=lambda: WholeCheckpoint(Path("checkpoint-2"), best),
@@ -82,7 +99,7 @@ def training_from(notes, monkeypatch):
     monkeypatch.setattr(phase.PhasePlan, "prepare", lambda _: phase.PreparedPhase(nn.Linear(1, 1), [], objective))
 
     def make(resumed: bool) -> loop.Training:
-        its = replace(plan, resumed=WholeCheckpoint(CHECKPOINT, state) if resumed else None)
+        its = replace(plan, resumed=WholeCheckpoint(CHECKPOINT, STATE) if resumed else None)
         return loop.start_training(its, report, None)
 
     return make

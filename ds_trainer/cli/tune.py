@@ -178,8 +178,11 @@ def _recipe_values(
         for path, values in space.items():
             for value in values if isinstance(values, list) else values.examples:
                 mistakes.of(_check_value, path, value, train, copy.deepcopy((recipe_file, engine)))
-    phase = train.recipe.phases[-1].name if train else None
-    return {"recipe_file": recipe_file, "recipe_space": space, "metric": metric, "phase": phase}
+    last = train.recipe.phases[-1] if train else None
+    known = train and last and not mistakes
+    greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task) if known else None
+    values = {"recipe_file": recipe_file, "recipe_space": space, "metric": metric, "phase": last and last.name}
+    return {**values, "greater_is_better": greater}
 
 
 def _recipe_space(text: str) -> RecipeSpace:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -59,6 +59,12 @@ _CRITERIA: dict[str, Criterion] = {
 
 class ExitsSpec(Strict):
     """A classifier after every layer: DeeBERT (arXiv 2004.12993) and PABEE (arXiv 2006.04152)."""
+
+    greater_is_better: ClassVar[Mapping[str, bool]] = {
+        **dict.fromkeys(("expected_saving", "speedup"), True),
+        **dict.fromkeys(("mean_layers", "seconds", "full_seconds"), False),
+    }
+    """Of what an evaluation adds to the scores, as `early_exit/speedup`."""
 
     layers: LayerNumbers | None = Field(None, description="layers that get a head, counted from 1; by default all")
     training: Literal["heads", "joint"] = Field("heads", description="the heads alone, as in DeeBERT's stage 2, or all")

@@ -164,6 +164,8 @@ class RecipeTuneJob(TuneJob):
     recipe_space: RecipeSpace
     metric: str
     """The name of a score."""
+    greater_is_better: bool
+    """Whether more of it is better."""
 
 
 class CalibrateJob(TaskJob):

@@ -20,7 +20,17 @@ from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
-from ds_trainer.config.task_specs import FAMILIES, AnyTask, LabelledSpec, TaskSpec, TextSpec, TokenSpec, family
+from ds_trainer.config.task_specs import (
+    FAMILIES,
+    AnyTask,
+    LabelledSpec,
+    TaskBase,
+    TaskSpec,
+    TextSpec,
+    TokenSpec,
+    family,
+    greater_is_better,
+)
 from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
@@ -104,14 +114,32 @@ class Phase(Strict):
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
     metric_for_best_model: str | None = Field(None, description="e.g. accuracy: also keep the best checkpoint by it")
-    greater_is_better: bool = Field(True, description="whether more of that metric is better")
+    greater_is_better: bool | None = Field(None, description="of that metric; by default as its task or technique says")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
+    early_stopping_patience: Positive | None = Field(
+        None, description="end the phase after so many evaluations in a row without a better metric_for_best_model"
+    )
     shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
 
     @property
     def trains(self) -> bool:
         """Whether the phase has optimizer steps."""
         return bool(self.max_steps or self.num_train_epochs)
+
+    def prefers_more(self, metric: str, task: TaskBase) -> bool:
+        """Return whether more of a score of the phase, with this task, is better. Raises UserError where it is unknown.
+
+        `greater_is_better` is about `metric_for_best_model` or, without one, about any score that is asked for.
+        """
+        if self.greater_is_better is not None and self.metric_for_best_model in (None, metric):
+            return self.greater_is_better
+        greater = greater_is_better(metric, task, *(spec for _, spec in self.techniques))
+        if greater is None:
+            raise UserError(
+                f'phase "{self.name}": whether more or less of {shown(metric)} is better is not known, as it is of '
+                f"{', '.join(task.greater_is_better)}: name one of these, or set greater_is_better"
+            )
+        return greater
 
     @model_validator(mode="before")
     @classmethod
@@ -158,14 +186,15 @@ class Phase(Strict):
                     raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
         if self.techniques.layer_skip and "layer_skip.exits" not in self.loss:
             raise UserError('layer_skip has no weight: set loss["layer_skip.exits"], e.g. 1.0 beside "task": 1.0')
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
-            raise UserError("load_best_model_at_end needs metric_for_best_model, e.g. accuracy")
+        by_metric = [name for name in ("load_best_model_at_end", "early_stopping_patience") if getattr(self, name)]
+        if by_metric and self.metric_for_best_model is None:
+            raise UserError(f"{by_metric[0]} needs metric_for_best_model, e.g. accuracy")
         if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
             raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
-        if self.load_best_model_at_end and prune:
+        if by_metric and prune:
             raise UserError(
-                "load_best_model_at_end with prune would export a step at which the model has not its final density: "
-                "drop it; metric_for_best_model alone keeps that checkpoint"
+                f"{by_metric[0]} with prune would export a step at which the model has not its final density: "
+                f"drop it; metric_for_best_model alone keeps that checkpoint"
             )
         frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
         others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
@@ -212,6 +241,8 @@ class Recipe(Strict):
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
                 self._check_exits(phase)
+            if phase.metric_for_best_model:
+                phase.prefers_more(phase.metric_for_best_model, phase.task or self.task)
             name = (phase.task or self.task).name
             if phase.techniques.layer_skip and name != "clm":
                 raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')

@@ -6,7 +6,9 @@ are tags of words, all others are labelled text. Whether the files exist is chec
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -21,6 +23,10 @@ Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 class TaskBase(Strict):
     """The fields of every family."""
+
+    greater_is_better: ClassVar[Mapping[str, bool]] = {"agreement": True}
+    """Whether more of a score is better, by the score's name or a pattern. A family names those of its own; scores that
+    it gives without naming them, such as counts, need the recipe's word where they decide something."""
 
     name: str = Field(description="selects the family")
     data_dir: str | None = Field(None, description="folder of the task's files; without it the hub's data set is used")
@@ -54,6 +60,8 @@ class TextSpec(LabelledSpec):
     The files of "text" are .csv, .tsv, .jsonl or .parquet.
     """
 
+    greater_is_better = dict.fromkeys((*get_args(Metric), "macro_f1", "micro_f1", "f1/*", "precision", "recall"), True)
+
     name: str = Field("docstrings", description='a name of GLUE, such as "sst2"; "docstrings"; or "text"')
     text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")
     label_column: Column | None = Field(None, description="a class, or with regression a number")
@@ -75,6 +83,8 @@ class TokenSpec(LabelledSpec):
     Both read a hub data set where `dataset` names one.
     """
 
+    greater_is_better = dict.fromkeys(("f1", "precision", "recall", "accuracy", "f1/*"), True)
+
     name: Literal["ner", "token"] = Field(description="CoNLL files, or .jsonl and .parquet")
     tokens_column: str = Field("tokens", description="words of a sentence; CoNLL files have no columns by name")
     tags_column: str = Field("tags", description="a tag for each word")
@@ -90,6 +100,8 @@ class TokenSpec(LabelledSpec):
 
 class SquadSpec(TaskBase):
     """Extractive question answering: SQuAD v1.1 (arXiv 1606.05250) or v2 (arXiv 1806.03822), in the official JSON."""
+
+    greater_is_better = dict.fromkeys(("exact_match", "f1", "*Ans_exact", "*Ans_f1", "best_exact", "best_f1"), True)
 
     name: Literal["squad"] = Field("squad", description="selects the family")
     version_2_with_negative: bool = Field(False, description="some questions have no answer (SQuAD v2)")
@@ -131,6 +143,8 @@ class LmSpec(TaskBase):
     "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often. `head_positions` "all" follows from
     restrict_ce_to_mask: false.
     """
+
+    greater_is_better = dict.fromkeys(("perplexity", "loss"), False) | {"accuracy": True}
 
     name: Literal["mlm", "clm"] = Field(description="masked, of an encoder, or causal, of a decoder")
     text_column: str = Field("text", description="column of the texts in .jsonl files and hub data sets")
@@ -205,6 +219,21 @@ def family(value: Any) -> str:
     """Return the family of a task, given its JSON or its spec; a name that no family claims is labelled text."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return next((key for key, entry in FAMILIES.items() if name in entry.names), "text")
+
+
+def greater_is_better(metric: str, *givers: Any) -> bool | None:
+    """Return whether more of a score is better, as the first of these specs says that knows it; None where none does.
+
+    The name may have prefixes: that of a split, of an exit, of the teacher.
+    """
+    parts = metric.split("/")
+    for giver in givers:
+        known = {**getattr(giver, "greater_is_better", {}), **TaskBase.greater_is_better}
+        for name in ("/".join(parts[first:]) for first in range(len(parts))):  # a class of f1/CLASS may be named "loss"
+            for pattern, greater in known.items():
+                if fnmatchcase(name, pattern):
+                    return greater
+    return None
 
 
 class _OneOfTheFamilies:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from ds_trainer.config.task_specs import FAMILIES, greater_is_better
 from ds_trainer.files.writing import file_aside
 from ds_trainer.ranks.failures import UserError
 
@@ -30,7 +31,6 @@ LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "bor
 LEGEND |= {"frameon": False, "fontsize": 9}
 """A legend to the right of its panel, where it covers nothing."""
 _DPI = 100
-_LOWER_IS_BETTER = ("perplexity", "loss")
 
 
 def check_installed() -> None:
@@ -93,14 +93,11 @@ def dress(axes: Axes, across: str, up: str) -> None:
     axes.tick_params(labelsize=9)
 
 
-def score_name(metric: str) -> str:
-    """Name a metric on an axis, with a note where lower values are better."""
-    return f"{metric} (less is better)" if less_is_better(metric) else metric
-
-
-def less_is_better(metric: str) -> bool:
-    """Return whether lower values of a metric are better."""
-    return metric.rpartition("/")[2] in _LOWER_IS_BETTER
+def score_name(metric: str, greater: bool | None = None) -> str:
+    """Name a metric on an axis, with a note where less of it is better, by `greater` or the tasks that give it."""
+    if greater is None:
+        greater = greater_is_better(metric, *(family.spec for family in FAMILIES.values()))
+    return f"{metric} (less is better)" if greater is False else metric
 
 
 def limit_scores(axes: Axes, scores: Sequence[float]) -> None:

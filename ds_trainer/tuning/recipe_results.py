@@ -39,6 +39,8 @@ class TunedRecipe:
     trials: Sequence[RecipeTrial]
     held_out: int
     """The examples that scores are of."""
+    sign: int
+    """-1 where lower scores are better, else 1."""
 
 
 def write_results(job: RecipeTuneJob, tuned: TunedRecipe) -> None:
@@ -63,7 +65,7 @@ def summary_of(tuned: TunedRecipe, metric: str) -> str:
     score, own, count = tuned.winner.score or 0.0, tuned.trials[0], tuned.held_out
     first = f"{settings_in_words(tuned.winner.candidate.settings)}: {metric} {score:.4f} on {count:,} held-out examples"
     if own is tuned.winner or own.score is None:
-        return f"{first}; {'no other scored higher' if own is tuned.winner else f'{OWN} has no score'}."
+        return f"{first}; {'no other scored better' if own is tuned.winner else f'{OWN} has no score'}."
     first += f", {OWN} {own.score:.4f}."
     if metric.rpartition("/")[2] != "accuracy":
         return first
@@ -74,9 +76,8 @@ def summary_of(tuned: TunedRecipe, metric: str) -> str:
 
 def table(tuned: TunedRecipe, metric: str) -> Iterator[Row]:
     """Yield a row for each trial, the best score first and those without one last."""
-    sign = -1 if drawing.less_is_better(metric) else 1
-    fronts = fronts_of(tuned.trials, sign)
-    for trial in sorted(tuned.trials, key=lambda trial: math.inf if trial.score is None else -sign * trial.score):
+    fronts = fronts_of(tuned.trials, tuned.sign)
+    for trial in sorted(tuned.trials, key=lambda trial: math.inf if trial.score is None else -tuned.sign * trial.score):
         costs = {cost: f"{trial.costs[cost]:,.2f}" if cost in trial.costs else "" for cost in fronts}
         yield {
             metric: "" if trial.score is None else f"{trial.score:.4f}",
@@ -110,7 +111,7 @@ def are_unbeaten(points: Sequence[tuple[float, float]]) -> list[bool]:
 
 def draw(tuned: TunedRecipe, metric: str) -> Figure:
     """Draw the score of every trial over each cost of its model, with the front, the user's own, and the winner."""
-    fronts = fronts_of(tuned.trials, -1 if drawing.less_is_better(metric) else 1)
+    fronts = fronts_of(tuned.trials, tuned.sign)
     figure = drawing.new_figure(380 * max(1, len(fronts)) + 160, 400, "score against cost")
     panels = drawing.add_panels(figure, columns=max(1, len(fronts)), sharey=True)
     for axes, (cost, front) in zip(panels, fronts.items(), strict=False):
@@ -128,7 +129,7 @@ def draw(tuned: TunedRecipe, metric: str) -> Figure:
         for name, (trials, style) in groups.items():
             points = [(trial.costs[cost], trial.score) for trial in trials if cost in trial.costs]
             axes.plot(*zip(*points, strict=True) if points else ((), ()), label=name, **style)
-        drawing.dress(axes, cost, drawing.score_name(metric))
+        drawing.dress(axes, cost, drawing.score_name(metric, tuned.sign > 0))
     panels[-1].legend(**drawing.LEGEND)
     return figure
 

@@ -20,7 +20,6 @@ from typing import Any
 from ds_trainer.config.jobs import RecipeTuneJob, ValueRange
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.report.drawing import less_is_better
 from ds_trainer.tasks.data import hash_of
 from ds_trainer.tuning.order import INSTALL
 from ds_trainer.tuning.recipe_results import TunedRecipe, fronts_of, settings_in_words, write_results
@@ -68,7 +67,7 @@ class Study:
             raise UserError(f"a recipe is tuned with optuna ({error}): {INSTALL}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna, self._space = optuna, job.recipe_space
-        direction = "minimize" if less_is_better(job.metric) else "maximize"
+        direction = "maximize" if job.greater_is_better else "minimize"
         sampler = optuna.samplers.TPESampler(seed=job.train.recipe.seed)
         self._study = optuna.create_study(direction=direction, sampler=sampler, pruner=optuna.pruners.NopPruner())
         self._trial = self._study.ask()
@@ -126,7 +125,7 @@ class _Search:
         self.record = TrialRecord(job, [job.metric, self.ranks, facts], RecipeTrial)
         self.trials: list[RecipeTrial] = []
         self._runs = job.output / "trials"
-        self._sign = -1 if less_is_better(job.metric) else 1
+        self._sign = 1 if job.greater_is_better else -1
         self._by_files: dict[str, RecipeTrial] = {}
 
     def try_all(self) -> None:
@@ -148,7 +147,7 @@ class _Search:
         winner = self._best()
         if not winner:
             raise failure_of(self.trials)
-        return TunedRecipe(winner, self.trials, self.held_out)
+        return TunedRecipe(winner, self.trials, self.held_out, self._sign)
 
     def _best(self) -> RecipeTrial | None:
         """Return the trial with the best score, and of equal ones the first."""

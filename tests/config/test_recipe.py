@@ -11,6 +11,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task, task_of
+from ds_trainer.ranks.failures import UserError
 
 
 def with_prune(**prune) -> dict:
@@ -367,3 +368,42 @@ def test_a_first_phase_that_cuts_in_steps_learns_from_the_model():
     recipe = parse_recipe({"phases": [{"max_steps": 4, "cut": {"keep": [0.5, 0.2]}, "techniques": taught}]})
     assert [phase.techniques.distill.teacher for phase in recipe.phases] == ["@model", "@model"]
     assert [phase.name for phase in recipe.phases] == ["train_1", "train"]
+
+
+MLM = {"name": "mlm", "dataset": "x"}
+NER = {"name": "ner", "dataset": "x"}
+BY_METRIC = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "greater"),
+    [
+        (MLM, "perplexity", False),
+        (MLM, "teacher/loss", False),
+        (MLM, "validation_mismatched/accuracy", True),
+        (MLM, "teacher/agreement", True),
+        (NER, "f1/loss", True),
+        (NER, "exit_1/f1", True),
+        ({}, "f1/Sci/Tech", True),
+        ({}, "validation_mismatched/macro_f1", True),
+        ({}, "early_exit/seconds", False),
+        ({}, "early_exit/speedup", True),
+        ({"name": "squad", "dataset": "x"}, "HasAns_f1", True),
+        ({}, "perplexity", None),
+        ({}, "early_exit/leave_at_1", None),
+        (NER, "f1s", None),
+    ],
+)
+def test_what_gives_a_score_says_whether_more_of_it_is_better(task, metric, greater):
+    """Whatever its prefix; the recipe need only say so of others, and can say otherwise."""
+    exits = {"techniques": {"exits": {}}, "loss": {"exits.heads": 1.0}} if metric.startswith("early_exit") else {}
+    data = {"task": {"name": "docstrings"} | task, "phases": [BY_METRIC | exits | {"metric_for_best_model": metric}]}
+    if greater is None:
+        with pytest.raises(UserError, match=f'whether more or less of "{metric}" is better is not known'):
+            parse_recipe(data)
+    else:
+        recipe = parse_recipe(data)
+        assert recipe.phases[0].prefers_more(metric, recipe.task) is greater
+    for said in (True, False):
+        data["phases"][0]["greater_is_better"] = said
+        assert parse_recipe(data).phases[0].prefers_more(metric, recipe.task if greater is not None else None) is said

@@ -25,7 +25,8 @@ from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.deploy.export import export_trained
-from ds_trainer.phase import checkpoints_of, plan_phase
+from ds_trainer.engine.checkpoint import Checkpoints
+from ds_trainer.phase import plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.report.log import Report
@@ -171,7 +172,7 @@ def job_of(recipe: str, case: str, output: Path) -> TrainJob:
 def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfter) -> None:
     """One phase of the recipe, from its newest checkpoint; its results go to the folder."""
     phase = job.recipe.phases[number]
-    checkpoints = checkpoints_of(phase, job.output)
+    checkpoints = Checkpoints(job.output)
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:

@@ -97,6 +97,16 @@ def test_the_best_score_wins_and_its_recipe_is_written(monkeypatch, job, tmp_pat
     assert (made.output / "tuned_recipe.png").stat().st_size > 1000
 
 
+def test_less_wins_where_less_is_better(monkeypatch, job):
+    """Of seconds that an exit technique measures, and of any score where the recipe says so."""
+    made = job({RATE: [1e-3]}, "--metric", "early_exit/agreement", "--set", "phases.prune.greater_is_better=false")
+    tuned, _ = run(monkeypatch, made, lambda values, _: [0.4 if values else 0.5])
+    assert dict(tuned.winner.candidate.settings) == {RATE: 1e-3}
+    assert [row["early_exit/agreement"] for row in table(tuned, made.metric)] == ["0.4000", "0.5000"]
+    with pytest.raises(UserError, match='whether more or less of "early_exit/seconds" is better is not known'):
+        job({RATE: [1e-3]}, "--metric", "early_exit/seconds")  # no phase has exits
+
+
 @pytest.mark.parametrize(("best", "where"), [(0.52, "within"), (0.56, "beyond")])
 def test_a_difference_that_may_be_chance_is_told(monkeypatch, job, best, where):
     """The standard error of 0.5 on 100 examples is 0.05."""
