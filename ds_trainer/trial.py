@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ds_trainer.config.jobs import TrainJob, TrialRequest
-from ds_trainer.config.recipe import Phase
+from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.engine import engine
 from ds_trainer.engine.rehearsal import without_monitors
 from ds_trainer.files.writing import write_json
@@ -29,6 +29,7 @@ from ds_trainer.ranks.timing import seconds
 from ds_trainer.report.log import Report
 from ds_trainer.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
+from ds_trainer.tasks.registry import build_task
 
 _LEAST_ROUNDS = 2
 _HOPELESS = 1.5
@@ -39,7 +40,7 @@ def run_trial(job: TrainJob, request: TrialRequest) -> None:
     """Measure a phase as the request says, and write the results on rank 0."""
     with joined(job.timeout):
         plan = _plan_of(job, request)
-        results = _timed(plan, request) if request.measure == "steps" else _foundations(plan, request)
+        results = _timed(plan, request) if request.measure == "steps" else _foundations(job, plan, request)
         distributed.on_main(partial(write_json, request.results, results))
 
 
@@ -55,12 +56,14 @@ def _plan_of(job: TrainJob, request: TrialRequest) -> PhasePlan:
     return plan_phase(job, phase, source, teacher)
 
 
-def _foundations(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
-    """Return what holds for all trials: the phase's data, the hardware and the versions, and its memory if wanted."""
+def _foundations(job: TrainJob, plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
+    """Return what holds for all trials: the data of all phases, the hardware and the versions, and memory if wanted."""
+    recipe = job.recipe
+    tasks = [build_task(task_of(phase, recipe), plan.source, recipe.cache_dir) for phase in recipe.phases]
     task, gpus = plan.task, torch.cuda.device_count()
     facts = {
         "gpus": gpus,
-        "data": task.key("train"),
+        "data": [each.key("train") for each in tasks],
         "held_out": len(task.examples(task.held_out_split)) if getattr(task.spec, "held_out", 0) else 0,
         "machine": machine.session() | {"cores": len(os.sched_getaffinity(0))},
     }

@@ -1,11 +1,15 @@
 """`trials.jsonl`: what became of every trial, so that a second call of a tuning goes on where the first ended."""
 
 import json
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ds_trainer.config.jobs import TuneJob
+from ds_trainer.files.reading import content_hash
 from ds_trainer.hosts.probe import source_hash
 from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.tasks.data import hash_of
@@ -17,14 +21,15 @@ T = TypeVar("T", bound=TrialBase)
 
 
 class TrialRecord(Generic[T]):
-    """The trials of this configuration, code, data and hardware. Those of others stay in the file, and are not used."""
+    """The trials of this configuration, code, data, models and hardware. Those of others stay in the file, unused."""
 
     def __init__(self, job: TuneJob, measured: Any, kind: type[T]) -> None:
         """Read what is there. `measured` is JSON: what is tuned, and the data, the hardware and the versions."""
         train = job.train
         recipe = train.recipe.model_dump(exclude={"output_dir", "cache_dir"})
         self._kind = kind
-        self._context = hash_of([train.engine_config, recipe, source_hash(str(PROJECT)), job.arguments, measured])
+        files = [train.engine_config, recipe, *contents_of(recipe)]
+        self._context = hash_of([*files, source_hash(str(PROJECT)), job.arguments, measured])
         self._path = job.output / FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -62,4 +67,16 @@ class TrialRecord(Generic[T]):
             file.write("\n" * bool(file.tell()) + json.dumps(named | entry))
 
     def _key(self, candidate: Candidate) -> str:
-        return hash_of([self._context, candidate.identity])
+        return hash_of([self._context, candidate.identity, *contents_of(candidate.settings)])
+
+
+def contents_of(value: Any) -> Iterator[str]:
+    """Yield a hash of every file, and of every file of a model folder, whose path stands anywhere in a JSON value."""
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from contents_of(inner)
+    elif isinstance(value, str):
+        is_model = os.path.isfile(os.path.join(value, "config.json"))
+        for path in sorted(Path(value).iterdir()) if is_model else [value]:
+            if os.path.isfile(path):
+                yield content_hash(Path(path)).hex()

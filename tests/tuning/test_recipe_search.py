@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from ds_trainer.cli.tune import read_tune_job
 from ds_trainer.config.jobs import RecipeTuneJob
@@ -209,6 +211,24 @@ def test_a_second_call_goes_on(monkeypatch, job):
     shutil.rmtree(made.output / "trials")
     _, calls = run(monkeypatch, made, lambda *_: [0.5, 0.6], FACTS | {"data": "other"})
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("varied", [False, True])
+def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(monkeypatch, job, tmp_path, varied):
+    """Whether the recipe names the folder, or only a value that is tried."""
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text('{"model_type": "bert"}')
+    save_file({"w": np.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
+    place, teacher = "phases.prune.techniques.distill.teacher", str(tmp_path / "teacher")
+    fields = {"teacher": "@finetune" if varied else teacher, "alpha_distil": 1.0}
+    made = job(
+        {place: [teacher]} if varied else {RATE: [1e-3]},
+        *("--set", f"phases.prune.techniques.distill={json.dumps(fields)}"),
+    )
+    for weight, calls in ((0, 2), (0, 0), (1, 1 if varied else 2)):
+        save_file({"w": np.full(1, weight)}, tmp_path / "teacher" / "model.safetensors")
+        shutil.rmtree(made.output / "trials", ignore_errors=True)
+        assert len(run(monkeypatch, made, lambda *_: [0.5])[1]) == calls
 
 
 def test_a_range_is_sampled(monkeypatch, job):
