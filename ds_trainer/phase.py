@@ -12,7 +12,7 @@ from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
 from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, check_fits
-from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers
+from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.memory import training_cure
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
@@ -127,7 +127,9 @@ class PhasePlan(PhaseModel):
     def lr_factor(self) -> Callable[[int], float]:
         """The function from the optimizer step to the factor on every group's rate."""
         phase = self.phase
-        return lr_multiplier(phase.lr_scheduler_type, phase.warmup_steps, self.length.total, phase.lr_restarts)
+        return lr_multiplier(
+            phase.lr_scheduler_type or "linear", phase.warmup_steps or 0, self.length.total, phase.lr_restarts
+        )
 
     @property
     def travel(self) -> float:
@@ -163,7 +165,9 @@ def plan_phase(
     taken, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)
     remaining = steps_for(phase.num_train_epochs or 0, len(task.examples("train")), numbers.train_batch_size, seen)
     total = phase.max_steps or taken + max(0, remaining)
-    length = PhaseLength(total, steps_of(phase.warmup_steps, total), recipe.seed)
+    folder = folder_of(phase, job)
+    phase = phase.model_copy(update=settled_schedule(job.engine_config, phase))
+    length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), recipe.seed)
     width = task.hidden_size
     config = resolve_engine_file(
         job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
@@ -171,7 +175,6 @@ def plan_phase(
     if phase.techniques.keep_zeros:
         _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
     techniques = phase.techniques.taught_by(teacher)
-    folder = folder_of(phase, job)
     plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
         check_fits(*resumed, plan.identity(plan.prepare().groups))

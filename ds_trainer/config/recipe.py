@@ -91,8 +91,10 @@ class Phase(Strict):
     num_train_epochs: Rate | None = Field(None, description="0 leaves the model that the phase starts from as it is")
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
     learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
-    lr_scheduler_type: LrSchedule = Field("linear", description="how rates fall after the warm-up, to 0 or not at all")
-    warmup_steps: Steps = Field(0, description="how long rates rise from 0; with lr_restarts, in each part")
+    lr_scheduler_type: LrSchedule | None = Field(
+        None, description="how rates fall after the warm-up; by default as the engine file's scheduler says, or linear"
+    )
+    warmup_steps: Steps | None = Field(None, description="how long rates rise from 0; with lr_restarts, in each part")
     lr_restarts: Count = Field(0, description="run warm-up and decay so many times again, in equal parts of the phase")
     weight_decay: Rate | None = Field(None, description="fills optimizer.params.weight_decay; not of biases and norms")
     adam_beta1: Fraction | None = Field(None, description="fills the first of optimizer.params.betas")

@@ -70,7 +70,7 @@ def lr_multiplier(kind: LrSchedule, warmup: Duration, total: int, restarts: int 
 
 
 def _decayed(kind: LrSchedule, step: int, warmup: int, total: int) -> float:
-    if kind != "constant" and step < warmup:
+    if step < warmup:
         return step / warmup
     if kind in ("constant", "constant_with_warmup"):
         return 1.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.recipe import Phase
+from ds_trainer.config.schedules import LrSchedule, steps_of
 from ds_trainer.engine import keys
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
@@ -85,6 +86,15 @@ SHARED_RATES: dict[str, dict[str, float | None]] = {
 an absent key; where that is None the groups keep their rates."""
 
 
+SCHEDULES: dict[str, LrSchedule] = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
+"""DeepSpeed's schedules that have the shape of one of the recipe's."""
+_DEFAULT_WARMUP = 1000  # DeepSpeed's own, for one of these without warmup_num_steps
+
+
 def read_engine_file(path: str | Path) -> dict[str, Any]:
     """Read the file as DeepSpeed does: Hjson, with comments and trailing commas, and without duplicate keys."""
     if _is_of_autotuner(str(path)):
@@ -154,6 +164,15 @@ def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int
     return EngineNumbers(*_batch_triangle(config, phase, world_size), clipping, optimizer)
 
 
+def settled_schedule(config: dict[str, Any], phase: Phase) -> dict[str, Any]:
+    """Settle the recipe's fields of the schedule, which other schedules follow: the recipe's, else the file's."""
+    block, kind, warmup = config.get("scheduler") or {}, phase.lr_scheduler_type, phase.warmup_steps
+    if block.get("type") in SCHEDULES:
+        steps = (block.get("params") or {}).get("warmup_num_steps", _DEFAULT_WARMUP)
+        kind, warmup = SCHEDULES[block["type"]], _first(warmup, None if keys.is_auto(steps) else steps)
+    return {"lr_scheduler_type": kind or "linear", "warmup_steps": warmup or 0}
+
+
 def resolve_engine_file(
     config: dict[str, Any],
     phase: Phase | None,
@@ -180,7 +199,10 @@ def resolve_engine_file(
         warmup = {"warmup_min_lr": 0, "warmup_max_lr": numbers.optimizer.lr, "total_num_steps": total_steps}
         if warmup_steps is not None:
             warmup["warmup_num_steps"] = max(1, warmup_steps)  # DeepSpeed refuses 0, "no warm-up" to everyone else
-        _fill_auto(resolved["scheduler"].setdefault("params", {}), warmup)
+        params = resolved["scheduler"].setdefault("params", {})
+        if resolved["scheduler"]["type"] in SCHEDULES and _in_recipe(phase, "warmup_steps") is not None:
+            params.setdefault("warmup_num_steps", "auto")
+        _fill_auto(params, warmup)
     if hidden_size is not None and isinstance(resolved.get("zero_optimization"), dict):
         sizes = {key: size_of(hidden_size) for key, size_of in BY_HIDDEN_SIZE.items()}
         _fill_auto(resolved["zero_optimization"], sizes)
@@ -272,6 +294,29 @@ def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> It
                 f"{path} is {shown(value)} in {name}, but {field} is {shown(other)} in the recipe: "
                 f'write it in one place, or write "auto" in {name}'
             )
+    yield from _schedule_disagreements(config, phase, name)
+
+
+def _schedule_disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
+    """Report where the scheduler block, which wins in DeepSpeed, has another shape or warm-up than the recipe."""
+    kind, shape = keys.value_at(config, "scheduler.type"), _in_recipe(phase, "lr_scheduler_type")
+    if not isinstance(kind, str):
+        return
+    if shape not in (None, SCHEDULES.get(kind)):
+        yield (
+            f"scheduler.type is {shown(kind)} in {name}, but lr_scheduler_type is {shown(shape)} in the recipe: write "
+            f"it in one place ({', '.join(f'{ours} is {theirs}' for theirs, ours in SCHEDULES.items())})"
+        )
+    steps, warmup = keys.value_at(config, "scheduler.params.warmup_num_steps"), _in_recipe(phase, "warmup_steps")
+    if warmup is not None and phase and phase.max_steps:
+        warmup = steps_of(warmup, phase.max_steps)
+    asked = max(1, warmup) if isinstance(warmup, int) else warmup  # DeepSpeed has 1 for no warm-up
+    if (warmup and kind not in SCHEDULES) or (steps and asked is not None and steps != asked):
+        file = f"scheduler.params.warmup_num_steps is {steps}" if steps else f"scheduler.type is {shown(kind)}"
+        yield (
+            f"{file} in {name}, but warmup_steps is {shown(warmup)} in the recipe: write it in one place"
+            + (f', or write "auto" in {name}' if steps else "")
+        )
 
 
 def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int) -> Iterator[str]:

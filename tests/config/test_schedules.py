@@ -64,13 +64,17 @@ def test_a_ramp_of_no_length_jumps():
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
 def test_learning_rates_are_those_of_transformers(kind):
-    """Every step's factor equals that of transformers' scheduler of the same name."""
+    """Every step's factor equals that of transformers' scheduler of the same name.
+
+    But "constant" beside `warmup_steps` warms up, where transformers' ignores them without a word.
+    """
     import torch
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=5, num_training_steps=30)
-    factor = lr_multiplier(kind, 0 if kind == "constant" else 5, 30)
+    theirs = "constant_with_warmup" if kind == "constant" else kind
+    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=5, num_training_steps=30)
+    factor = lr_multiplier(kind, 5, 30)
     for step in range(30):
         assert factor(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_trainer.config.recipe import Phase
-from ds_trainer.engine.engine_file import check_engine_file, scheduler_mistakes
+from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file, scheduler_mistakes, settled_schedule
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,50 @@ def test_restarts_of_the_rate_are_refused_beside_a_schedule_that_would_undo_them
     (mistake,) = check_engine_file(config, Phase(max_steps=10, lr_restarts=1), 1)
     assert mistake.startswith("lr_restarts of the recipe has no effect beside the scheduler block, WarmupCosineLR")
     assert check_engine_file(config, Phase(max_steps=10), 1) == check_engine_file({}, Phase(max_steps=10), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "mistake"),
+    [
+        ({"warmup_num_steps": 2}, {"lr_scheduler_type": "cosine"}, 'but lr_scheduler_type is "cosine" in the recipe'),
+        (
+            {"warmup_num_steps": 2},
+            {"warmup_steps": 4},
+            "warmup_num_steps is 2 in the engine file, but warmup_steps is 4",
+        ),
+        ({"warmup_num_steps": 2}, {"warmup_steps": 0.4}, "but warmup_steps is 4 in the recipe"),
+        ({"warmup_num_steps": 4}, {"warmup_steps": 0.4, "lr_scheduler_type": "constant_with_warmup"}, None),
+        ({"warmup_num_steps": "auto"}, {"warmup_steps": 4}, None),
+        ({}, {"warmup_steps": 4}, None),
+        ({"warmup_num_steps": 4}, {}, None),
+    ],
+)
+def test_the_schedule_has_one_home(params, fields, mistake):
+    """The engine file's wins in DeepSpeed, and prune plans by the recipe's: two that differ are refused, both named.
+
+    Where one is silent, the other is what DeepSpeed is given and what prune plans by.
+    """
+    config, phase = {"scheduler": {"type": "WarmupLR", "params": params}}, Phase(max_steps=10, **fields)
+    mistakes = check_engine_file(config, phase, 1)
+    if mistake:
+        assert len(mistakes) == 1
+        assert mistake in mistakes[0]
+        return
+    assert mistakes == []
+    assert settled_schedule(config, phase) == {
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": fields.get("warmup_steps", 4),
+    }
+    assert resolve_engine_file(config, phase, 1, warmup_steps=4)["scheduler"]["params"]["warmup_num_steps"] == 4
+
+
+def test_a_schedule_that_the_recipe_has_no_name_for_stands_alone():
+    """Without a warm-up that it has not, and without another shape; an absent number of steps is DeepSpeed's 1000."""
+    config = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}}
+    assert len(check_engine_file(config, Phase(max_steps=10, lr_scheduler_type="linear", warmup_steps=2), 1)) == 2
+    assert check_engine_file(config, Phase(max_steps=10, warmup_steps=0), 1) == []
+    silent = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}}
+    assert settled_schedule(silent, Phase(max_steps=10)) == {"lr_scheduler_type": "cosine", "warmup_steps": 1000}
 
 
 def test_what_flattens_and_what_does_not_is_deepspeeds_behaviour():
