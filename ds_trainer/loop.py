@@ -227,7 +227,7 @@ class Training:
             report=self.report.state(),
             techniques=self.technique_states(),
             total=self.plan.length.total,
-            phase=redacted(self.plan.phase.model_dump()),
+            phase=redacted(self.plan.phase.model_dump() | {"task": self.plan.task.spec.model_dump()}),
         )
         with self.report.paused():
             if self.plan.checkpoints.save(self.engine, state):

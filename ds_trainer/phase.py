@@ -11,11 +11,12 @@ from torch import nn
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
-from ds_trainer.engine.checkpoint import Best, Checkpoints, WholeCheckpoint, check_fits
+from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoints, WholeCheckpoint, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.memory import training_cure
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
+from ds_trainer.files.redaction import redacted
 from ds_trainer.models.layers import set_dropout
 from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import check_known
@@ -105,10 +106,10 @@ class PhasePlan(PhaseModel):
             **starting_identity(self.phase),
             "the precision": precision_of(self.engine_config),
             "the seed": self.length.seed,
-            "the training data": self.task.key("train"),
+            TRAINING_DATA: self.task.key("train"),
             "the loss terms": sorted(self.phase.loss),
             "the techniques": sorted(name for name, spec in self.techniques if spec),
-            "the parameter groups": [group.identity for group in groups],
+            PARAMETER_GROUPS: [group.identity for group in groups],
         }
 
     @property
@@ -177,7 +178,7 @@ def plan_phase(
     techniques = phase.techniques.taught_by(teacher)
     plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
-        check_fits(*resumed, plan.identity(plan.prepare().groups))
+        check_fits(*resumed, plan.identity(plan.prepare().groups), redacted(task.spec.model_dump()))
         before, now = resumed.state.batch_size, numbers.train_batch_size
         if before != now:
             distributed.warn(

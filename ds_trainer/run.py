@@ -27,6 +27,7 @@ from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
+from ds_trainer.finished import asked, to_be_lengthened, write_asked
 from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, folder_of, plan_phase, starting_identity
@@ -54,20 +55,29 @@ def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
-        rehearse_phases(job)
+        rehearsed = rehearse_phases(job)
         stop.check()  # whoever interrupts it may have seen a mistake: nothing is deleted yet
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
         named = checkpoint_to_go_back_to(folder, job)
         results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
-        status.begin()
+        files = {each["phase"]: each["engine_file"] for each in rehearsed}
+        finished = {
+            phase.name: asked(job, phase, files[phase.name]) for phase in job.recipe.phases if phase.name in results
+        }
+        lengthened = distributed.on_main(partial(to_be_lengthened, job, finished))
+        if lengthened:
+            distributed.info(f"{lengthened.name}: the finished phase is trained further")
+            del results[lengthened.name]
         models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
-                plan = _plan_and_claim(job, phase, folder, models, named)
-                status.phase(phase.name, plan.folder)
+                plan = _plan_of(job, phase, folder, models, named, status)
+                distributed.on_main(partial(_claim, folder, job, plan, results))
                 results[phase.name] = _run_phase(job, plan, stop)
+                values = asked(job, phase, plan.engine_config)
+                distributed.on_main(partial(write_asked, folder, phase, values))
                 distributed.on_main(partial(write_results, folder, results))
                 plan.checkpoints.drop_passing()
             models.add(phase.name, folder_of(phase, job) / "model")
@@ -149,12 +159,18 @@ def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict
     return description
 
 
-def _plan_and_claim(
-    job: TrainJob, phase: Phase, folder: RunFolder, models: StartingModels, named: WholeCheckpoint | None
+def _plan_of(
+    job: TrainJob,
+    phase: Phase,
+    folder: RunFolder,
+    models: StartingModels,
+    named: WholeCheckpoint | None,
+    status: RunStatus,
 ) -> PhasePlan:
-    """Resolve a phase, with the checkpoint that it goes on from, if any, and take its place in the run's folder.
+    """Resolve a phase, with the checkpoint that it goes on from, if any.
 
-    Where the command names a checkpoint of this phase, the run goes back to it once the plan shows that it can.
+    Where the command names a checkpoint of this phase, the run goes back to it once the plan shows that it can. The
+    status says that the phase is running once no difference from its checkpoint can stand in the way.
     """
     checkpoints = Checkpoints(folder_of(phase, job))
     distributed.on_main(checkpoints.clear_asides)
@@ -163,15 +179,22 @@ def _plan_and_claim(
     resumed = named or (checkpoints.newest() if job.resume else None)
     if resumed:  # otherwise the model that the checkpoint goes on from would be replaced before a mistake shows
         check_fits(*resumed, starting_identity(phase))
+    else:  # making the model may take long
+        status.phase(phase.name, folder_of(phase, job))
     plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
     if named:
         distributed.on_main(partial(go_back, folder, job, named.path))
-    distributed.on_main(partial(_claim, folder, job, plan))
+    status.phase(phase.name, plan.folder)
     return plan
 
 
-def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan) -> None:
-    """Write both files as this run resolves them, and claim what the phase is going to write."""
+def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str, Any]) -> None:
+    """Write both files as this run resolves them, and claim what the phase is going to write.
+
+    The results are written before: without those of a phase that is trained further, which the next session must not
+    take for finished.
+    """
+    write_results(folder, results)
     # A cache outside the run's folder is this user's own choice: it is not written down, since recipes are passed on.
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())

@@ -128,6 +128,19 @@ class MadeModels(StartingModels):
         return str(self.folder / name)
 
 
+def contents_of(recipe: Recipe, phase: Phase) -> dict[str, str]:
+    """Return a hash of each folder and file that a phase's model is made of and taught by, by its field.
+
+    The name of an earlier phase, and one of the hub, stands for itself. One rank can call it alone.
+    """
+    distill = phase.techniques.distill
+    names = {"model.name_or_path": recipe.model.name_or_path, "start_from": phase.start_from}
+    names["techniques.distill.teacher"] = distill and distill.teacher
+    contents = {field: _source_identity(name) for field, name in names.items() if name}
+    tokens = phase.cut and _token_file_hash(phase.cut)
+    return contents | ({"cut.vocabulary.file": tokens} if tokens else {})
+
+
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
     """Build a model in a folder, unless a whole one of the same identity is there; its marker is written last."""
     if _is_made(target, identity):

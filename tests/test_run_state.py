@@ -8,9 +8,10 @@ import pytest
 
 from ds_trainer import run
 from ds_trainer.cli.train import read_train_job
-from ds_trainer.engine.checkpoint import Checkpoints
+from ds_trainer.engine.checkpoint import TRAINING_DATA, Checkpoints, check_fits
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.finished import to_be_lengthened, write_asked
 from ds_trainer.ranks.failures import StoppedError, UserError
 from ds_trainer.run_state import checkpoint_to_go_back_to
 
@@ -39,6 +40,72 @@ def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
     with pytest.raises(UserError, match="has other fields than this version"):
         Checkpoints(tmp_path).newest()
     assert checkpoint.is_dir()
+
+
+def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):
+    """The identity holds a hash of the data; the checkpoint has the fields of the task beside it."""
+    task = {"name": "text", "max_seq_length": 24}
+    state = SimpleNamespace(identity={TRAINING_DATA: "c0ffee"}, phase={"task": task})
+    with pytest.raises(UserError) as caught:
+        check_fits(tmp_path, state, {TRAINING_DATA: "decaf"}, task | {"max_seq_length": 32})
+    assert "the training data differ: max_seq_length was 24 and is 32 now" in str(caught.value)
+    with pytest.raises(UserError, match="the training data differ: the files have other contents"):
+        check_fits(tmp_path, state, {TRAINING_DATA: "decaf"}, task)
+    state.identity = {"the cut": {"keep": 0.5}}
+    with pytest.raises(UserError, match=r"the cut\.keep was 0\.5 and is 0\.4 now"):
+        check_fits(tmp_path, state, {"the cut": {"keep": 0.4}})
+
+
+ASKED = {"max_steps": 8, "techniques": {"prune": None}, "task": {"data_dir": "a", "max_seq_length": 24}}
+ASKED |= {"contents": {"the data of train": "1", "model.name_or_path": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "mistakes"),
+    [
+        ("last", {"task": {"data_dir": "moved", "max_seq_length": 24}}, []),
+        ("last", {"contents": {"the data of train": "3", "model.name_or_path": "2"}}, ["the data of train is another"]),
+        (
+            "last",
+            {"contents": {"the data of train": "1", "model.name_or_path": "3"}},
+            ["model.name_or_path is another"],
+        ),
+        ("last", {"contents": {"model.name_or_path": "2"}}, []),
+        ("last", {"techniques": {"prune": {"final_threshold": 0.5}}}, ["techniques.prune was null and is {"]),
+        ("last", {"max_steps": 4}, ["max_steps was 8 and is 4 now"]),
+        (
+            "last",
+            {"max_steps": 12},
+            ["max_steps was 8 and is 12 now", "it has no checkpoint from which it could go on"],
+        ),
+        ("first", {"max_steps": 12}, ["max_steps was 8 and is 12 now"]),
+    ],
+)
+def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, phase, change, mistakes):
+    """It names fields, and what has other contents; a folder that was only moved, or a model that was deleted, is none.
+
+    One that is only to be trained longer is, where it is the last and has a checkpoint.
+    """
+    names = ["first", "last"]
+    recipe = SimpleNamespace(phases=[SimpleNamespace(name=name) for name in names])
+    job = SimpleNamespace(output=tmp_path, recipe=recipe)
+    for name in names:
+        write_asked(RunFolder(tmp_path), SimpleNamespace(name=name), ASKED)
+    now = {name: ASKED | (change if name == phase else {}) for name in names}
+    if mistakes:
+        with pytest.raises(UserError) as caught:
+            to_be_lengthened(job, now)
+        *lines, way_out = str(caught.value).splitlines()
+        assert len(lines) == len(mistakes)
+        assert all(f"phase {phase} is finished, and {text}" in line for text, line in zip(mistakes, lines, strict=True))
+        assert "--overwrite_output_dir" in way_out
+    else:
+        assert to_be_lengthened(job, now) is None
+    assert to_be_lengthened(job, {"first": ASKED}) is None
+    (tmp_path / "checkpoint-8").mkdir()
+    write_marker(tmp_path / "checkpoint-8", {}, {})
+    if change == {"max_steps": 12} and phase == "last":
+        assert to_be_lengthened(job, now) is recipe.phases[1]
 
 
 class Interrupted(contextlib.nullcontext):

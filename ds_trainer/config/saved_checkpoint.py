@@ -1,7 +1,7 @@
 """Read what a checkpoint is of: the folder `checkpoint-N`, the run that it lies in, and the phase that wrote it.
 
-The phase is read from the checkpoint, since the recipe in the run's folder may be that of a later `--resume`; models,
-task and the order of the phases are read from that recipe. This module needs neither torch nor DeepSpeed.
+The phase and its task are read from the checkpoint, since the recipe in the run's folder may be that of a later
+`--resume`; models and the order of the phases are read from that recipe. This module needs neither torch nor DeepSpeed.
 """
 
 import os

@@ -19,8 +19,12 @@ from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
 from ds_trainer.files import checkpoint_files
 from ds_trainer.files.checkpoint_files import MARKER, read_marker, write_marker
+from ds_trainer.files.messages import changes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+
+TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
+"""The entries of a phase's identity that are hashes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class CheckpointState:
     total: int
     """The steps of the phase, which its schedules follow."""
     phase: Mapping[str, Any]
-    """The phase as the recipe had it: a later `--resume` may have another recipe."""
+    """The phase as the recipe had it, with its task: a later `--resume` may have another recipe."""
     world_size: int = 0
     zero_stage: int = 0
 
@@ -242,15 +246,30 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def check_fits(checkpoint: Path, state: CheckpointState, identity: Mapping[str, Any]) -> None:
-    """Raise UserError where the phase that is to go on from the checkpoint differs from the one that wrote it."""
-    mistakes = [
-        f"{checkpoint} was written with {name} {state.identity.get(name)}, and this run has {now}"
-        for name, now in identity.items()
-        if state.identity.get(name, now) != now
-    ]
+def check_fits(
+    checkpoint: Path, state: CheckpointState, identity: Mapping[str, Any], task: Mapping[str, Any] | None = None
+) -> None:
+    """Raise UserError where the phase that is to go on from the checkpoint differs from the one that wrote it.
+
+    `task` has the fields of its task, by which the message explains a difference of the data.
+    """
+    saved = state.identity
+    different = {name: now for name, now in identity.items() if saved.get(name, now) != now}
+    mistakes = [f"{checkpoint}: {_difference(name, saved[name], now, state, task)}" for name, now in different.items()]
     if mistakes:
         raise UserError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
+
+
+def _difference(name: str, before: Any, now: Any, state: CheckpointState, task: Mapping[str, Any] | None) -> str:
+    """Say in which fields an entry of a phase's identity, which may be a hash, is another than in the checkpoint."""
+    saved_task = state.phase.get("task")
+    if name == TRAINING_DATA:
+        fields = "; ".join(text for _, text in changes(saved_task, task or {})) if saved_task else ""
+        return f"{name} differ: {fields or 'the files have other contents, or the model has another tokenizer'}"
+    if name == PARAMETER_GROUPS:  # each is a text with a hash of its parameters
+        labels = dict.fromkeys(text.partition(" (")[0] for text in [*before, *now] if (text in before) != (text in now))
+        return f"{name} differ in {', '.join(labels)}: the phase's groups or techniques, or its model, are others"
+    return "; ".join(text for _, text in changes({name: before}, {name: now}))
 
 
 def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int, int]], str | None]:

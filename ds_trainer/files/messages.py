@@ -1,7 +1,7 @@
 """Show a user's value in a message: as it was written, and short."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,15 @@ def listed(values: Iterable[Any], most: int = 20) -> str:
     items = list(values)
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return ", ".join(map(quoted, items[:most])) + more
+
+
+def changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted path of each field that differs between two JSON values, and what it was and is, in words."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            yield from changes(before.get(name), now.get(name), f"{path}.{name}".lstrip("."))
+    elif before != now:
+        yield path, f"{path} was {shown(before)} and is {shown(now)} now"
 
 
 def cut(text: str, most: int) -> str:

@@ -25,18 +25,12 @@ class RunStatus:
 
     def __init__(self, output: Path) -> None:
         self._output, self._phase, self._checkpoints = output, "", Path()
-        self._begun = False
-
-    def begin(self) -> None:
-        """Record that the folder belongs to this run from now on."""
-        self._begun = True
-        if distributed.is_main():
-            self._write("running")
 
     def phase(self, name: str, folder: Path) -> None:
-        """Record that a phase begins, with its checkpoints in `folder`."""
+        """Record that a phase begins, with its checkpoints in `folder`: an error before it leaves the file as it is."""
         self._phase, self._checkpoints = name, folder
-        self.begin()
+        if distributed.is_main():
+            self._write("running")
 
     def finished(self, model: Path) -> None:
         """Record that the run is done, and that its model is in `model`."""
@@ -50,7 +44,7 @@ class RunStatus:
         try:
             yield
         except Exception as error:
-            if self._begun and distributed.rank() == getattr(error, "reporter", 0):
+            if self._phase and distributed.rank() == getattr(error, "reporter", 0):
                 start = self._next_start()
                 state = "stopped" if isinstance(error, StoppedError) else "failed"
                 with contextlib.suppress(OSError):
@@ -61,8 +55,6 @@ class RunStatus:
 
     def _next_start(self) -> str:
         """Return a sentence about where the next `--resume` starts."""
-        if not self._phase:
-            return "no phase was begun; --resume starts the first that is not finished"
         saved = Checkpoints(self._checkpoints).all()
         if saved:
             return f"{saved[-1]} is saved; --resume goes on from it, in phase {self._phase}"

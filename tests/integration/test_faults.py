@@ -437,14 +437,16 @@ def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole,
     shutil.copytree(folder / "finetune" / "kept", folder / "finetune" / "model")
     results = json.loads((whole / "all_results.json").read_text())
     (folder / "all_results.json").write_text(json.dumps({"finetune": results["finetune"]}))
+    (folder / "finished.json").unlink()  # which would refuse another seed for the first phase already
     groups = ("--set", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
     run = server.run(
         2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null", *groups
     )
     assert run.codes() == [2, 2], run.text[-3000:]
-    assert "was written with the seed 42, and this run has 7" in run.text
-    assert "with the techniques ['distill', 'prune'], and this run has ['prune']" in run.text
-    assert "with the parameter groups ['" in run.text
+    assert "seed was 42 and is 7 now" in run.text
+    assert 'the techniques was ["distill", "prune"] and is ["prune"] now' in run.text
+    assert "the parameter groups differ in " in run.text
+    assert status_of(folder) == status_of(whole), "the run that was refused has begun nothing"
     assert [path.name for path in Checkpoints(folder).all()] == saved
 
 

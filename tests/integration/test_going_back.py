@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from support.interrupting import status_of
-from support.killing import alike, finish, resumed_at, states
+from support.killing import STEPS, alike, finish, resumed_at, states
 
 from ds_trainer import run_state
 from ds_trainer.config.recipe import parse_recipe
@@ -53,7 +53,7 @@ def test_a_run_that_cannot_go_back_is_left_as_it_was(server, words, whole, tmp_p
     before = contents(folder)
     other = server.run(2, folder, *words, "--resume", str(oldest), "--seed", "7")
     assert other.codes() == [2, 2], other.text[-3000:]
-    assert "was written with the seed 42, and this run has 7" in other.text
+    assert "seed was 42 and is 7 now" in other.text
     assert contents(folder) == before
     states(later[0]).write_bytes(b"x" + states(later[0]).read_bytes()[1:])
     before, status = contents(folder), status_of(folder)
@@ -61,6 +61,30 @@ def test_a_run_that_cannot_go_back_is_left_as_it_was(server, words, whole, tmp_p
     assert damaged.codes() == [2, 2], damaged.text[-3000:]
     assert "the checkpoint is damaged (" in damaged.text
     assert (contents(folder), status_of(folder)) == (before, status)
+
+
+def test_a_finished_run_does_what_is_asked_or_says_why_not(server, words, whole, tmp_path):
+    """Another rate, pruning or model: exit code 2, each named, and the run stays finished. More steps of the last phase
+    are trained from its newest checkpoint, also where the first session that trains them is killed."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    before, status = contents(folder), status_of(folder)
+    changed = {"phases.finetune.learning_rate": 0.1, "phases.prune.techniques.prune.final_threshold": 0.5}
+    sets = [word for path, value in changed.items() for word in ("--set", f"{path}={value}")]
+    other = server.run(2, folder, *words, "--resume", *sets)
+    assert other.codes() == [2, 2], other.text[-3000:]
+    assert "phase finetune is finished, and learning_rate was 0.004 and is 0.1 now" in other.text
+    assert "phase prune is finished, and techniques.prune.final_threshold was " in other.text
+    assert (contents(folder), status_of(folder)) == (before, status)
+    newest = step_of(Checkpoints(folder).all()[-1])
+    longer = (*words, "--set", f"phases.prune.max_steps={STEPS + 4}")
+    run = server.run(2, folder, *longer, "--resume")
+    assert run.wait_until(lambda: f"\nprune: step {newest + 2} " in run.text)
+    run.kill()
+    run.codes()
+    again = finish(server, folder, longer)
+    assert resumed_at(again) >= newest
+    assert json.loads((folder / "all_results.json").read_text())["prune"]["train"]["steps"] == STEPS + 4
 
 
 class Killed(BaseException):
