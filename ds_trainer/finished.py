@@ -23,7 +23,8 @@ from ds_trainer.starting_models import contents_of
 from ds_trainer.tasks.registry import build_task
 
 FILE = "finished.json"
-_LENGTHS = ("max_steps", "num_train_epochs", "early_stopping_patience")
+_LENGTHS = {"max_steps": 0, "num_train_epochs": 0, "early_stopping_patience": math.inf}
+"""The fields that may grow, and what null stands for."""
 _RECORDS_AND_PACE = {
     *("name", "task", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("per_device_eval_batch_size", "max_skipped_steps", "logging_steps", "histograms"),
@@ -32,9 +33,11 @@ _RECORDS_AND_PACE = {
 """The fields of a phase on which its model does not depend. (The task is compared as `task_of` gives it.)"""
 _OF_ENGINE_FILE = ("optimizer", "scheduler", "gradient_clipping", "bf16", "bfloat16", "fp16", "torch_autocast")
 """The sections on which it depends; batch sizes may follow the number of ranks."""
-_PLACES = ("start_from", "model.name_or_path", "techniques.distill.teacher", "cut.vocabulary.file")
-_PLACES += ("task.data_dir", "task.train_file", "task.validation_file", "engine_file.scheduler.params.total_num_steps")
-_PLACES += ("engine_file.scheduler.params.warmup_num_steps",)
+_PLACES = {
+    *("start_from", "model.name_or_path", "techniques.distill.teacher", "cut.vocabulary.file"),
+    *("task.data_dir", "task.train_file", "task.validation_file"),
+    *("engine_file.scheduler.params.total_num_steps", "engine_file.scheduler.params.warmup_num_steps"),
+}
 """What is not compared itself: of names the contents are, and the steps of the schedule follow the recipe's."""
 _CONTENTS, _DATA = "contents", "the data of "
 
@@ -78,7 +81,9 @@ def to_be_lengthened(job: TrainJob, finished: Mapping[str, Mapping[str, Any]]) -
             continue
         old, now = before[phase.name], finished[phase.name]
         different = _differences(old, now)
-        is_longer = all(name in _LENGTHS and (now[name] or 0) > (old[name] or math.inf) for name in different)
+        is_longer = all(
+            name in _LENGTHS and (now[name] or _LENGTHS[name]) > (old[name] or math.inf) for name in different
+        )
         if different and is_longer and phase is job.recipe.phases[-1]:
             if Checkpoints(folder_of(phase, job)).all():
                 lengthened = phase

@@ -6,7 +6,7 @@ optimizer step, and whatever is done between two steps (logging, evaluating, sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,7 @@ def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]
     try:
         with training.explaining_memory(" in training", plan.memory_cure):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
-            while training.progress.step < plan.length.total:
+            while not training.is_over:
                 training.take_step()
                 training.log_if_due()
                 training.evaluate_if_due()
@@ -136,11 +136,13 @@ class Progress:
     """The step of the last evaluation that was finished."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     """The result of that evaluation. After a resume it has the scores alone, without the answers."""
+    curve: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """As in `CheckpointState`."""
 
     @classmethod
     def of(cls, state: CheckpointState) -> Progress:
         """Return how far the phase had come when a checkpoint was written."""
-        return cls(state.step, state.step, state.evaluated, Evaluation(dict(state.scores)))
+        return cls(state.step, state.step, state.evaluated, Evaluation(dict(state.scores)), state.curve)
 
 
 @dataclass
@@ -163,6 +165,10 @@ class Training:
     """What a run that goes on from this one's checkpoints must have in common with it."""
     progress: Progress
     explaining_memory: Callable[[str, str], AbstractContextManager[None]]
+
+    @property
+    def is_over(self) -> bool:
+        return self.plan.is_over(self.progress.step, self.progress.curve)
 
     def take_step(self) -> None:
         """Take a step, and note what became of it; a loss that is not finite ends the run where it shows."""
@@ -202,8 +208,16 @@ class Training:
         # answers are large, and only those of the last step are written
         last = progress.step >= self.plan.length.total
         progress.evaluated, progress.evaluation = progress.step, evaluation if last else Evaluation(scores)
+        if metric:
+            progress.curve = {metric: [*progress.curve.get(metric, ()), scores[metric]]}
+        if self.is_over and not last:
+            self.report.write(progress.step, {"train/stopped_early": 1})
+            distributed.info(
+                f"{self.plan.phase.name}: ends early at step {progress.step} of {self.plan.length.total}: {metric} was "
+                f"best {self.plan.phase.early_stopping_patience} evaluations before"
+            )
         if progress.saved == progress.step:  # a stop during this evaluation has saved the checkpoint without its scores
-            self.plan.checkpoints.write_scores(progress.step, scores)
+            self.plan.checkpoints.write_scores(progress.step, scores, progress.curve)
 
     def save_if_due(self) -> None:
         if self.plan.is_to_save(self.progress.step):
@@ -224,6 +238,7 @@ class Training:
             asked=self.plan.is_to_save(progress.step),
             evaluated=progress.evaluated,
             scores=progress.evaluation.scores,
+            curve=progress.curve,
             report=self.report.state(),
             techniques=self.technique_states(),
             total=self.plan.length.total,
@@ -241,7 +256,7 @@ class Training:
             return self.engine(**batch.inputs)
 
         phase, techniques = self.plan.phase, self.objective.techniques
-        at_end = self.progress.step >= self.plan.length.total or phase.load_best_model_at_end
+        at_end = self.is_over or phase.load_best_model_at_end
         batch_size = phase.per_device_eval_batch_size
         cure = memory.evaluation_cure("per_device_eval_batch_size", batch_size, self.plan.engine_config)
         for technique in techniques:
@@ -271,6 +286,8 @@ class Training:
         plan = self.plan
         evaluation.write(plan.task, plan.folder / "eval")
         totals = self.report.totals() | {"steps": step}
+        if self.progress.step < plan.length.total:
+            totals["stopped_early_at"] = self.progress.step
         results: dict[str, Any] = {"train": totals, "eval": evaluation.scores, "warnings": evaluation.warnings}
         results["trained_on"] = self.report.trained_on
         rebuild = partial(plan.rebuild, self.technique_states())

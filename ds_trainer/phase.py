@@ -138,7 +138,14 @@ class PhasePlan(PhaseModel):
         return self.base.lr * sum(map(self.lr_factor, range(self.length.total)))
 
     def is_to_log(self, step: int) -> bool:
-        return self._due(self.phase.logging_steps, step) or step >= self.length.total
+        """Whether a record is due: also before every evaluation at which the phase may end early."""
+        may_end = self.phase.early_stopping_patience is not None and self.is_to_evaluate(step)
+        return self._due(self.phase.logging_steps, step) or may_end or step >= self.length.total
+
+    def is_over(self, step: int, curve: Mapping[str, Sequence[float]]) -> bool:
+        """Whether the phase has had all its steps, or its patience is at an end, by the scores of its evaluations."""
+        patience, best = self.phase.early_stopping_patience, self.checkpoints.best
+        return step >= self.length.total or bool(patience and best and best.waited(curve) >= patience)
 
     def is_to_evaluate(self, step: int) -> bool:
         return self._due(self.phase.eval_steps, step) or step >= self.length.total

@@ -134,8 +134,11 @@ def contents_of(recipe: Recipe, phase: Phase) -> dict[str, str]:
     The name of an earlier phase, and one of the hub, stands for itself. One rank can call it alone.
     """
     distill = phase.techniques.distill
-    names = {"model.name_or_path": recipe.model.name_or_path, "start_from": phase.start_from}
-    names["techniques.distill.teacher"] = distill and distill.teacher
+    names = {
+        "model.name_or_path": recipe.model.name_or_path,
+        "start_from": phase.start_from,
+        "techniques.distill.teacher": distill.teacher if distill else None,
+    }
     contents = {field: _source_identity(name) for field, name in names.items() if name}
     tokens = phase.cut and _token_file_hash(phase.cut)
     return contents | ({"cut.vocabulary.file": tokens} if tokens else {})

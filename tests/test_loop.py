@@ -1,6 +1,7 @@
 """A phase that starts, or goes on from a checkpoint, is put together in an order that matters."""
 
 from dataclasses import asdict, replace
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from ds_trainer import loop, phase
 from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.engine.checkpoint import Best, CheckpointState, WholeCheckpoint
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.ranks.failures import OutOfMemoryError
 from ds_trainer.tasks.evaluation import Evaluation
@@ -73,6 +74,14 @@ def test_the_best_checkpoint_is_that_of_the_lowest_perplexity(tmp_path):
         spec, task = recipe.phases[0], SimpleNamespace(spec=recipe.task)
         plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(6, 0, 0), CONFIG, None, tmp_path)
         assert plan.checkpoints.best_one() == tmp_path / f"checkpoint-{best}"
+
+
+def test_patience_counts_the_evaluations_since_the_best():
+    """Equal scores and those that are not finite are no better; other metrics do not count."""
+    less, more = Best("loss", greater=False), Best("loss", greater=True)
+    for curve, waited in (([], 0), ([3.0], 0), ([3.0, 2.0], 0), ([2.0, 3.0, 2.0, nan], 3), ([nan, 2.0, 4.0], 1)):
+        assert less.waited({"loss": curve, "accuracy": [1.0, 0.0]}) == waited
+        assert more.waited({"loss": [-score for score in curve]}) == waited
 
 
 @pytest.fixture

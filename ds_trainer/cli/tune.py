@@ -178,11 +178,13 @@ def _recipe_values(
         for path, values in space.items():
             for value in values if isinstance(values, list) else values.examples:
                 mistakes.of(_check_value, path, value, train, copy.deepcopy((recipe_file, engine)))
-    last = train.recipe.phases[-1] if train else None
-    known = train and last and not mistakes
-    greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task) if known else None
-    values = {"recipe_file": recipe_file, "recipe_space": space, "metric": metric, "phase": last and last.name}
-    return {**values, "greater_is_better": greater}
+    phase, greater = None, None
+    if train:
+        last = train.recipe.phases[-1]
+        phase = last.name
+        greater = None if mistakes else mistakes.of(last.prefers_more, metric, last.task or train.recipe.task)
+    fields = {"recipe_file": recipe_file, "recipe_space": space, "metric": metric, "phase": phase}
+    return {**fields, "greater_is_better": greater}
 
 
 def _recipe_space(text: str) -> RecipeSpace:

@@ -9,8 +9,8 @@ is loaded by `reshard.py`.
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
 class CheckpointState:
     """How far a phase has come, as `complete.json` keeps it under "position" beside the list of files.
 
-    The fields are the keys on disk, except that `order_batch_size` is "order". `Checkpoints.save` fills in those with a
-    default.
+    The fields are the keys on disk, except that `order_batch_size` is "order". `Checkpoints.save` fills in the last
+    two.
     """
 
     step: int
@@ -55,6 +55,8 @@ class CheckpointState:
     """The steps of the phase, which its schedules follow."""
     phase: Mapping[str, Any]
     """The phase as the recipe had it, with its task: a later `--resume` may have another recipe."""
+    curve: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The `metric_for_best_model` at every evaluation so far, by its name."""
     world_size: int = 0
     zero_stage: int = 0
 
@@ -75,7 +77,14 @@ class Best:
 
     def key(self, state: CheckpointState) -> float:
         """Return a number that is higher for a better checkpoint; -inf where its step was not given a finite score."""
-        score = state.scores.get(self.metric, math.nan) if state.evaluated == state.step else math.nan
+        return self._rank(state.scores.get(self.metric, math.nan) if state.evaluated == state.step else math.nan)
+
+    def waited(self, curve: Mapping[str, Sequence[float]]) -> int:
+        """Return how many evaluations have passed since the best one, given the scores of all by their metric."""
+        ranks = [self._rank(score) for score in curve.get(self.metric, ())]
+        return len(ranks) - 1 - ranks.index(max(ranks)) if ranks else 0
+
+    def _rank(self, score: float) -> float:
         return (score if self.greater else -score) if math.isfinite(score) else -math.inf
 
 
@@ -149,13 +158,13 @@ class Checkpoints:
         """Return the checkpoints that were whole when they were written, oldest first."""
         return [path for path in checkpoints_in(self.folder) if (path / MARKER).exists()]
 
-    def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add the scores of step N to `checkpoint-N`; collective."""
+    def write_scores(self, step: int, scores: Mapping[str, float], curve: Mapping[str, Sequence[float]]) -> None:
+        """Add the scores of step N, and of all evaluations, to `checkpoint-N`; collective."""
         checkpoint = self.folder / f"checkpoint-{step}"
 
         def add() -> None:
             sums, saved = read_marker(checkpoint)
-            write_marker(checkpoint, sums, {**saved, "evaluated": step, "scores": scores})
+            write_marker(checkpoint, sums, {**saved, "evaluated": step, "scores": scores, "curve": curve})
 
         error = _disk_error_of(lambda: distributed.on_main(add))
         if error:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.exhaustive import chosen, exhaustive
-from support.interrupting import status_of
+from support.interrupting import records_of, status_of, without_rates
 from support.killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
 from support.launching import run_script
 
@@ -404,6 +404,33 @@ def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())["finetune"]
     assert results["train"]["steps"] == worst
     assert results["eval"]["accuracy"] == scores[worst]
+
+
+def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(server, words, tmp_path):
+    """At a rate of 0 no evaluation is better than the first: the third after it ends the phase, which log and results
+    say, and the report's totals are those of all steps until then. The best checkpoint is exported."""
+    asked = {"max_steps": 300, "eval_steps": 20, "save_steps": 20, "logging_steps": 7, "learning_rate": 0.0}
+    asked |= {"metric_for_best_model": "accuracy", "early_stopping_patience": 3, "load_best_model_at_end": True}
+    sets = [word for name, value in asked.items() for word in ("--set", f"phases.0.{name}={json.dumps(value)}")]
+    recipe = json.loads(Path(words[1]).read_text())
+    file = write(tmp_path, recipe | {"phases": [recipe["phases"][0] | {"name": "prune"}]})
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run = server.run(2, whole, "--recipe", str(file), *sets)
+    assert run.codes() == [0, 0], run.text[-3000:]
+    assert "prune: ends early at step 80 of 300: accuracy was best 3 evaluations before" in run.text
+    run = server.run(2, stopped, "--recipe", str(file), *sets, "--resume")
+    run.wait_until(lambda: trained(stopped) >= 28)
+    os.kill(run.pids[0], signal.SIGTERM)
+    assert run.codes() == [5, 5], run.text[-3000:]
+    run = server.run(2, stopped, "--recipe", str(file), *sets, "--resume")
+    assert run.codes() == [0, 0], run.text[-3000:]
+    records = [[without_rates(record) for record in records_of(folder / "log.jsonl")] for folder in (whole, stopped)]
+    assert records[0] == records[1]
+    (end,) = [record["step"] for record in records[0] if "train/stopped_early" in record]
+    assert end == 80
+    for results in (json.loads((folder / "all_results.json").read_text())["prune"] for folder in (whole, stopped)):
+        assert (results["train"]["steps"], results["train"]["stopped_early_at"]) == (20, 80)
+        assert results["train"]["epochs"] == pytest.approx(80 * 16 / 240)
 
 
 def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
