@@ -224,10 +224,10 @@ def family(value: Any) -> str:
 def greater_is_better(metric: str, *givers: Any) -> bool | None:
     """Return whether more of a score is better, as the first of these specs says that knows it; None where none does.
 
-    The name may have prefixes: that of a split, of an exit, of the teacher.
+    Without specs all families are asked. The name may have prefixes: that of a split, of an exit, of the teacher.
     """
     parts = metric.split("/")
-    for giver in givers:
+    for giver in givers or [entry.spec for entry in FAMILIES.values()]:
         known = {**getattr(giver, "greater_is_better", {}), **TaskBase.greater_is_better}
         for name in ("/".join(parts[first:]) for first in range(len(parts))):  # a class of f1/CLASS may be named "loss"
             for pattern, greater in known.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ds_trainer.config.task_specs import FAMILIES, greater_is_better
+from ds_trainer.config.task_specs import greater_is_better
 from ds_trainer.files.writing import file_aside
 from ds_trainer.ranks.failures import UserError
 
@@ -96,7 +96,7 @@ def dress(axes: Axes, across: str, up: str) -> None:
 def score_name(metric: str, greater: bool | None = None) -> str:
     """Name a metric on an axis, with a note where less of it is better, by `greater` or the tasks that give it."""
     if greater is None:
-        greater = greater_is_better(metric, *(family.spec for family in FAMILIES.values()))
+        greater = greater_is_better(metric)
     return f"{metric} (less is better)" if greater is False else metric
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.report.drawing import less_is_better
+from ds_trainer.config.task_specs import greater_is_better
 
 _PERCENTS = ("exact_match",)
 """Scores that are given in percent; others of 1 or less are shares, of which a hundredth is a point."""
@@ -58,7 +58,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 def _difference(metric: str, before: float, after: float) -> str:
     """Say how a score differs: in points, or as both values where less is better, which has no points."""
-    if less_is_better(metric):
+    if greater_is_better(metric) is False:
         order = "worse" if after > before else "better"
         values = f"{metric} {_short(after)} instead of {_short(before)}"
         return f"{values}, which is {order}" if _short(after) != _short(before) else f"{metric} {_short(after)} as well"
