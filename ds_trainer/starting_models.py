@@ -14,7 +14,8 @@ from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.reading import content_hash
 from ds_trainer.files.writing import write_json
-from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
+from ds_trainer.models.folders import create_folder, train_tokenizer
+from ds_trainer.models.pretrained import identity_of
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.cut_folder import CutResult, check_trained, cut_of, outline_of
@@ -53,7 +54,7 @@ class StartingModels:
         seed = self.recipe.seed
 
         def identity() -> list[Any]:
-            return [spec.model_dump(), seed, _source_identity(source)]
+            return [spec.model_dump(), seed, identity_of(source)]
 
         return self._made(phase.name, identity, lambda target: create_student(spec, source, target, seed))
 
@@ -61,7 +62,7 @@ class StartingModels:
         """Return the folder of a cut, on which all ranks work together wherever a host lacks it."""
         target, seed = self.folder / phase.name, self.recipe.seed
         task = build_task(task_of(phase, self.recipe), source, self.recipe.cache_dir)
-        identity = [spec.model_dump(), seed, _source_identity(source), task.key("train"), _token_file_hash(spec)]
+        identity = [spec.model_dump(), seed, identity_of(source), task.key("train"), _token_file_hash(spec)]
         lacking = distributed.numbers_of_all([int(not _is_made(target, identity))])
         if any(count for (count,) in lacking):
             cut = self._cut_folder(phase, task, source, spec)
@@ -159,10 +160,6 @@ def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
 def _is_made(target: Path, identity: Any) -> bool:
     marker = target / MARKER
     return marker.is_file() and bool(json.loads(marker.read_text(encoding="utf-8")) == identity)
-
-
-def _source_identity(source: str) -> str:
-    return folder_hash(Path(source)) if Path(source).is_dir() else source
 
 
 def _token_file_hash(spec: CutSpec) -> str | None:

@@ -15,6 +15,10 @@ from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
 
 
+_NOT_LOADED = (".*", "*.md", "*.onnx*", "export.json")
+"""What no model is loaded from, and commands add to a folder after its model was used."""
+
+
 def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path], None] = lambda _: None) -> None:
     """Write a `transformers` folder (safetensors) beside its place first, then move it there file by file.
 
@@ -38,10 +42,14 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path
 
 
 def folder_hash(folder: Path) -> str:
-    """Return a hash of a model folder's config and weights."""
+    """Return a hash of the names and contents of all files that a model may be loaded from.
+
+    These are the files of its folder (config, weights in any form, tokenizer, ...) and the code in folders below it.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(content_hash(path))
+    for path in sorted({*folder.iterdir(), *folder.rglob("*.py")}):
+        if path.is_file() and not any(path.match(name) for name in _NOT_LOADED):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + content_hash(path))
     return digest.hexdigest()
 
 

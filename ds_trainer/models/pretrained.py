@@ -7,6 +7,7 @@ pickle is read; `config/trust.py` describes how a user permits them.
 
 import inspect
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.models import model_folder
 from ds_trainer.models.compact import read_compact
+from ds_trainer.models.folders import folder_hash
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.models.shrunk_model import PREFIX, shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
@@ -96,6 +98,16 @@ def dtype_of(source: str | Path) -> torch.dtype:
     """Return the precision of a folder's weights; fp32 for compact ones, since no narrower type holds them all."""
     dtype = None if model_folder.is_compact(Path(source)) else _load_any_config(source).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def identity_of(source: str | Path) -> str:
+    """Return a hash of a model folder's files, or the commit of a hub name's: what is made of it stands for these."""
+    if not model_folder.is_hub_name(str(source)):
+        return folder_hash(Path(source))
+    commit: str | None = getattr(_load_any_config(source), "_commit_hash", None)
+    if commit is None:
+        raise UserError(f"the hub does not report the version of {source}: give a folder")
+    return commit
 
 
 def input_names(config: Any, kind: HeadKind) -> set[str]:
@@ -237,8 +249,10 @@ def set_padding(model: Any, token: int) -> None:
 def tokenizer_state(tokenizer: Any) -> Any:
     """All that decides which tokens a text becomes, as JSON; not truncation and padding, which every call changes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        state: Any = [sorted(tokenizer.get_vocab().items()), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
+    if backend is None:  # merges, for example, are in its files alone
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            state: Any = folder_hash(Path(folder))
     else:
         state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
     # the backend does not hold all of them: the token that ends a text, for example, decides how documents are closed
@@ -262,7 +276,10 @@ def _load_any_config(source: str | Path) -> Any:
     _check_config_file(source)
     with as_user_error(f"the config of {source} cannot be read"):
         trusted = trust_in_force().trust_remote_code
-        return transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=trusted)
+        config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=trusted)
+    if getattr(config, FIELD, None):  # its class is named so that no other program takes it for a whole model
+        config.architectures = [str(name).removeprefix(PREFIX) for name in config.architectures or []]
+    return config
 
 
 def _check_config_file(source: str | Path) -> None:

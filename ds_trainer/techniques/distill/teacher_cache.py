@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_trainer.models.folders import folder_hash
-from ds_trainer.models.pretrained import load_config
+from ds_trainer.models.pretrained import identity_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -70,7 +69,7 @@ def cached_teacher(teacher: Teacher) -> CachedTeacher:
     """Return the cache of a teacher for its task's training set. Collective: all ranks fill it where it is new."""
     task, examples = teacher.task, teacher.task.examples("train")
     key = fingerprint(
-        *("teacher", task.key("train"), distributed.on_main(lambda: _identity(teacher))),
+        *("teacher", task.key("train"), distributed.on_main(lambda: identity_of(teacher.spec.teacher))),
         *(teacher.layers.hidden, teacher.spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
         *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
@@ -174,14 +173,3 @@ def _logit_indices(teacher: Teacher, tokens: Array, batch: Batch) -> Array:
         return tokens
     starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]
     return np.concatenate([np.arange(*labels) for labels in zip(starts, ends, strict=True)])
-
-
-def _identity(teacher: Teacher) -> str:
-    """Return a hash of the teacher's config and weights, or the commit of a model of the hub."""
-    source = Path(teacher.spec.teacher)
-    if source.is_dir():
-        return folder_hash(source)
-    commit: str | None = getattr(load_config(teacher.spec.teacher, teacher.task.head), "_commit_hash", None)
-    if commit is None:
-        raise UserError(f"cache_teacher: the hub does not report the version of {source}: give a folder")
-    return commit
