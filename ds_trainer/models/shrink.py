@@ -56,7 +56,10 @@ def check_known(model: Any) -> None:
     base = shrunk_model.whole_class(model)
     if getattr(transformers, base.__name__, None) is not base:
         raise UserError(f"{base.__name__} is no class of transformers: only its own models can be cut")
-    shrunk_model.sizes_of(model)  # raises for an unknown family
+    try:
+        shrunk_model.sizes_of(model)
+    except shrunk_model.ShrunkSizesError as error:  # that file stands alone, and has no UserError
+        raise UserError(str(error)) from None
 
 
 @torch.no_grad()
@@ -174,11 +177,16 @@ def _changed(model: Any, selection: _Selection) -> Iterator[tuple[str, Tensor]]:
 
 def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
     """Build a model of these sizes on the "meta" device: a plain one where its config can express them."""
-    base, config = shrunk_model.whole_class(model), copy.deepcopy(model.config)
+    config = copy.deepcopy(model.config)
     setattr(config, FIELD, {name: list(counts) for name, counts in sizes.items()})
+    return on_meta(shrunk_model.whole_class(model), config)
+
+
+def on_meta(base: Any, config: Any) -> Any:
+    """Build the model of a config with `shrunk` on the "meta" device, as the plain class `base` where it can be one."""
     with torch.device("meta"):
         shrunk = shrunk_model.shrunk_class(base)(config)
-        said = plain_config(config, sizes)
+        said = plain_config(config, getattr(config, FIELD))
         if said is None:
             return shrunk
         try:

@@ -3,8 +3,10 @@
 The field `shrunk` of the config lists how many heads and neurons each layer keeps: {"heads": [...], "neurons": [...]}.
 Heads are counted in groups that share a key and a value. All other fields describe the model before the cut. A block
 that keeps nothing is skipped. ds_trainer copies this file into the folder of every such model, and the config's
-`auto_map` names the file's classes: `Shrunk` + the name of the class of transformers that is resized. The file needs
-only torch and transformers, so that the folder can be loaded without ds_trainer.
+`auto_map` and `architectures` name the file's classes: `Shrunk` + the name of the class of transformers that is
+resized. A program that goes by `architectures`, as the converter to GGUF does, does not know them. It would read one
+size for all layers if it took the model for a whole one. The file needs only torch and transformers, so that the folder
+can be loaded without ds_trainer.
 """
 
 import functools
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 FIELD = "shrunk"
+PREFIX = "Shrunk"
 SIZES_OF = {"attention": "heads", "feed_forward": "neurons"}
 """The key in `shrunk` of each kind of block."""
 
@@ -179,7 +182,7 @@ def auto_map(config: Any) -> dict[str, str]:
         base = getattr(transformers, mapping).get(type(config), None)
         base = base[0] if isinstance(base, tuple) else base
         if base is not None:
-            classes[auto_class] = f"{Path(__file__).stem}.Shrunk{base.__name__}"
+            classes[auto_class] = f"{Path(__file__).stem}.{PREFIX}{base.__name__}"
     return classes
 
 
@@ -268,7 +271,7 @@ class EmptiedAttention(Emptied):
 def shrunk_class(base: type[Any]) -> type[Any]:
     """Return a subclass of `base` whose models are resized to the `shrunk` of their config.
 
-    It has the name of `base`, by which transformers chooses losses, checks pipelines and fills `architectures`.
+    It has the name of `base`, by which transformers chooses losses and checks pipelines.
     """
     code = Path(__file__).name
 
@@ -291,6 +294,18 @@ def shrunk_class(base: type[Any]) -> type[Any]:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(__file__, Path(save_directory) / code)
         base.save_pretrained(self, save_directory, is_main_process, *arguments, **options)
+        if is_main_process:
+            write_config(self, save_directory)
+
+    def write_config(self: Any, directory: Any) -> None:
+        """Write the config once more: transformers has put the name of the whole class into it."""
+        self.config.architectures = [f"{PREFIX}{base.__name__}"]
+        self.config.save_pretrained(directory)
+
+    def upload(self: Any, working_dir: Any, *arguments: Any, **options: Any) -> Any:
+        """Push files to the hub, which transformers does before `save_pretrained` of this class goes on."""
+        write_config(self, working_dir)
+        return base._upload_modified_files(self, working_dir, *arguments, **options)
 
     def files_before(self: Any, working_dir: Any) -> dict[str, float]:
         """Return the files that a push to the hub leaves out as unchanged, without the copy of this file."""
@@ -299,12 +314,13 @@ def shrunk_class(base: type[Any]) -> type[Any]:
     members = {
         "__init__": initialise,
         "__module__": __name__,
-        "__qualname__": f"Shrunk{base.__name__}",
+        "__qualname__": f"{PREFIX}{base.__name__}",
         "__doc__": base.__doc__,
         "resizes": base,
         "initialize_weights": initialize_weights,
         "save_pretrained": save_pretrained,
         "_get_files_timestamps": files_before,
+        "_upload_modified_files": upload,
         # or transformers would copy the file once more, and write another `auto_map`
         "register_for_auto_class": classmethod(lambda cls, auto_class="AutoModel": None),
     }
@@ -313,7 +329,7 @@ def shrunk_class(base: type[Any]) -> type[Any]:
 
 def __getattr__(name: str) -> Any:
     """Make the class `ShrunkX` for a class X of transformers when `auto_map` names it."""
-    base = getattr(transformers, name.removeprefix("Shrunk"), None) if name.startswith("Shrunk") else None
+    base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return shrunk_class(base)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
-from ds_trainer.models.layers import FIELD, encoder_layers
+from ds_trainer.models.layers import FIELD, encoder_layers, whole_class
 from ds_trainer.models.pretrained import (
     HEADLESS,
     HeadKind,
@@ -26,6 +26,7 @@ from ds_trainer.models.pretrained import (
     load_tokenizer,
     unfilled_weights,
 )
+from ds_trainer.models.shrink import on_meta
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
 
@@ -147,7 +148,11 @@ def _load(source: str | Path, config: Any) -> Any:
 
 def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
     """Return a model of the teacher's class with these of its layers; `source` names the teacher in errors."""
-    student = type(teacher)(config_of_layers(teacher.config, layers))
+    config, model_class = config_of_layers(teacher.config, layers), type(teacher)
+    if getattr(config, FIELD, None):  # a plain config may say the sizes of these layers, though not of all
+        outline = on_meta(whole_class(teacher), config)
+        config, model_class = outline.config, type(outline)
+    student = model_class(config)
     _fill(source, student, _copied(teacher, layers), layers)
     if teacher.can_generate():
         student.generation_config = teacher.generation_config

@@ -29,7 +29,7 @@ from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, layers_of, sizes_of
-from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_with_head
+from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import Emptied, auto_map, resize, shrunk_class
 from ds_trainer.models.student import create_student
@@ -90,9 +90,9 @@ def folders(tokenizer: Any, tmp_path_factory: Any) -> Path:
 
 
 def test_a_folder_says_in_its_config_what_can_be_made_of_it(folders: Path) -> None:
-    """Class names are those of transformers; every head that the family has is one of the file beside the config."""
+    """No class of transformers, and every head that the family has is one of the file beside the config."""
     config = json.loads((folders / "bert" / "config.json").read_text())
-    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert config["architectures"] == ["ShrunkBertForSequenceClassification"]
     assert config["shrunk"] == {"heads": [0, 1, 4], "neurons": [7, 0, 24]}
     assert config["auto_map"]["AutoModel"] == "shrunk_model.ShrunkBertModel"
     assert config["auto_map"]["AutoModelForQuestionAnswering"] == "shrunk_model.ShrunkBertForQuestionAnswering"
@@ -194,6 +194,30 @@ def test_exit_heads_go_with_it(folders: Path, tmp_path: Path) -> None:
     out = early(**inputs_of())
     assert out.exit_layers.tolist() == [3, 3]
     torch.testing.assert_close(out.logits, logits_of(model.eval()))
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_no_other_program_takes_it_for_a_whole_model(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    """The class in its config is none of transformers. Folders of 0.2, with the whole one's name, are loaded as ever."""
+    model = model_of(family)
+    save_folder(shrink(empty(model, uneven(model))), tokenizer, tmp_path / "model")
+    names = json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
+    assert names == [f"Shrunk{type(model).__name__}"]
+    older = spoilt(tmp_path / "model", tmp_path, architectures=[type(model).__name__])
+    torch.testing.assert_close(logits_of(ds_trainer.load_model(older)), logits_of(model))
+
+
+def test_layers_of_one_size_make_a_plain_student(folders: Path, tmp_path: Path) -> None:
+    """Layers 0 and 2 have as many heads and neurons, layer 1 has not: a plain config can say the student's sizes."""
+    model = empty(model_of("bert"), {"heads": [4] * 3, "neurons": [8, 24, 8]})
+    save_folder(shrink(model), load_tokenizer(folders / "bert"), tmp_path / "cut")
+    create_student(StudentSpec(layers=[0, 2]), tmp_path / "cut", tmp_path / "student", seed=0)
+    config = json.loads((tmp_path / "student" / "config.json").read_text())
+    assert (config["architectures"], config["intermediate_size"]) == (["BertForSequenceClassification"], 8)
+    assert not {"shrunk", "auto_map"} & config.keys()
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "student").eval()
+    kept = load_with_head(tmp_path / "cut", CLASSIFIER).bert.encoder.layer[2].output.dense.weight
+    assert torch.equal(plain.bert.encoder.layer[1].output.dense.weight, kept)
 
 
 def test_a_students_layers_keep_their_sizes(folders: Path, tmp_path: Path) -> None:
