@@ -25,6 +25,7 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
 from ds_trainer.files.tables import Row, markdown
 from ds_trainer.files.writing import write_whole
+from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import has_safetensors, is_compact, is_hub_name
 from ds_trainer.ranks import distributed
@@ -41,6 +42,11 @@ _TASKS = {
     "LMHeadModel": "text-generation",
 }
 """The hub's name of what a model does, by the end of the name of its class."""
+_OWN_SIZES = """Its layers differ in size, which a plain config cannot say: `shrunk_model.py`, a file of this folder,
+builds them. Without `trust_remote_code=True` transformers ends with "You set `ignore_mismatched_sizes` to `False`", and
+setting it would fill layers with random weights. Where code of a folder may not be run, load it by
+`ds_trainer.load_model`, which does not run that file, export it with `--onnx`, or cut the model to sizes that a plain
+config can say (docs/cuts.md)."""
 _FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack", "import_from", "threshold"}
 _PATH = re.compile(r'"/(?:[^"]*/)?([^"/]+)/?"')
 
@@ -162,6 +168,8 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     exits = (folder / EXITS_FILE).exists()
     if has_safetensors(folder) or any(folder.glob("pytorch_model*")):
         yield f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER"{trust})\n```'
+        if FIELD in config:
+            yield _OWN_SIZES
     if exits or is_compact(folder):
         early = "  # exits early" if exits else ""
         yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'

@@ -45,7 +45,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
 from ds_trainer.report.page import tried
-from ds_trainer.tasks.cut_folder import cut_of
+from ds_trainer.tasks.cut_folder import cut_of, outline_of
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
@@ -197,6 +197,7 @@ def _with_cut(job: ExportJob, spec: CutSpec, folder: Path) -> tuple[ExportJob, d
         )
     assert job.task is not None, "read_export_job saw to it"
     task = build_task(job.task, job.model, job.cache_dir)
+    outline_of(task, job.model, spec)  # refuses a family or a share before anything is scored
     before = score_folder(task, job.model, job.batch_size).scores
     cut = cut_of(task, job.model, spec, _SEED)
     cut.save(folder)

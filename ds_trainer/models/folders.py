@@ -14,7 +14,6 @@ from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
 
-
 _NOT_LOADED = (".*", "*.md", "*.onnx*", "export.json")
 """What no model is loaded from, and commands add to a folder after its model was used."""
 

@@ -5,6 +5,8 @@ Weights are safetensors unless the user permits pickles, and a config that names
 that code. Whether the weights fit the config shows when the model is built, in `pretrained.py`.
 """
 
+import contextlib
+import difflib
 import json
 import os
 from pathlib import Path
@@ -35,6 +37,23 @@ def is_hub_name(name: str) -> bool:
     # os.path, since pathlib raises where a name is too long for the file system
     is_path = name.startswith((".", "/", "~")) or CHECKPOINT.fullmatch(os.path.basename(name))
     return not is_path and not os.path.exists(name) and name.count("/") <= 1
+
+
+def nearest_folder(name: str) -> str:
+    """Say in brackets which folder of this machine is spelled most like a path that is none; "" where none is."""
+    place = Path()
+    for part in Path(name).parts:
+        if not os.path.isdir(place / part):
+            names: list[str] = []
+            with contextlib.suppress(OSError):  # it may not be read
+                names = [entry.name for entry in os.scandir(place) if entry.is_dir()]
+            near = difflib.get_close_matches(part, names, 1)
+            if not near:
+                return ""
+            place /= near[0]
+        else:
+            place /= part
+    return f" (the nearest is {place})"
 
 
 def model_mistakes(name: str, trust: Trust) -> list[str]:
@@ -74,7 +93,7 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
     UserError where there is no config, or one that names code which the user has not permitted.
     """
     if not os.path.isdir(folder):
-        fault = "is a file" if os.path.isfile(folder) else "does not exist"
+        fault = "is a file" if os.path.isfile(folder) else f"does not exist{nearest_folder(str(folder))}"
         raise UserError(f"the model folder {folder} {fault}")
     if not os.path.lexists(folder / "config.json"):
         raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model")

@@ -5,6 +5,7 @@ or do not fit the config are never replaced by random ones in silence. By defaul
 pickle is read; `config/trust.py` describes how a user permits them.
 """
 
+import functools
 import inspect
 import json
 import tempfile
@@ -17,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils.hub import cached_file
 
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.models import model_folder
@@ -143,12 +145,19 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
             return model, info
         safe_alone = model_folder.has_safetensors(folder) if is_folder else not trust.allow_pickle
-        return (model_class or kind.auto_class).from_pretrained(
+        model, info = (model_class or kind.auto_class).from_pretrained(
             str(source),
             use_safetensors=True if safe_alone else None,
             trust_remote_code=trust.trust_remote_code,
             **options,
         )
+    if wrapped := [name for name in info["unexpected_keys"] if name.startswith("module.") or "_orig_mod." in name]:
+        raise UserError(
+            f"the weights of {source} were saved from inside a wrapper, by their names ({min(wrapped)}): take "
+            f'"_orig_mod." (torch.compile) and a leading "module." (data parallel) out of the names, as in '
+            f"docs/troubles.md, or save the model that is inside"
+        )
+    return model, info
 
 
 def load_with_head(source: str | Path, kind: HeadKind) -> Any:
@@ -169,7 +178,7 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
 def meta_model(source: str | Path, kind: HeadKind) -> Any:
     """Build the model of a folder or hub name on the meta device, in a moment: it has shapes and no weights."""
     config = load_config(source, kind)
-    with torch.device("meta"):
+    with as_user_error(f"the config of {source} makes no model"), torch.device("meta"):
         return (_shrunk_class(config, kind) or kind.classes(config)[0])(config)
 
 
@@ -283,9 +292,18 @@ def _load_any_config(source: str | Path) -> Any:
 
 
 def _check_config_file(source: str | Path) -> None:
-    """Refuse a folder without a sound config. A hub name is not checked: transformers downloads its files."""
-    if not model_folder.is_hub_name(str(source)):
+    """Refuse a folder without a sound config, and a name that neither this machine nor the hub has."""
+    if model_folder.is_hub_name(str(source)):
+        _check_on_hub(str(source))
+    else:
         model_folder.read_config(Path(source), trust_in_force())
+
+
+@functools.cache  # what it raises is not kept
+def _check_on_hub(name: str) -> None:
+    nearest = model_folder.nearest_folder(name)
+    with as_user_error(f"{name} is no folder on this machine{nearest}, and the hub gives no such model"):
+        cached_file(name, "config.json")
 
 
 def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:

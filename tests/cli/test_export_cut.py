@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import exported_models
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import ds_trainer
 from ds_trainer.cli.command import run_command
@@ -95,4 +96,17 @@ def test_bad_cuts_are_refused(model, task, tmp_path, capsys):
     ):
         assert exported(*arguments, *out) == 2
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_cannot_be_cut_is_refused_before_anything_is_scored(model, task, tmp_path, capsys, monkeypatch):
+    """By its name and with exit code 2, whether it was to be cut or shrunk."""
+    monkeypatch.setattr("ds_trainer.deploy.export_folder.score_folder", None)
+    config = AutoConfig.for_model("albert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=96)
+    config.id2label = {0: "bird", 1: "fruit", 2: "tool"}
+    folder = Path(shutil.copytree(model, tmp_path / "albert"))
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    for flags in (("--cut", "0.5", *task), ("--shrink",)):
+        assert exported(folder, *flags, "--output_dir", tmp_path / "out") == 2
+        assert "the layers of AlbertForSequenceClassification are of a family" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -49,6 +49,7 @@ def test_the_cards_of_a_run_describe_and_load_its_models(run):
         assert "secret" not in card.text
         blocks = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
         assert ["trust_remote_code" in blocks[0], len(blocks)] == [name != "finetune", 1 + (name == ".")]
+        assert ("`ignore_mismatched_sizes`" in card.text) == (name != "finetune")  # transformers' error, and its cure
     loaded: dict = {}
     exec(blocks[1].replace("FOLDER", str(run / "model")), loaded)
     assert type(loaded["model"]).__name__ == "EarlyExitModel"

@@ -181,7 +181,7 @@ def test_a_shrunk_folder_loads_again(tmp_path):
 )
 def test_what_fp16_does_not_hold_is_refused(tmp_path, weight, words):
     """Nothing is cut off in silence."""
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         write_compact({"w": weight}, tmp_path / "c.safetensors")
     assert not any(tmp_path.iterdir())
 
@@ -293,7 +293,7 @@ def test_more_than_memory_is_refused_before_it_is_taken(tmp_path, monkeypatch):
     write_compact({"w": torch.zeros(512, 512)}, tmp_path / "c.safetensors")
     monkeypatch.setattr(compact, "memory_limit", lambda: 1 << 20)
     monkeypatch.setattr(compact, "_unpacked", lambda *_: pytest.fail("it was unpacked"))
-    with pytest.raises(ValueError, match="more than this host's memory"):
+    with pytest.raises(UserError, match="more than this host's memory"):
         read_compact(tmp_path / "c.safetensors")
 
 
@@ -305,6 +305,6 @@ def test_weights_of_another_model_name_the_compact_folder(folder, tmp_path):
     config = json.loads((target / "config.json").read_text())
     config |= {"hidden_size": 64, "n_embd": 64}
     (target / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         load_trained(target)
     assert str(target) in str(caught.value)

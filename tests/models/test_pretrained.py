@@ -10,9 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.csv_files import write_csv
+from support.launching import ROOT
 from transformers import BertConfig
 
 from ds_trainer.config.task_specs import LmSpec, SquadSpec
+from ds_trainer.models import pretrained
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import (
     ANSWERER,
@@ -24,6 +26,7 @@ from ds_trainer.models.pretrained import (
     load_with_head,
     tokenizer_state,
 )
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import build_task
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -73,7 +76,7 @@ def test_a_head_that_the_config_claims_must_be_in_the_weights(
     """Missing or of another shape, it would be scored at random: its weights are named instead."""
     assert load_with_head(folder_of(name), kind)
     folder = folder_of(name, change(part))
-    with pytest.raises(ValueError, match=rf"{named} of the head are missing or of another shape.*take {name} out"):
+    with pytest.raises(UserError, match=rf"{named} of the head are missing or of another shape.*take {name} out"):
         load_with_head(folder, kind)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
@@ -91,7 +94,7 @@ def test_a_classifier_that_the_config_claims_must_be_in_the_weights(
         assert build_task(spec, folder, tmp_path / "cache").build_model(folder)
     folder = folder_of(name, change("classifier."))
     task = build_task(spec, folder, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"classifier\.bias, classifier\.weight of the head are missing"):
+    with pytest.raises(UserError, match=r"classifier\.bias, classifier\.weight of the head are missing"):
         task.build_model(folder)
 
 
@@ -111,7 +114,7 @@ def test_a_config_of_another_form_is_told(content: str, folder_of: Any) -> None:
     """JSON, but no config: one ValueError that names the folder."""
     folder = folder_of("BertForMaskedLM")
     (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"{folder}(/config.json holds .*| cannot be read: )"):
+    with pytest.raises(UserError, match=rf"{folder}(/config.json holds .*| cannot be read: )"):
         load_config(folder, MASKED_LM)
 
 
@@ -120,7 +123,7 @@ def test_a_config_with_a_field_of_another_kind_is_told(folder_of: Any) -> None:
     folder = folder_of("BertForMaskedLM")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
-    with pytest.raises(ValueError, match=r"cannot be read: .*'hidden_size'"):
+    with pytest.raises(UserError, match=r"cannot be read: .*'hidden_size'"):
         load_config(folder, MASKED_LM)
 
 
@@ -132,16 +135,16 @@ def test_a_tokenizer_of_another_form_is_told(file: str, content: str, folder_of:
     (folder / file).write_text(content)
     if file == "tokenizer_config.json" and "{" in content and "}" in content:
         return
-    with pytest.raises(ValueError, match=rf"{folder} has no tokenizer that transformers can load: ."):
+    with pytest.raises(UserError, match=rf"{folder} has no tokenizer that transformers can load: ."):
         load_tokenizer(folder)
 
 
 def test_a_name_that_is_too_long_is_that_of_no_model() -> None:
     """Not an error of the system."""
     for name in ("x" * 5000, "/" + "x" * 5000):
-        with pytest.raises(ValueError, match=r"does not exist|cannot be read"):
+        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
             load_config(name, MASKED_LM)
-        with pytest.raises(ValueError, match=r"does not exist|has no tokenizer"):
+        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
             load_tokenizer(name)
 
 
@@ -154,8 +157,41 @@ def test_using_a_tokenizer_does_not_change_its_fingerprint(tokenizer: Any) -> No
 
 def test_a_model_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path: Path) -> None:
     """A path is never taken for a hub name."""
-    with pytest.raises(ValueError, match=r"the model folder .*none does not exist"):
+    with pytest.raises(UserError, match=r"the model folder .*none does not exist"):
         load_tokenizer(tmp_path / "none")
+
+
+def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that reads as a hub name: the hub is asked first, and what it says stands in the message."""
+
+    def not_there(name: str, file: str) -> None:
+        raise OSError(f"{name} is not a valid model identifier\nIf this is a private repository, ...")
+
+    monkeypatch.setattr(pretrained, "cached_file", not_there)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "finetune" / "model").mkdir(parents=True)
+    words = (
+        r"out/finetun is no folder on this machine \(the nearest is out/finetune\), and the hub gives no such model: "
+    )
+    for load in (load_tokenizer, lambda name: load_config(name, MASKED_LM)):
+        with pytest.raises(UserError, match=f"^{words}out/finetun is not a valid model identifier$"):
+            load("out/finetun")
+    with pytest.raises(UserError, match="nothing/alike is no folder on this machine, and the hub"):
+        load_config("nothing/alike", MASKED_LM)
+    wrong, right = tmp_path / "out" / "finetuned" / "modell", tmp_path / "out" / "finetune" / "model"
+    with pytest.raises(UserError, match=rf"the model folder {wrong} does not exist \(the nearest is {right}\)$"):
+        load_tokenizer(wrong)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_that_a_wrapper_named_are_told(prefix: str, folder_of: Any) -> None:
+    """All of the encoder would be missing; the reason is the wrapper, and the cure is that of docs/troubles.md."""
+    folder = folder_of("BertForQuestionAnswering", lambda weights: {prefix + k: v for k, v in weights.items()})
+    with pytest.raises(UserError, match=rf"inside a wrapper, by their names \({prefix}bert\.embeddings"):
+        load_with_head(folder, ANSWERER)
+    cure = (ROOT / "docs" / "troubles.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(cure.replace("FOLDER", str(folder)), {})
+    assert load_with_head(folder, ANSWERER)
 
 
 @pytest.mark.parametrize("token", ["eos_token", "unk_token", "cls_token"])
@@ -175,9 +211,9 @@ def test_a_task_scores_no_random_head(folder_of: Any, tmp_path: Path) -> None:
     settings = {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 16}
     squad = build_task(SquadSpec(**settings), folder, tmp_path / "cache")
     squad.check_trained(folder)
-    with pytest.raises(ValueError, match=r"lack what its config.json claims"):
+    with pytest.raises(UserError, match=r"lack what its config.json claims"):
         squad.build_model(folder)
     folder = folder_of("BertForMaskedLM", without("predictions.bias"))
     masked = build_task(LmSpec(name="mlm", validation_file="x.txt"), folder, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"lack what its config.json claims"):
+    with pytest.raises(UserError, match=r"lack what its config.json claims"):
         masked.build_model(folder)

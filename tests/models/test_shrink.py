@@ -27,11 +27,14 @@ from support.zeroed import (
 )
 from torch import nn
 
+from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.deploy.export import save_folded
+from ds_trainer.models.cut.cut import outline
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
-from ds_trainer.models.shrink import NothingToCutError, kept, shrink
+from ds_trainer.models.shrink import NothingToCutError, check_known, kept, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import build_task
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -96,7 +99,7 @@ def test_what_looks_like_a_known_family_is_refused(family: str) -> None:
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **fields, vocab_size=80))
     kind = type(first_layer(model)).__name__
     assert blocks_of(first_layer(model)) == ()
-    with pytest.raises(ValueError, match=f"cannot be cut: {kind}. Known are BERT, .*and export with --compact"):
+    with pytest.raises(UserError, match=f"cannot be cut: {kind}. Known are BERT, .*and export with --compact"):
         shrink(model)
 
 
@@ -113,7 +116,7 @@ def test_a_config_that_counts_no_heads_is_told() -> None:
     """That of several models in one has a config for each."""
     model = model_of("bert")
     model.config = transformers.Gemma3Config()
-    with pytest.raises(ValueError, match="a Gemma3Config has no num_attention_heads"):
+    with pytest.raises(UserError, match="a Gemma3Config has no num_attention_heads"):
         shrink(model)
 
 
@@ -280,8 +283,20 @@ def test_an_unknown_family_is_told(name: str, fields: dict[str, Any]) -> None:
     """Experts, shared layers and what has another layout."""
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
     model_class = getattr(transformers, name)
-    with pytest.raises(ValueError, match=f"the layers of {name} are of a family whose heads and neurons cannot be cut"):
+    with pytest.raises(UserError, match=f"the layers of {name} are of a family whose heads and neurons cannot be cut"):
         shrink(model_class(model_class.config_class(**small, **fields, vocab_size=20)))
+
+
+@pytest.mark.parametrize("family", ["albert", "mpnet", "opt", "gpt_neox", "phi3", "falcon", "vit", "t5"])
+def test_no_unknown_family_ends_in_a_traceback(family: str) -> None:
+    """Each way to cut gives a mistake of the user, whose exit code is 2: the file of a folder has another error."""
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.AutoConfig.for_model(family, **small, vocab_size=40, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    for cut in (check_known, shrink, lambda model: outline(model, CutSpec(keep=0.5))):
+        with pytest.raises(UserError, match=r"of a family whose heads and neurons cannot be cut|no list of equal"):
+            cut(model)
 
 
 @pytest.fixture

@@ -31,8 +31,9 @@ from ds_trainer.models.folders import create_folder, save_folder, train_tokenize
 from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, layers_of, sizes_of
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import Emptied, auto_map, resize, shrunk_class
+from ds_trainer.models.shrunk_model import Emptied, ShrunkSizesError, auto_map, resize, shrunk_class
 from ds_trainer.models.student import create_student
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 ALONE = """
@@ -198,7 +199,7 @@ def test_exit_heads_go_with_it(folders: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_no_other_program_takes_it_for_a_whole_model(family: str, tokenizer: Any, tmp_path: Path) -> None:
-    """The class in its config is none of transformers. Folders of 0.2, with the whole one's name, are loaded as ever."""
+    """The class in its config is none of transformers. A folder of 0.2, which names the whole one, is loaded."""
     model = model_of(family)
     save_folder(shrink(empty(model, uneven(model))), tokenizer, tmp_path / "model")
     names = json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
@@ -229,14 +230,14 @@ def test_a_students_layers_keep_their_sizes(folders: Path, tmp_path: Path) -> No
     for name, value in target.items():
         assert torch.equal(value, source[name.replace("layer.1.", "layer.2.")])
     spec = StudentSpec(layers=[0, 2], model_type="distilbert")
-    with pytest.raises(ValueError, match="was shrunk, and a DistilBERT has layers of one size"):
+    with pytest.raises(UserError, match="was shrunk, and a DistilBERT has layers of one size"):
         create_student(spec, folders / "bert", tmp_path / "other", seed=0)
 
 
 def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
     """A recipe's config with `shrunk` would describe weights that nothing cut."""
     config = {"model_type": "bert", **ENCODERS["bert"], "shrunk": {"heads": [1] * 3, "neurons": [1] * 3}}
-    with pytest.raises(ValueError, match="shrunk is written where a trained model is cut"):
+    with pytest.raises(UserError, match="shrunk is written where a trained model is cut"):
         create_folder(config, tokenizer, tmp_path / "new", 0)
 
 
@@ -259,9 +260,9 @@ def test_sizes_of_another_form_are_told(case: str, folders: Path, tmp_path: Path
     """One ValueError in words, whichever way it is loaded."""
     value, words = HOSTILE[case]
     folder = spoilt(folders / "bert", tmp_path, shrunk=value)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         ds_trainer.load_model(folder)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         load_with_head(folder, ANSWERER)
 
 
@@ -271,14 +272,14 @@ def test_sizes_for_an_unknown_family_are_told(tokenizer: Any, tmp_path: Path) ->
     config = transformers.AlbertConfig(**shape, embedding_size=8, vocab_size=VOCABULARY)
     save_folder(transformers.AlbertForMaskedLM(config), tokenizer, tmp_path / "albert")
     folder = spoilt(tmp_path / "albert", tmp_path, shrunk={"heads": [1], "neurons": [1]})
-    with pytest.raises(ValueError, match="the layers of AlbertForMaskedLM are of a family whose heads and neurons"):
+    with pytest.raises(UserError, match="the layers of AlbertForMaskedLM are of a family whose heads and neurons"):
         ds_trainer.load_model(folder)
 
 
 def test_sizes_do_not_hide_a_model_that_its_weights_cannot_fill(folders: Path, tmp_path: Path) -> None:
     """A config of fewer layers than the weights have is refused."""
     fields = {"num_hidden_layers": 2, "shrunk": {"heads": [0, 1], "neurons": [7, 0]}}
-    with pytest.raises(ValueError, match="16 of the encoder have no place in it"):
+    with pytest.raises(UserError, match="16 of the encoder have no place in it"):
         ds_trainer.load_model(spoilt(folders / "bert", tmp_path, **fields))
 
 
@@ -310,7 +311,7 @@ def test_a_bias_of_an_empty_block_that_no_folder_holds_is_zero(folders: Path, tm
     loaded = auto.from_pretrained(folder, trust_remote_code=True)
     assert loaded.get_parameter(name).abs().sum() == 0
     assert torch.equal(loaded.bert.encoder.layer[1].output.dense.bias, other)
-    with pytest.raises(ValueError, match=rf"1 of the encoder are missing or of another shape, {name} the first"):
+    with pytest.raises(UserError, match=rf"1 of the encoder are missing or of another shape, {name} the first"):
         ds_trainer.load_model(folder)
 
 
@@ -328,10 +329,10 @@ def test_the_file_checks_its_sizes_by_itself() -> None:
     """Loaded by transformers alone, nothing else does; the model is left as it was."""
     model = model_of("bert")
     for value, _ in list(HOSTILE.values())[:6]:
-        with pytest.raises(ValueError, match="the config's shrunk"):
+        with pytest.raises(ShrunkSizesError, match="the config's shrunk"):
             resize(model, value)
         assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}
-    with pytest.raises(ValueError, match=r"the config's shrunk\.heads must list 3 sizes"):
+    with pytest.raises(ShrunkSizesError, match=r"the config's shrunk\.heads must list 3 sizes"):
         shrunk_class(type(model))(model.config)
 
 
@@ -341,7 +342,7 @@ def test_linear_layers_are_listed_without_those_of_empty_blocks(folders: Path) -
     names = [name.removeprefix("bert.encoder.layer.") for name in encoder_linears(model)]
     assert names[:3] == ["0.intermediate.dense", "0.output.dense", "1.attention.self.query"]
     assert len(names) == 2 + 4 + 6
-    with pytest.raises(ValueError, match=r"has: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
+    with pytest.raises(UserError, match=r"has: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
         encoder_linears(model, ["*.nothing"])
     assert len(layers_of(model)) == 3
 

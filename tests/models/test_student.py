@@ -10,6 +10,7 @@ from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import create_student
+from ds_trainer.ranks.failures import UserError
 
 TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
@@ -245,29 +246,29 @@ def test_distilbert_takes_over_the_config(make_source):
 def test_what_cannot_be_made_is_refused(family, head, spec, message, make_source):
     """The message says what was found and what is allowed, and nothing is written."""
     source = make_source(family, head)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         make_student(source, **spec)
     assert [path.name for path in source.parent.iterdir()] == [source.name]
 
 
 def test_a_source_that_is_no_whole_model_is_refused(make_source, tmp_path):
     """Without folder, weights, a known architecture, or a weight; and where DistilBERT computes otherwise."""
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         make_student(tmp_path / "no" / "where" / "here", layers=[0])
     source = make_source("bert", "Model", layer_norm_eps=1e-5)
-    with pytest.raises(ValueError, match="layer_norm_eps of 1e-05"):
+    with pytest.raises(UserError, match="layer_norm_eps of 1e-05"):
         make_student(source, layers=[0], model_type="distilbert")
     weights, config = source / "model.safetensors", source / "config.json"
     whole = load_file(weights)
     save_file({name: w for name, w in whole.items() if "layer.3.output.dense" not in name}, weights, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"no whole BertModel: .*encoder\.layer\.3"):
+    with pytest.raises(UserError, match=r"no whole BertModel: .*encoder\.layer\.3"):
         make_student(source, layers=[0])
     config.write_text(config.read_text().replace('"BertModel"', '"BertForRhymes"'))
-    with pytest.raises(ValueError, match="'BertForRhymes', which transformers does not know"):
+    with pytest.raises(UserError, match="'BertForRhymes', which transformers does not know"):
         make_student(source, layers=[0])
     weights.unlink()
     config.write_text(config.read_text().replace('"BertForRhymes"', '"BertModel"'))
-    with pytest.raises(ValueError, match=r"has no weights: it has no model\.safetensors"):
+    with pytest.raises(UserError, match=r"has no weights: it has no model\.safetensors"):
         make_student(source, layers=[0])
 
 
