@@ -21,6 +21,7 @@ from ds_trainer.models.pretrained import (
     CLASSIFIER,
     MASKED_LM,
     HeadKind,
+    identity_of,
     load_config,
     load_tokenizer,
     load_with_head,
@@ -181,6 +182,18 @@ def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch:
     wrong, right = tmp_path / "out" / "finetuned" / "modell", tmp_path / "out" / "finetune" / "model"
     with pytest.raises(UserError, match=rf"the model folder {wrong} does not exist \(the nearest is {right}\)$"):
         load_tokenizer(wrong)
+
+
+def test_a_hub_name_stands_for_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stays where its model changes; without a version there is nothing to go by, and a folder is asked for."""
+    config = BertConfig()
+    monkeypatch.setattr(pretrained, "cached_file", lambda *_: None)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    config._commit_hash = "1f2e"
+    assert identity_of("owner/versioned") == "1f2e"
+    config._commit_hash = None
+    with pytest.raises(UserError, match="the hub does not report the version of owner/versioned: give a folder"):
+        identity_of("owner/versioned")
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
