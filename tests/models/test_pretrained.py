@@ -185,7 +185,7 @@ def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch:
 
 
 def test_a_hub_name_stands_for_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name stays where its model changes; without a version there is nothing to go by, and a folder is asked for."""
+    """The name stays where its model changes. Without a version nothing is used again: a folder is asked for."""
     config = BertConfig()
     monkeypatch.setattr(pretrained, "cached_file", lambda *_: None)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
