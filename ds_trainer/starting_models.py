@@ -14,7 +14,7 @@ from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.reading import content_hash
 from ds_trainer.files.writing import write_json
-from ds_trainer.models.folders import create_folder, train_tokenizer
+from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
 from ds_trainer.models.pretrained import identity_of
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
@@ -140,7 +140,9 @@ def contents_of(recipe: Recipe, phase: Phase) -> dict[str, str]:
         "start_from": phase.start_from,
         "techniques.distill.teacher": distill.teacher if distill else None,
     }
-    contents = {field: _source_identity(name) for field, name in names.items() if name}
+    contents = {
+        field: folder_hash(Path(name)) if Path(name).is_dir() else name for field, name in names.items() if name
+    }
     tokens = phase.cut and _token_file_hash(phase.cut)
     return contents | ({"cut.vocabulary.file": tokens} if tokens else {})
 
