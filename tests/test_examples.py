@@ -86,23 +86,24 @@ def test_the_server_answers_by_an_onnx_file(tmp_path: Path) -> None:
         pass
 
 
-def test_the_task_of_many_labels_takes_only_what_it_can_score(tmp_path: Path) -> None:
-    """A label that is no text is named by its line, a pickle is not read, and logits that are NaN are not scored."""
+def test_the_task_of_ratings_takes_only_what_it_can_score(tmp_path: Path) -> None:
+    """A rating off the scale is named by its line, a pickle is not read, and logits that are NaN are not scored."""
     tokenizer = train_tokenizer(["a red round ball"] * 5, 40, True)
     tokenizer.save_pretrained(tmp_path)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes))
     model.save_pretrained(tmp_path)
-    rows = [{"text": "a red ball", "labels": "red|old"}, {"text": "a ball", "labels": ""}]
+    rows = [{"text": "a red ball", "stars": 3}, {"text": "a ball", "stars": "1"}]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "none.jsonl").write_text(json.dumps({"text": "a ball", "labels": None}))
-    example = runpy.run_path(str(ROOT / "examples" / "multilabel.py"))
-    fields = {"name": "multilabel", "labels": ["red", "round"], "data_dir": str(tmp_path)}
-    spec = example["MultilabelSpec"](**fields, train_file="none.jsonl", validation_file="some.jsonl")
-    task = example["MultilabelTask"](spec, load_tokenizer(tmp_path), tmp_path, tmp_path / "cache")
-    with pytest.raises(UserError, match=r"none\.jsonl, line 1: text and labels must be text"):
+    (tmp_path / "none.jsonl").write_text(json.dumps({"text": "a ball", "stars": 4}))
+    example = runpy.run_path(str(ROOT / "examples" / "ratings.py"))
+    fields = {"name": "ratings", "stars": 3, "data_dir": str(tmp_path)}
+    spec = example["RatingsSpec"](**fields, train_file="none.jsonl", validation_file="some.jsonl")
+    task = example["RatingsTask"](spec, load_tokenizer(tmp_path), tmp_path, tmp_path / "cache")
+    with pytest.raises(UserError, match=r"none\.jsonl, line 1: it must have a text, and 1 to 3 stars"):
         task.examples("train")
-    assert task.score("validation", {0: [1.0, -1.0], 1: [-1.0, -1.0]}) == {"f1": 1.0}
+    assert task.collate(task.examples("validation"), [0, 1]).labels.tolist() == [[1, 1], [0, 0]]
+    assert task.score("validation", {0: [1.0, -1.0], 1: [-1.0, -1.0]}) == {"stars_off": 0.5}
     with pytest.raises(UserError, match="logits that are not finite"):
         task.score("validation", {0: [float("nan")] * 2, 1: [0.0, 0.0]})
     assert task.build_model(tmp_path).config.problem_type == "multi_label_classification"

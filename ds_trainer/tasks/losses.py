@@ -112,9 +112,18 @@ def soft_target_loss(
 ) -> Tensor:
     """Return the divergence of class logits at a temperature, or the squared difference of a regression's values.
 
-    May overwrite `teacher`, to save memory.
+    Of several labels it is the divergence of each class's yes and no, mean over rows and classes. May overwrite
+    `teacher`, to save memory.
     """
     if task.regression:
         assert isinstance(teacher, Tensor)
         return logit_mse(student, teacher)
+    if task.multi_label:
+        assert isinstance(teacher, Tensor)
+        student, teacher = yes_and_no(student), yes_and_no(teacher)
     return divergence(student, teacher, temperature, kind)
+
+
+def yes_and_no(logits: Tensor) -> Tensor:
+    """Return logits (rows * classes, 2), whose softmax is sigmoid of these logits (rows, classes) and the rest to 1."""
+    return torch.stack([logits, torch.zeros_like(logits)], -1).flatten(0, 1)

@@ -12,7 +12,7 @@ from support.launching import ROOT, run_deepspeed, run_python, run_script
 
 from ds_trainer.models.folders import create_folder, train_tokenizer
 
-PENALTY, MULTILABEL = "examples/confidence_penalty.py", "examples/multilabel.py"
+PENALTY, RATINGS = "examples/confidence_penalty.py", "examples/ratings.py"
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,10 @@ def test_importing_the_package_loads_no_torch():
 def own(tiny_recipe, tmp_path_factory) -> tuple[Path, Path]:
     """A recipe with a task and a technique of plugins, beside pruning; and the folder of its run."""
     folder = tmp_path_factory.mktemp("own")
-    rows = [f"{a} {b},{a}|{b}" for a in ("red", "blue", "old") for b in ("round", "flat") for _ in range(8)]
-    (folder / "train.csv").write_text("\n".join(["text,labels", *rows]) + "\n")
-    task = {"name": "multilabel", "labels": ["red", "blue", "round"], "data_dir": str(folder), "max_seq_length": 8}
+    words = ("bad", "fair", "good")
+    rows = [f"{a} {b},{stars}" for stars, a in enumerate(words, 1) for b in ("ball", "kite") for _ in range(8)]
+    (folder / "train.csv").write_text("\n".join(["text,stars", *rows]) + "\n")
+    task = {"name": "ratings", "stars": 3, "data_dir": str(folder), "max_seq_length": 8}
     task |= {"train_file": "train.csv", "validation_file": "train.csv", "max_eval_samples": 21}
     techniques = {"confidence": {"temperature": 2.0}, "prune": {"final_threshold": 0.5}}
     loss = {"task": 1.0, "confidence.penalty": 0.1}
@@ -83,7 +84,7 @@ def own(tiny_recipe, tmp_path_factory) -> tuple[Path, Path]:
 def test_a_task_and_a_technique_of_ones_own_train_under_zero_3(own):
     """On 2 ranks, with pruning: it learns, logs the term and what the technique reads, and is exported and scored."""
     recipe, out = own
-    plugins = ("--plugin", PENALTY, "--plugin", MULTILABEL)
+    plugins = ("--plugin", PENALTY, "--plugin", RATINGS)
     files = ("--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(recipe), "--output_dir", str(out))
     done = run_deepspeed(2, "launch/train.py", *files, *plugins)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -91,17 +92,17 @@ def test_a_task_and_a_technique_of_ones_own_train_under_zero_3(own):
     assert all(record["train/term/confidence.penalty"] < 0 for record in records if "train/loss" in record)
     assert 0 < records[0]["confidence/entropy"] < 0.7
     scores = json.loads((out / "eval_results.json").read_text())["train"]
-    assert scores["f1"] > 0.8
+    assert scores["stars_off"] < 0.3
     done = run_script("launch/evaluate.py", str(out / "checkpoint-30"), *plugins)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout[done.stdout.index("{") :]) == {"f1": scores["f1"]}
+    assert json.loads(done.stdout[done.stdout.index("{") :]) == {"stars_off": scores["stars_off"]}
 
 
 def test_the_schema_knows_plugins(tmp_path):
     """`--recipe_schema` has the specs of the plugins that it is given, and only those."""
-    schema = run_script("launch/train.py", "--recipe_schema", "--plugin", PENALTY, "--plugin", MULTILABEL).stdout
+    schema = run_script("launch/train.py", "--recipe_schema", "--plugin", PENALTY, "--plugin", RATINGS).stdout
     definitions = json.loads(schema)["$defs"]
-    assert {"ConfidenceSpec", "MultilabelSpec"} <= definitions.keys()
+    assert {"ConfidenceSpec", "RatingsSpec"} <= definitions.keys()
     assert "confidence" in definitions["Techniques"]["properties"]
     plain = json.loads(run_script("launch/train.py", "--recipe_schema").stdout)
     assert plain["title"] == "Recipe"
