@@ -30,7 +30,7 @@ from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
-from ds_trainer.tasks.evaluation import Evaluation, evaluate
+from ds_trainer.tasks.evaluation import Evaluation, decide, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
 SETTLE_EVERY = 100
@@ -121,7 +121,7 @@ def micro_batches(
     totals = task.counts(examples, indices)
     for rows in shard(indices, examples.lengths, distributed.rank(), world, accumulation):
         counts = task.counts(examples, rows).items()
-        shares = {unit: count * world * accumulation / max(1, totals[unit]) for unit, count in counts}
+        shares = {unit: count * world * accumulation / (totals[unit] or 1) for unit, count in counts}
         yield task.collate(examples, rows, draw).to(ds_engine.device), shares
 
 
@@ -264,6 +264,7 @@ class Training:
         self.engine.eval()
         views = [technique.views for technique in techniques if at_end or technique.cheap_views]
         with self.report.paused(), self.explaining_memory(" in an evaluation", cure):
+            decide(predict, self.plan.task, batch_size)
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return evaluation

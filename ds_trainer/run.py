@@ -45,7 +45,7 @@ from ds_trainer.report.status import RunStatus
 from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
 from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
 from ds_trainer.tasks.cut_folder import CUT_FILE, expected_costs
-from ds_trainer.tasks.evaluation import evaluate, score_folder
+from ds_trainer.tasks.evaluation import decide, evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.prune import advice
@@ -251,6 +251,7 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
     report.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
     with _evaluating("", plan):
         model: Any = plan.build()[0].to(distributed.device()).eval()
+        decide(lambda batch: model(**batch.inputs), task, batch_size)
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
     report.write_scores(0, evaluation.scores)
     evaluation.write(task, plan.folder / "eval")

@@ -88,4 +88,8 @@ def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[st
     if job.output_file:
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
+        if not files:
+            distributed.warn(
+                f"{job.predictions_dir} gets no predictions: the task {job.task.name} is scored by its loss"
+            )
         write_artifacts(job.predictions_dir, files)

@@ -27,7 +27,7 @@ from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.hosts.hostfile import read_hostfile
 from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks.failures import UserError, raise_mistakes
-from ds_trainer.tasks.text.glue import metrics_of
+from ds_trainer.tasks.text.glue import score_names
 from ds_trainer.tuning.space import checked_recipe
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -224,7 +224,7 @@ def _held_out_mistakes(recipe: Recipe) -> list[str]:
 def _metric_mistakes(recipe: Recipe, metric: str) -> list[str]:
     """Refuse a metric that the last phase's task has not; those of techniques, with a slash, show in the first run."""
     task = recipe.phases[-1].task or recipe.task
-    names = metrics_of(task) if isinstance(task, TextSpec) else ("f1", "precision", "recall", "accuracy")
+    names = score_names(task) if isinstance(task, TextSpec) else ("f1", "precision", "recall", "accuracy")
     if "/" in metric or not isinstance(task, LabelledSpec) or metric in names:
         return []
     return [f"--metric is {shown(metric)}: the task {task.name} has {', '.join(f'eval/{name}' for name in names)}"]

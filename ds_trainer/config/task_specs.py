@@ -18,7 +18,9 @@ from ds_trainer.ranks.failures import UserError
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
-Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Metric = Literal["accuracy", "f1", "macro_f1", "micro_f1", "matthews", "pearson", "spearman"]
+ClassName = Annotated[str, Field(coerce_numbers_to_str=True, min_length=1)]
 
 
 class TaskBase(Strict):
@@ -67,7 +69,19 @@ class TextSpec(LabelledSpec):
     label_column: Column | None = Field(None, description="a class, or with regression a number")
     header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
-    metrics: list[Metric] | None = Field(None, description="by default GLUE's; or accuracy, or pearson and spearman")
+    multi_label: bool | None = Field(
+        None, description="an example has any number of labels; by default if cells are lists"
+    )
+    positive_class: ClassName | None = Field(
+        None, description="the class whose F1 is `f1`; GLUE's tasks have their own"
+    )
+    class_weights: Literal["balanced"] | list[Weight] | None = Field(
+        None,
+        description="weights of the classes in the loss, in the order in which the log counts them; or by their rarity",
+    )
+    metrics: list[Metric] | None = Field(
+        None, description="by default GLUE's; accuracy, with positive_class f1; of several labels micro_f1, macro_f1"
+    )
     max_seq_length: Length = Field(128, description="tokens at which texts are cut, special ones included")
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_trainer.files.messages import cut
 from ds_trainer.files.writing import write_artifacts
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import evaluation_shard
@@ -56,12 +57,26 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
         evaluation.answers[split] = answers.get(_MODEL, {})
         constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
+        missing = distributed.on_main(partial(task.never_answered, split, evaluation.answers[split]))
+        if constant is None and missing:
+            classes = ", ".join(f"{name} ({count:,} examples)" for name, count in missing.items())
+            evaluation.warnings.append(
+                f"the model gives none of the examples of {split} these classes, which some of them have: "
+                f'{cut(classes, 500)}. For rare classes try "class_weights": "balanced", or longer training'
+            )
         if constant is not None:
             evaluation.warnings.append(
                 f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
                 f"them apart. Try another learning_rate, longer training, or to prune or cut less"
             )
     return evaluation
+
+
+def decide(predict: Predict, task: Task, batch_size: int) -> None:
+    """Let a task settle what the scores of a newly trained model depend on, such as a threshold; collective."""
+    if task.decided_on:
+        answers = answers_of(predict, task, task.decided_on, batch_size)
+        distributed.on_main(lambda: task.decide(answers[_MODEL]))
 
 
 def score_folder(task: Task, folder: str | Path, batch_size: int) -> Evaluation:
@@ -119,6 +134,7 @@ def evaluation_batches(task: Task, split: str, batch_size: int) -> Iterator[Batc
 
 def _scores(task: Task, split: str, answers: Mapping[str, Answers]) -> dict[str, float]:
     scores = task.score(split, answers[_MODEL])
+    scores |= task.further_scores(split, answers[_MODEL])
     for name, others in answers.items():
         if name != _MODEL:
             scores |= {f"{name}/{metric}": value for metric, value in task.score(split, others).items()}

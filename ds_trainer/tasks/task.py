@@ -22,9 +22,9 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import ExampleIds, Examples, cached, fingerprint
 
-Unit = Literal["example", "label", "token", "pair"]
-"""What a loss term is a mean over: the examples of a batch, their labels, their tokens, or the pairs of tokens of which
-one attends to the other.
+Unit = Literal["example", "label", "weight", "token", "pair"]
+"""What a loss term is a mean over: the examples of a batch, their labels, their classes' weights, their tokens, or the
+pairs of tokens of which one attends to the other.
 
 All micro-batches have equally many examples, but different numbers of the other units. A term that does not depend on
 the data, such as a penalty on weights, is the same in every micro-batch, and is treated as a mean over examples.
@@ -95,6 +95,7 @@ class Task(ABC):
     held_out_split: the name of the split with training examples that no phase trains on; it takes a `LabelledSpec`.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
+    multi_label: whether each column of `logits` is a class of its own that an example has or has not.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
         whose columns are its tokens. "position": one entry of `head_positions` among the inputs or the
         others of a batch.
@@ -113,8 +114,9 @@ class Task(ABC):
     held_out_split: ClassVar[str] = "held_out"
     label_names: tuple[str, ...] = ()
     regression: bool = False
+    multi_label: bool = False
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
-    loss_unit: ClassVar[Unit] = "example"
+    loss_unit: Unit = "example"
     logits_unit: Unit = "example"
     over_vocabulary: ClassVar[bool] = False
     inputs_vary: bool = False
@@ -176,7 +178,7 @@ class Task(ABC):
             return None
         return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
 
-    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
         """Return how often each unit but "example" occurs in these examples; the same for every `draw`.
 
         The counts come from the memory of the host. So each rank can sum them up over the global batch before its first
@@ -201,6 +203,22 @@ class Task(ABC):
     def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
         """Return the answer that a model gives to every example of a split although their labels differ, if it does."""
         return None
+
+    def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
+        """Return the classes that examples of a split have and a model never gives, with the number of examples."""
+        return {}
+
+    def further_scores(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        """Return scores of the model itself beside those of `score`, which its views (exits, a teacher) have, too."""
+        return {}
+
+    @property
+    def decided_on(self) -> str | None:
+        """The split whose answers `decide` gets before a newly trained model is scored; None if there is none."""
+        return None
+
+    def decide(self, answers: Mapping[int, Any]) -> None:  # noqa: B027 - most tasks have nothing to settle
+        """Settle, on rank 0, what the scores and the exported folder depend on, such as a threshold."""
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""

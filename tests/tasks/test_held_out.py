@@ -257,7 +257,7 @@ def test_the_held_out_examples_have_an_identity(build: Any, spec: TextSpec, tmp_
     same = [
         {"max_seq_length": 16, "pad_to_multiple_of": 8},
         {"max_train_samples": 9, "max_eval_samples": 2},
-        {"metrics": ["f1"], "validation_file": "train.csv"},
+        {"metrics": ["matthews"], "validation_file": "train.csv"},
     ]
     assert {build(held_out=0.1, **fields).held_out_key() for fields in same} == {key}
     others = [{"held_out": 0.101}, {"text_columns": ["text", "second"]}, {"train_file": "dev.csv"}]

@@ -24,12 +24,17 @@ from transformers import (
 )
 
 from ds_trainer.config.recipe import TextSpec
+from ds_trainer.loop import micro_batches
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.objective import Objective
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import evaluation_shard
+from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
+from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
+from ds_trainer.tasks.text.glue import positive_class
 from ds_trainer.tasks.text.metrics import score
 from ds_trainer.tasks.text.text_data import read_split
 
@@ -407,9 +412,9 @@ def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp
 
 METRICS = [
     ("accuracy", [0, 1, 2, 2], [0, 1, 1, 2], 3, 0.75),
-    ("f1", [1, 1, 0, 0], [1, 0, 1, 0], 2, 0.5),
-    ("f1", [1, 1, 1, 0], [1, 0, 1, 0], 2, 0.8),  # 2 * 2 / (2 * 2 + 1 + 0)
     ("f1", [0, 1, 2, 2], [0, 1, 1, 2], 3, (1 + 2 / 3 + 2 / 3) / 3),
+    ("macro_f1", [1, 1, 1, 0], [1, 0, 1, 0], 2, (2 / 3 + 0.8) / 2),  # of class 1: 2 * 2 / (2 * 2 + 1 + 0)
+    ("macro_f1", [0, 0, 1], [0, 1, 1], 3, 2 / 3),  # a class that does not occur has no part in it
     ("matthews", [1, 1, 0, 0, 1], [1, 0, 0, 0, 1], 2, (2 * 2 - 1 * 0) / math.sqrt(3 * 2 * 3 * 2)),
     ("matthews", [1, 1, 1], [1, 0, 1], 2, 0.0),
     ("matthews", [1, 1, 1], [1, 1, 1], 2, 0.0),
@@ -427,6 +432,93 @@ def test_metrics_equal_hand_computed_values(
     """Each metric by hand; a constant prediction is worth 0, not nan."""
     found = score([metric], torch.tensor(predictions), torch.tensor(labels), classes)
     assert found == {metric: pytest.approx(expected, abs=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive", "expected"),
+    # of the last name in sort order, and of -1 sorted as text, f1 would be 2 / 3 and 0.8
+    [
+        (["yes", "no", "yes", "no"], "no", 0.8),
+        (["1", "-1.5", "1", "-1.5"], -1.5, 0.8),
+        (["1", "-1", "1", "-1"], 1, 2 / 3),
+    ],
+)
+def test_f1_is_that_of_the_positive_class(
+    labels: list[str], positive: Any, expected: float, encoder: Path, tmp_path: Path
+) -> None:
+    """It stands beside F1 of every class, whose numbers sort as numbers; the log says which one it is."""
+    spec = TextSpec(**write_csv(tmp_path, labels).model_dump() | {"positive_class": positive})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    negative = task.label_names[0]
+    assert negative in ("-1.5", "-1", "no")
+    answers = {0: 1, 1: 0, 2: 0, 3: 0}
+    assert task.score("validation", answers) == {"accuracy": 0.75, "f1": pytest.approx(expected)}
+    more = {"macro_f1": (0.8 + 2 / 3) / 2, f"f1/{negative}": 0.8, f"f1/{task.label_names[1]}": 2 / 3}
+    assert task.further_scores("validation", answers) == pytest.approx(more)
+    assert task.class_counts("validation") == f"2 {negative}, 2 {task.label_names[1]}; f1 is that of {positive}"
+
+
+def test_an_f1_of_two_classes_that_could_be_either_is_refused(encoder: Path, tmp_path: Path) -> None:
+    """Without a positive class, and with one that is no class; GLUE's tasks have their own."""
+    spec = write_csv(tmp_path, ["b", "a"] * 3)
+    for fields, words in (
+        ({"metrics": ["f1"]}, r"set task\.positive_class to which of the two .*; the classes are 'a', 'b'"),
+        ({"positive_class": "c"}, r"task\.positive_class is 'c', and the classes are 'a', 'b'"),
+        ({"class_weights": [1.0]}, r"task\.class_weights has 1 numbers, and the classes are 'a', 'b'"),
+        ({"metrics": ["micro_f1"]}, "'micro_f1' does not suit text: use accuracy, f1, macro_f1, matthews"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build_task(spec.model_copy(update=fields), encoder, tmp_path / "cache")
+    assert positive_class(TextSpec(name="mrpc")) == "equivalent"
+    assert positive_class(TextSpec(name="qqp")) == "duplicate"
+
+
+def test_a_class_that_is_never_answered_is_told(encoder: Path, tmp_path: Path) -> None:
+    """By its name and how many examples have it, where accuracy hides it; what is answered once is not named."""
+    task = build_task(write_csv(tmp_path, ["a", "a", "a", "b", "c", "c"]), encoder, tmp_path / "cache")
+
+    def answering(*places: int) -> Any:
+        return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
+
+    [warning] = evaluate(answering(0, 0, 0, 0, 1, 0), task, 4).warnings
+    assert "gives none of the examples of validation these classes, which some of them have: c (2 examples)." in warning
+    assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
+
+
+def test_a_weighted_loss_is_the_mean_over_the_global_batch(encoder: Path, tmp_path: Path) -> None:
+    """However it is cut into micro-batches, whose weights differ; "balanced" is inverse to the classes' counts."""
+    names = ["b", "a"]  # the head has another order than the task
+    folder = classifier(train_tokenizer(SENTENCES * 5, 60, True), tmp_path / "trained", tuple(names))
+    spec = write_csv(tmp_path, ["a", "a", "a", "a", "b", "a"])
+    balanced = build_task(spec.model_copy(update={"class_weights": "balanced"}), folder, tmp_path / "cache")
+    task = build_task(spec.model_copy(update={"class_weights": [0.06, 0.3]}), folder, tmp_path / "cache")
+    logits = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    for one in (task, balanced):
+        examples = one.examples("train")
+        labels = one.collate(examples, range(6)).labels
+        whole = torch.nn.functional.cross_entropy(logits, labels, torch.tensor([0.3, 0.06]))
+        engine: Any = SimpleNamespace(gradient_accumulation_steps=lambda: 3, device=torch.device("cpu"))
+        objective, total = Objective(one, [], {"task": 1.0}), 0.0
+        for batch, shares in micro_batches(one, np.arange(6), engine, 1):
+            out = SimpleNamespace(logits=logits[batch.ids])
+            total += float(objective(Forward(batch, out, 0, shares))[0]) / 3
+        assert total == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_predictions_name_the_line_of_every_text(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """With label, answer and probabilities by class; a regression has its scores."""
+    folder = classifier(tokenizer, tmp_path / "trained", ("b", "a"))
+    spec = write_csv(tmp_path, ["a", "b", "a", "b", "b", "a"]).model_copy(update={"max_eval_samples": 2})
+    task = build_task(spec, folder, tmp_path / "cache")
+    batch = task.collate(task.examples("validation"), [1, 0])
+    out = SimpleNamespace(logits=torch.tensor([[3.0, 1.0], [1.0, 4.0]]).log())
+    [(name, text)] = task.artifacts("validation", task.answers(out, batch)).items()
+    assert name == "predictions.csv"
+    assert text == "line,label,answer,p(a),p(b)\n2,a,a,0.800000,0.200000\n5,b,b,0.250000,0.750000\n"
+    scored = write_csv(tmp_path, [1.5, 2]).model_copy(update={"regression": True})
+    answers = {0: 0.25, 1: 3.5}
+    found = build_task(scored, encoder, tmp_path / "cache").artifacts("validation", answers)
+    assert found == {"predictions.csv": "line,label,answer\n2,1.5,0.25\n3,2.0,3.5\n"}
 
 
 def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class LmTask(Task):
 
     spec: LmSpec
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
-    loss_unit: ClassVar[Unit] = "label"
+    loss_unit: Unit = "label"
     over_vocabulary: ClassVar[bool] = True
     own_inputs: ClassVar[frozenset[str]] = frozenset({"head_positions"})
 
@@ -133,7 +133,7 @@ class LmTask(Task):
             self._masking = TokenMasking(self.spec, weights, self._ordinary, self.tokenizer.mask_token_id)
         return examples
 
-    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
         if self.spec.name == "mlm":
             labels = chosen_count(examples.fields["ordinary"][ids], self.spec.mlm_mask_prop)
         elif "labels" in examples.fields:

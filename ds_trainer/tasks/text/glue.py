@@ -12,7 +12,8 @@ from ds_trainer.files.messages import listed, quoted, shown
 from ds_trainer.tasks.text.docstrings import PACKAGES
 
 REGRESSION_METRICS = ("pearson", "spearman")
-CLASS_METRICS = ("accuracy", "f1", "matthews")
+CLASS_METRICS = ("accuracy", "f1", "macro_f1", "matthews")
+SEVERAL_LABELS_METRICS = ("micro_f1", "macro_f1")
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,43 @@ def known_labels(spec: TextSpec) -> tuple[str, ...]:
     return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
 
 
-def metrics_of(spec: TextSpec) -> tuple[str, ...]:
-    """Return the configured metrics, by default the task's official ones."""
+def metrics_of(spec: TextSpec, multi_label: bool | None = None) -> tuple[str, ...]:
+    """Return the configured metrics, by default the task's official ones.
+
+    `multi_label` says whether an example has several labels, where the spec leaves that to the files.
+    """
     if spec.metrics:
         return tuple(spec.metrics)
     if spec.name in GLUE:
         return GLUE[spec.name].metrics
-    return REGRESSION_METRICS if spec.regression else ("accuracy",)
+    if spec.multi_label if multi_label is None else multi_label:
+        return SEVERAL_LABELS_METRICS
+    return REGRESSION_METRICS if spec.regression else ("accuracy", "f1") if spec.positive_class else ("accuracy",)
+
+
+def score_names(spec: TextSpec) -> tuple[str, ...]:
+    """Return the names of the scores that a run can have, beside those of each class (`f1/NAME`)."""
+    more = () if is_regression(spec) else ("macro_f1", "micro_f1") if spec.name == "text" else ("macro_f1",)
+    return tuple(dict.fromkeys((*metrics_of(spec), *more)))
+
+
+def positive_class(spec: TextSpec) -> str | None:
+    """Return the class that `f1` is of: of a GLUE task of two classes the one whose label is 1."""
+    if spec.name not in GLUE:
+        return spec.positive_class
+    return spec.positive_class or GLUE[spec.name].labels.get("1")
+
+
+def metric_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
+    """Return the metrics that do not suit the task; None: the files decide whether an example has several labels."""
+    allowed = REGRESSION_METRICS if is_regression(spec) else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
+    if multi_label is None and spec.name == "text" and not spec.regression:
+        allowed += ("micro_f1",)
+    return [
+        f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
+        for metric in spec.metrics or ()
+        if metric not in allowed
+    ]
 
 
 def setting_mistakes(spec: TextSpec) -> list[str]:
@@ -93,12 +124,15 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
         near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
         return [f"task name {quoted(spec.name)} is unknown: {hint}"]
-    allowed = REGRESSION_METRICS if is_regression(spec) else CLASS_METRICS
-    mistakes = [
-        f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
-        for metric in spec.metrics or ()
-        if metric not in allowed
-    ]
+    mistakes = metric_mistakes(spec, spec.multi_label)
+    if spec.multi_label and (spec.name != "text" or spec.regression):
+        mistakes.append(
+            f"multi_label: {'a regression' if is_regression(spec) else spec.name} has no classes to give several of"
+        )
+    if spec.positive_class and (is_regression(spec) or spec.multi_label):
+        mistakes.append("positive_class: it goes with one class for each example: drop it")
+    if spec.class_weights and is_regression(spec):
+        mistakes.append("class_weights: a regression has no classes: drop it")
     if spec.name != "text":
         return mistakes
     kind = "column name" if spec.header else "column number"

@@ -3,24 +3,29 @@
 The module loads neither torch nor numpy before rows are read, and does not tokenise.
 """
 
+import contextlib
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.files.messages import quoted
+from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, mistakes_of, text_in
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, setting_mistakes
 
+_WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]", re.DOTALL)
+
 
 class TextRow(NamedTuple):
-    """One labelled example: one or two texts, and the name of a class or a score."""
+    """One labelled example: one or two texts, and the name of a class, those of several, or a score."""
 
     texts: tuple[str, ...]
-    label: str | float
+    label: str | float | tuple[str, ...]
     place: int = 0
     """The number of its line or row in the source."""
 
@@ -92,10 +97,40 @@ def _records(spec: TextSpec, split: str) -> Records:
     return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns, None if spec.header else ())
 
 
-def _texts_and_label(spec: TextSpec, columns: Sequence[str], record: Record) -> tuple[tuple[str, ...], str | float]:
+def holds_lists(spec: TextSpec, split: str) -> bool:
+    """Return whether the first label of a split is a list."""
+    records = _records(spec, split)
+    _, (_, label) = next(records.parsed(partial(_texts_and_label, spec, records.columns)))
+    return isinstance(label, tuple)
+
+
+def _texts_and_label(
+    spec: TextSpec, columns: Sequence[str], record: Record
+) -> tuple[tuple[str, ...], str | float | tuple[str, ...]]:
     texts = tuple(text_in(record, column) for column in columns[:-1])
-    read_label = _score if is_regression(spec) else _class_name
-    return texts, read_label(spec, columns[-1], record[columns[-1]])
+    column, cell = columns[-1], record[columns[-1]]
+    if is_regression(spec):
+        return texts, _score(spec, column, cell)
+    labels = _list_in(column, cell) if spec.name == "text" and spec.multi_label is not False else None
+    if labels is not None:
+        return texts, tuple(dict.fromkeys(_one_label(spec, column, label) for label in labels))
+    return texts, _one_label(spec, column, cell)
+
+
+def _one_label(spec: TextSpec, column: str, value: Any) -> str:
+    if isinstance(value, list | dict):
+        raise ValueError(f"{quoted(column)} has {kind_of(value)}, {quoted(value)}, where one label is expected")
+    return _class_name(spec, column, value)
+
+
+def _list_in(column: str, cell: Any) -> list[Any] | None:
+    """Return the list in a cell, also as JSON or as pandas writes lists of text to CSV; None for other cells."""
+    if isinstance(cell, str) and _WRITTEN_LIST.fullmatch(cell.strip()):
+        for text in (cell, cell.replace("'", '"')):
+            with contextlib.suppress(ValueError):
+                return list(json.loads(text))
+        raise ValueError(f'{quoted(column)} is {quoted(cell)}, and a list of labels is written as in JSON: ["a", "b"]')
+    return cell if isinstance(cell, list) else None
 
 
 def _score(spec: TextSpec, column: str, value: Any) -> float:

@@ -6,6 +6,7 @@ makes no piece is in no window, and its answer is O. `token_data.py` reads the s
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +47,7 @@ class TokenTask(Task):
     spec: TokenSpec
     head = TOKEN_CLASSIFIER
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
-    loss_unit: ClassVar[Unit] = "label"
+    loss_unit: Unit = "label"
     logits_unit: Unit = "label"
 
     def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
@@ -86,7 +87,7 @@ class TokenTask(Task):
             return ""
         return hash_of([token_data.fingerprint(self.spec, "train"), self.spec.name, self.spec.held_out])
 
-    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, int]:
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
         return super().counts(examples, ids) | {"label": int(examples.fields["labels"][ids].sum())}
 
     def tokenised(self, split: str) -> Examples:
@@ -143,6 +144,11 @@ class TokenTask(Task):
         predicted = {index for classes in answers.values() for index in classes}
         tags = {tag for sentence in self.sentences(split) for tag in sentence.tags}
         return self.label_names[predicted.pop()] if len(predicted) == 1 < len(tags) else None
+
+    def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
+        given = {self.label_names[index] for classes in answers.values() for index in classes}
+        counts = Counter(tag for sentence in self.sentences(split) for tag in sentence.tags)
+        return {tag: counts[tag] for tag in self.label_names if counts[tag] and tag not in given}
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return the sentences as CoNLL, each line a word, its tag and the predicted one, apart by tabs."""

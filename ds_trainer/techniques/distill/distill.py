@@ -139,7 +139,8 @@ class Distill(Technique):
         logits = tuple(each[:, :tokens] for each in self.task.logits(forward.out, forward.batch))
         student = self._student_layers.outputs(forward.out, logits)
         pairs = list(zip(student.logits, teacher.logits, strict=True))
-        self._count_agreement(pairs)
+        split = losses.yes_and_no if self.task.multi_label else None
+        self._count_agreement([(split(a), split(b)) for a, b in pairs] if split else pairs)
         of_layers = [term for term in self.spec.terms if term in _LAYER_UNITS]
         terms = {f"distill.{term}": self._layer_term(term, student, teacher, forward.batch.mask) for term in of_layers}
         if "mse" in self.spec.terms:

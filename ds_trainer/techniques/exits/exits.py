@@ -39,6 +39,8 @@ class Exits(Technique):
         self.spec, self.task = spec, task
         units = {"heads": task.loss_unit, "distill": task.logits_unit}
         self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
+        if task.multi_label:
+            raise UserError("exits: a text with several labels has no point at which all are sure: drop exits")
         self.layers: list[int] = []
         self.heads = nn.ModuleDict()
         """The heads by the number of their layer."""
