@@ -109,7 +109,7 @@ def test_settings_that_contradict_several_labels_are_told_together(tmp_path: Pat
 
 
 def test_loss_and_scores_are_those_of_each_class_alone(task: Any) -> None:
-    """Binary cross entropy, in the head's order; micro and macro F1 by hand; weights raise the labels that are there."""
+    """Binary cross entropy, in the head's order; micro and macro F1 by hand; weights of what is there."""
     batch = task.collate(task.examples("train"), range(6))
     assert (batch.labels[:, [1, 2, 0]].numpy() == GOLD).all()
     logits = torch.where(batch.labels > 0, 1.0, -1.0)

@@ -107,7 +107,9 @@ def positive_class(spec: TextSpec) -> str | None:
 
 def metric_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
     """Return the metrics that do not suit the task; None: the files decide whether an example has several labels."""
-    allowed = REGRESSION_METRICS if is_regression(spec) else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
+    allowed: tuple[str, ...] = (
+        REGRESSION_METRICS if is_regression(spec) else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
+    )
     if multi_label is None and spec.name == "text" and not spec.regression:
         allowed += ("micro_f1",)
     return [

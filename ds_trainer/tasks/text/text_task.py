@@ -203,7 +203,7 @@ class TextTask(Task):
     def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
         if self.regression:
             return {}
-        gold, given = self._labelled(split).sum(0).tolist(), self._given(answers).any(0)
+        gold, given = self._labelled(split).sum(0).tolist(), self._given(answers).max(0).tolist()
         counted = zip(self._task_labels, gold, given, strict=True)
         return {name: count for name, count, is_given in counted if count and not is_given}
 
