@@ -220,6 +220,9 @@ class Task(ABC):
     def decide(self, answers: Mapping[int, Any]) -> None:  # noqa: B027 - most tasks have nothing to settle
         """Settle, on rank 0, what the scores and the exported folder depend on, such as a threshold."""
 
+    def restore(self, scores: Mapping[str, float]) -> None:  # noqa: B027 - as above
+        """Take over what `decide` had settled for a checkpoint with these scores."""
+
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""
         return {}

@@ -46,7 +46,8 @@ def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
     assert json.dumps(scores, indent=2) in done.stdout
     found = json.loads((tmp_path / "eval" / "exits.json").read_text())
     alone = evaluate_exits(exiting(task, classifier), task, 64)
-    for one, other in ((found, alone), (scores, {"accuracy": 0.0} | flat_scores(task, alone))):
+    own = ("accuracy", "macro_f1", *(f"f1/{name}" for name in task.label_names))
+    for one, other in ((found, alone), (scores, dict.fromkeys(own, 0.0) | flat_scores(task, alone))):
         assert one.keys() == other.keys()
     of_split, alone_of_split = (each["splits"]["validation"] for each in (found, alone))
     assert scores["accuracy"] == of_split["heads"]["4"]["accuracy"]
@@ -54,6 +55,9 @@ def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
     for name in ("accuracy", "mean_layers", "expected_saving"):
         assert scores[f"early_exit/{name}"] == flat_scores(task, alone)[f"early_exit/{name}"]
     assert of_split["heads"] == alone_of_split["heads"]
+    _, *rows = (tmp_path / "eval" / "predictions.csv").read_text().splitlines()
+    right = sum(label == answer for _, label, answer, *_ in (row.split(",") for row in rows))
+    assert right / len(rows) == pytest.approx(scores["accuracy"])
     assert of_split["early_exit"]["exit_counts"] == alone_of_split["early_exit"]["exit_counts"]
     assert [p["mean_layers"] for p in of_split["curves"]["entropy"]] == pytest.approx(
         [p["mean_layers"] for p in alone_of_split["curves"]["entropy"]], abs=0.05

@@ -155,6 +155,8 @@ def test_a_picked_threshold_travels_in_the_folder(model: Path, tmp_path: Path) -
     decide(lambda batch: SimpleNamespace(logits=4 * trained(**batch.inputs).logits), task, 4)
     picked = task.threshold
     assert picked != 0.5
+    task = build_task(spec, model, tmp_path / "cache")
+    task.restore({"macro_f1": 0.5, "threshold": picked})  # as the checkpoint of an evaluated step has it
     trained = task.build_model(model)
     save_folded(trained.eval(), [], task, task.collate(task.examples("train"), [0]), tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())

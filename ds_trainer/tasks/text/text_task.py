@@ -220,6 +220,9 @@ class TextTask(Task):
             f"{self.spec.name}: on held-out examples labels above {self.threshold:.3f} have the best micro F1"
         )
 
+    def restore(self, scores: Mapping[str, float]) -> None:
+        self._threshold = scores.get("threshold", self._threshold)
+
     @property
     def threshold(self) -> float:
         """The probability above which one of several labels is given."""
