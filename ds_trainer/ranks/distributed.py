@@ -66,6 +66,12 @@ def info(message: str) -> None:
         _LOG.info(message)
 
 
+@functools.cache
+def info_once(message: str) -> None:
+    """Log on rank 0 what no other part of this job has said yet."""
+    info(message)
+
+
 def warn(message: str) -> None:
     """Log a warning on rank 0."""
     if is_main():
@@ -98,6 +104,7 @@ def start(timeout: int = TIMEOUT) -> None:
     import torch
     from torch.distributed import distributed_c10d
 
+    info_once.cache_clear()  # a program may run one job after another
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())  # collectives over objects use the current device
     else:

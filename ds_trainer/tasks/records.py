@@ -2,13 +2,14 @@
 
 A record holds the wanted columns of one line of TSV, CSV or JSON lines, or of one row of parquet or of the hub. Text is
 UTF-8, with or without a byte order mark. Every mistake is one `UserError` that names the file and, where a format has
-lines, the line. Loads neither torch nor numpy before parquet or the hub is read, so that a missing file or column is
-reported at once.
+lines, the line. What is left out is counted. Loads neither torch nor numpy before parquet or the hub is read, so that a
+missing file or column is reported at once.
 """
 
 import csv
 import io
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,32 +27,73 @@ from ds_trainer.ranks.failures import UserError
 
 T = TypeVar("T")
 Record = dict[str, Any]
+_QUOTED_CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t]*)'
+_QUOTED_ROW = re.compile(rf"{_QUOTED_CELL}(?:\t{_QUOTED_CELL})*")
+"""A row of a table with tabs in which every quote begins a cell, ends it, or is doubled."""
 
 
 class Records(ABC):
-    """The records of one split, read anew at each iteration."""
+    """The records of one split, read anew at each iteration.
+
+    Where `missing` is a list, a record is left out if a cell of its columns is null, NaN, blank, or one of these words.
+    """
 
     columns: Sequence[str]
+    missing: Sequence[str] | None
     origin: str
     entry: str
     """What a record is called in a message: a line or a row."""
-    skipped = 0
-    """How many malformed records the latest iteration passed over."""
+    read: int
+    """How many records the latest iteration has handed on."""
+    left_out: dict[str, list[int]]
+    """What the latest iteration has left out: the numbers of the records, from 1, by what is wrong with them."""
+    remark = ""
+    """What else is to be said of how the records are read."""
 
     def parsed(self, parse: Callable[[Record], T]) -> Iterator[tuple[int, T]]:
         """Yield the number of each record (a line or a row, from 1) and what `parse` makes of it.
 
-        A ValueError of `parse` becomes a `UserError` that begins with the record's place. No record at all is an error.
+        A ValueError of `parse` becomes a `UserError` that begins with the record's place. To yield none is an error.
         """
-        number = 0
+        self.read, self.left_out = 0, {}
         for number, record in self._read():
+            cells = {name: record[name] for name in self.columns}
+            empty = next((name for name in cells if self._is_missing(cells[name])), None)
+            if empty is not None:
+                value = cells[empty]
+                written = quoted(value.strip()) if isinstance(value, str) else "null"
+                self._leave_out(f"whose {quoted(empty)} is {written}", number)
+                continue
             try:
-                result = parse({name: record[name] for name in self.columns})
+                result = parse(cells)
             except ValueError as error:
                 raise UserError(f"{self.place(number)}: {error}") from None
+            self.read += 1
             yield number, result
-        if not number:
-            raise UserError(f"{self.origin} has no examples: it is empty, or holds only a header")
+        if not self.read:
+            why = self.told_of_left_out() or "it is empty, or holds only a header"
+            raise UserError(f"{self.origin} has no examples: {why}")
+
+    def told(self) -> str:
+        """Return in words what the latest iteration has read, and what it has left out and why."""
+        return "; ".join(filter(None, (f"{self.read:,} {self.entry}s", self.told_of_left_out(), self.remark)))
+
+    def told_of_left_out(self) -> str:
+        """Return in words what the latest iteration has left out and why, with the first numbers; "" if nothing."""
+        kinds = [
+            f"{len(numbers):,} {kind} ({self.entry} {', '.join(map(str, numbers[:3]))}{', ...' * (len(numbers) > 3)})"
+            for kind, numbers in self.left_out.items()
+        ]
+        return f"left out are {', '.join(kinds)}" if kinds else ""
+
+    def _is_missing(self, value: Any) -> bool:
+        if self.missing is None:
+            return False
+        is_nan = isinstance(value, float) and value != value
+        return value is None or is_nan or (isinstance(value, str) and value.strip() in ("", *self.missing))
+
+    def _leave_out(self, kind: str, number: int) -> None:
+        self.left_out.setdefault(kind, []).append(number)
 
     def place(self, number: int) -> str:
         """Return where a record stands, for a message."""
@@ -82,30 +124,50 @@ class FileRecords(Records):
     """The records of a file, whose ending says how to read it.
 
     `header` names the columns of a table without a header line; where it is empty, they are numbered from 0. With
-    `skip_malformed`, rows with a wrong number of fields (GLUE's QQP has some) are passed over.
+    `skip_malformed`, rows with a wrong number of fields (GLUE's QQP has some) are left out. `quoting` says whether the
+    cells of a table are in quotes where they need it; None: in .csv they are, and in .tsv where the file shows it.
     """
 
     path: Path
     columns: Sequence[str]
     header: Sequence[str] | None = None
     skip_malformed: bool = False
+    missing: Sequence[str] | None = None
+    quoting: bool | None = None
 
     def __post_init__(self) -> None:
         self.origin = str(self.path)
         self.entry = "row" if self.path.suffix.lower() == ".parquet" else "line"
 
     def fingerprint(self) -> str:
-        return content_hash(self.path).hex()
+        # earlier versions took no quotes off .tsv files: where they are taken off, cached examples are others
+        other = self.path.suffix.lower() in (".csv", ".tsv") and self.is_quoted != self._is_csv
+        return content_hash(self.path).hex() + "quoting" * other
+
+    @cached_property
+    def is_quoted(self) -> bool:
+        """Whether the quotes of a table are its format's, and no part of the cells."""
+        if self.quoting is not None or self._is_csv:
+            return self.quoting is not False
+        shown = _shows_quoting(self.path)
+        if shown is not None:
+            kind = "those of a CSV writer" if shown else "part of the text"
+            self.remark = f"its quotes are read as {kind} (quoting decides)"
+        return bool(shown)
+
+    @property
+    def _is_csv(self) -> bool:
+        return self.path.suffix.lower() == ".csv"
 
     def _read(self) -> Iterator[tuple[int, Record]]:
-        self.skipped = 0
         suffix = self.path.suffix.lower()
         if suffix == ".parquet":
             return self._parquet()
         if suffix == ".jsonl":
             return self._json_lines()
         if suffix in (".tsv", ".csv"):
-            return self._table(_tab_separated(self.path) if suffix == ".tsv" else _comma_separated(self.path))
+            mark = "," if self._is_csv else "\t"
+            return self._table(_quoted_rows(self.path, mark) if self.is_quoted else _plain_rows(self.path, mark))
         raise UserError(f"{self.path}: the ending {quoted(suffix)} is unknown: use .csv, .tsv, .jsonl or .parquet")
 
     def _table(self, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, Record]]:
@@ -119,7 +181,7 @@ class FileRecords(Records):
             if len(cells) == len(header):
                 yield number, dict(zip(header, cells, strict=True))
             elif self.skip_malformed:
-                self.skipped += 1
+                self._leave_out("with a wrong number of fields", number)
             else:
                 raise UserError(
                     f"{self.place(number)}: {len(cells)} fields where {len(header)} are expected ({listed(header)})"
@@ -165,6 +227,7 @@ class HubRecords(Records):
     name: str
     split: str
     columns: Sequence[str]
+    missing: Sequence[str] | None = None
     entry = "row"
 
     def __post_init__(self) -> None:
@@ -220,19 +283,19 @@ def lines(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _tab_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Cut lines at tabs and at nothing else: in GLUE's files a quote is an ordinary character."""
+def _plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
+    """Cut lines at the mark and at nothing else: in GLUE's files a quote is an ordinary character."""
     for number, line in enumerate(lines(path), 1):
         row = line.removesuffix("\n").removesuffix("\r")
         if row:
-            yield number, row.split("\t")
+            yield number, row.split(mark)
 
 
-def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _quoted_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
     # a bare carriage return ends a line, too: old spreadsheets write it
     rows = chain.from_iterable(io.StringIO(line, newline="") for line in lines(path))
-    reader = csv.reader(rows, strict=True)
+    reader = csv.reader(rows, delimiter=mark, strict=True)
     number = 1
     try:
         for cells in reader:
@@ -240,7 +303,42 @@ def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield number, cells
             number = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}, line {number}: not CSV: {error}") from None
+        way_out = "where quotes are part of the text, set quoting to false"
+        raise UserError(f"{path}, line {number}: not CSV: {error}; {way_out}") from None
+
+
+def _shows_quoting(path: Path) -> bool | None:
+    """Return whether a file with tabs can only be what a CSV writer, such as pandas, makes of its cells.
+
+    None: it has no quotes. Every quote is then a writer's (none stands alone inside a cell), and some cell cannot be
+    meant as it stands: it holds a doubled quote, a tab or a line break, or all cells of the first row are in quotes.
+    """
+    csv.field_size_limit(2**31 - 1)
+    consumed: list[str] = []
+
+    def consuming() -> Iterator[str]:
+        for line in lines(path):
+            consumed.append(line)
+            yield line
+
+    shown, width = None, 0
+    try:
+        for cells in csv.reader(consuming(), delimiter="\t", strict=True):
+            raw = "".join(consumed).rstrip("\r\n")
+            widths = {line.count("\t") + 1 for line in consumed}
+            lines_fit = len(consumed) > 1 and widths == {width}
+            consumed.clear()
+            if not width and cells:
+                width, shown = len(cells), all(cell.startswith('"') for cell in raw.split("\t")) or None
+            if '"' not in raw:
+                continue
+            if not _QUOTED_ROW.fullmatch(raw) or len(cells) != width:
+                return False
+            # a quotation over several lines that are rows themselves may be a text that was cut into sentences
+            shown = bool(shown) or (not lines_fit and any(sign in cell for cell in cells for sign in '"\t\n'))
+    except csv.Error:
+        return False
+    return shown
 
 
 def text_in(record: Record, column: str) -> str:

@@ -128,6 +128,7 @@ class Task(ABC):
         self._input_names = input_names(self.config, self.head)
         self.pad_token_id = pad_token_id(tokenizer)
         self._examples: dict[str, Examples] = {}
+        self._keys: dict[str, str] = {}
 
     # What a family implements
 
@@ -137,7 +138,11 @@ class Task(ABC):
 
     @abstractmethod
     def tokenised(self, split: str) -> Examples:
-        """Read and tokenise a split. A `UserError` names the mistakes in its files."""
+        """Read and tokenise a split. A `UserError` names the mistakes in its files.
+
+        `notes["read"]` says what was read and what was left out, for `summary`. It does not name the file, since
+        another one with the same content has the same cache.
+        """
 
     @abstractmethod
     def build_model(self, folder: str | Path) -> nn.Module:
@@ -223,6 +228,16 @@ class Task(ABC):
     def restore(self, scores: Mapping[str, float]) -> None:  # noqa: B027 - as above
         """Take over what `decide` had settled for a checkpoint with these scores."""
 
+    def summary(self, split: str) -> str:
+        """Return the line that rank 0 logs when it first uses a split, also where the examples come from the cache."""
+        examples = self.examples(split)
+        read = examples.notes.get("read") or f"{len(examples):,} examples"
+        return ": ".join(filter(None, (f"{self.spec.name} {split}", self.origin(split), read)))
+
+    def origin(self, split: str) -> str:
+        """Return the file, or whatever else, that a split is read from; only rank 0 asks."""
+        return ""
+
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""
         return {}
@@ -233,6 +248,8 @@ class Task(ABC):
         """Return the tokenised split, memory-mapped from the cache. The first call for a split is collective."""
         if split not in self._examples:
             self._examples[split] = cached(self.cache_dir, self.key(split), lambda: self.tokenised(split))
+            if distributed.is_main():  # other hosts may lack the source
+                distributed.info_once(self.summary(split))
         return self._examples[split]
 
     def cache_key(self, family: str, split: str, source: str, fields: Sequence[str], *more: Any) -> str:
@@ -241,8 +258,10 @@ class Task(ABC):
         return fingerprint(family, split, source, settings, self.limit(split), *more, tokenizer_state(self.tokenizer))
 
     def key(self, split: str) -> str:
-        """Return rank 0's fingerprint of a split on every rank; collective."""
-        return distributed.on_main(lambda: self.fingerprint(split))
+        """Return rank 0's fingerprint of a split on every rank. The first call for a split is collective."""
+        if split not in self._keys:  # it may read the whole source
+            self._keys[split] = distributed.on_main(lambda: self.fingerprint(split))
+        return self._keys[split]
 
     def padded_inputs(self, examples: Examples, ids: ExampleIds) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return examples as padded tensors: those that the task's model takes, and the others."""

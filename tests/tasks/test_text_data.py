@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.official_files import OFFICIAL
@@ -57,7 +59,7 @@ def test_official_files_are_read_wherever_they_lie(name: str, place: str, tmp_pa
         found = read_split(spec, split)
         assert (found.rows[0], found.rows[1].label) == EXPECTED[name]
         assert len(found.rows) == 2
-        assert found.records.skipped == (1 if name == "qqp" else 0)
+        assert found.records.left_out == ({"with a wrong number of fields": [3]} if name == "qqp" else {})
 
 
 def test_the_files_of_the_tasks_own_folder_win(tmp_path: Path) -> None:
@@ -177,8 +179,11 @@ BROKEN = {
         b'{"text": "a", "label": 1}\n{"text": "b"}',
         r"a\.jsonl, line 2: no column 'label'.*'text'",
     ),
-    "null text": ("a.jsonl", b'{"text": null, "label": 1}\n', r"a\.jsonl, line 1: 'text' is null"),
-    "null label": ("a.jsonl", b'{"text": "a", "label": null}\n', r"a\.jsonl, line 1: unknown label None"),
+    "nothing but gaps": (
+        "a.jsonl",
+        b'{"text": null, "label": 1}\n{"text": " ", "label": 1}\n{"text": "a", "label": NaN}\n',
+        r"a\.jsonl has no examples: left out are 1 whose 'text' is null \(line 1\), 1 whose 'text' is '' \(line 2\)",
+    ),
     "few fields": ("a.tsv", b"text\tlabel\na\t1\nb\n", r"a\.tsv, line 3: 1 fields where 2 are expected"),
     "many fields": ("a.csv", b"text,label\na,1\na, b,1\n", r"a\.csv, line 3: 3 fields where 2 are expected"),
     "open quote": ("a.csv", b'text,label\n"a,1\nb,1\n', r"a\.csv, line 2: not CSV"),
@@ -205,9 +210,86 @@ def test_a_score_that_is_no_number_in_range_is_refused(value: str, tmp_path: Pat
         read_split(TextSpec(name="stsb", data_dir=str(tmp_path)), "train")
 
 
-@pytest.mark.parametrize("value", ["Infinity", "NaN", "true", "null", '"high"'])
+TABLE = {
+    "text": ["one", 'he said "hi"', None, "a\nb", "None", " ", "NA", "two"],
+    "label": [1.0, 2.0, 1.0, None, 1.0, 2.0, 1.0, 2.0],
+}
+RULE = [(("one",), "1"), (('he said "hi"',), "2"), (("None",), "1"), (("two",), "2")]
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        ("a.csv", {}),
+        ("a.csv", {"na_rep": "nan"}),
+        ("a.tsv", {"sep": "\t"}),
+        ("a.tsv", {"sep": "\t", "na_rep": "NaN"}),
+        ("a.tsv", {"sep": "\t", "quoting": csv.QUOTE_ALL}),
+        ("a.jsonl", {}),
+        ("a.parquet", {}),
+    ],
+)
+def test_what_pandas_writes_is_read_by_one_rule(file: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever the format: rows with a gap are left out and counted, `1.0` is `1`, quotes are the writer's."""
+    pandas = pytest.importorskip("pandas")
+    frame, path = pandas.DataFrame(TABLE), tmp_path / file
+    if file == "a.jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    elif file == "a.parquet":
+        frame.to_parquet(path)
+    else:
+        frame.to_csv(path, index=False, **options)
+    split = read_split(text_spec(tmp_path, file), "train")
+    assert [(row.texts, row.label) for row in split.rows] == RULE
+    assert sum(map(len, split.records.left_out.values())) == 4
+    assert split.records.told().startswith(f"4 {split.records.entry}s; left out are ")
+
+
+def test_what_is_left_out_is_told_with_its_first_lines(tmp_path: Path) -> None:
+    """By column and by what stands there; the words that mean a gap are a setting, and no row is lost without them."""
+    gaps = "".join(f"t,{label}\n" for label in ["NA", "", "nan", "NA", "NA", "NA"])
+    (tmp_path / "a.csv").write_text("text,label\nt,1\n" + gaps, encoding="utf-8")
+    spec = text_spec(tmp_path, "a.csv")
+    told = "1 lines; left out are 4 whose 'label' is 'NA' (line 3, 6, 7, ...), 1 whose 'label' is '' (line 4), 1 whose"
+    assert read_split(spec, "train").records.told().startswith(told)
+    named = text_spec(tmp_path, "a.csv", missing=["1"])
+    assert [row.label for row in read_split(named, "train").rows] == ["NA", "nan", "NA", "NA", "NA"]
+    assert len({fingerprint(each, "train") for each in (spec, named)}) == 2
+    (tmp_path / "a.csv").write_text("text,label\nt,1\n", encoding="utf-8")
+    assert fingerprint(spec, "train") == reading.content_hash(tmp_path / "a.csv").hex()  # as in earlier versions
+
+
+QUOTES = {
+    "doubled": ('"he said ""hi"""\t1\n', 'he said "hi"'),
+    "a line break": ('"a\nb"\t1\n', "a\nb"),
+    "a tab": ('"a\tb"\t1\n', "a\tb"),
+    "one that stands alone": ('5" wide\t1\n"he said ""hi"""\t1\n', '5" wide'),
+    "a quotation": ('"Great."\t1\n', '"Great."'),
+    "a quotation over two rows": ('"I came.\t1\nI saw."\t1\n', '"I came.'),
+    "a quotation after a tab": ('a\t1\n"b" he said\t1\n', "a"),
+}
+
+
+@pytest.mark.parametrize("case", QUOTES)
+def test_quotes_of_a_tsv_file_are_a_writers_where_it_shows(case: str, tmp_path: Path) -> None:
+    """Otherwise they are text, as GLUE's; either is told, and `quoting` decides."""
+    rows, expected = QUOTES[case]
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + rows, encoding="utf-8")
+    split = read_split(text_spec(tmp_path, "a.tsv"), "train")
+    assert split.rows[0].texts == (expected,)
+    told = "read as part of the text" if expected.count('"') % 2 or rows.startswith(('"G', "a")) else "a CSV writer"
+    assert told in split.records.told()
+    if case == "a quotation":
+        forced = read_split(text_spec(tmp_path, "a.tsv", quoting=True), "train")
+        assert forced.rows[0].texts == ("Great.",)
+        assert "quotes" not in forced.records.told()
+        (tmp_path / "a.csv").write_text('text,label\n"Great.",1\n', encoding="utf-8")
+        assert read_split(text_spec(tmp_path, "a.csv", quoting=False), "train").rows[0].texts == ('"Great."',)
+
+
+@pytest.mark.parametrize("value", ["Infinity", "true", '"high"'])
 def test_a_users_score_must_be_finite(value: str, tmp_path: Path) -> None:
-    """JSON can say infinity, not a number, and true: none is a score; any finite number is."""
+    """JSON can say infinity and true: none is a score; any finite number is."""
     (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "label": -7e3}}\n{{"text": "a", "label": {value}}}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: 'label' is .* must be a finite number"):
         read_split(text_spec(tmp_path, "a.jsonl", regression=True), "train")

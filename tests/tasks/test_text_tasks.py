@@ -27,6 +27,7 @@ from ds_trainer.config.recipe import TextSpec
 from ds_trainer.loop import micro_batches
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.objective import Objective
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.evaluation import evaluate
@@ -408,6 +409,32 @@ def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp
     assert folders(spec) == 3
     other = save(BertModel(bert_config(tokenizer)), train_tokenizer(SENTENCES, 40, True), tmp_path / "other")
     assert folders(spec, other) == 4
+
+
+def test_what_was_read_is_said_once_for_each_split(
+    encoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before training, whether the examples come from the file or from the cache; again in the next job."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    spec = write_csv(tmp_path, ["a", "b"] * 3)
+    rows = '"he said ""hi"""\t1.0\n\t1.0\nit\tnan\nno\t2.0\n'
+    (tmp_path / "train.tsv").write_text("text\tlabel\n" + rows, encoding="utf-8")
+    (tmp_path / "dev.jsonl").write_text('{"text": "no", "label": 2}\n{"text": null, "label": 1}\n', encoding="utf-8")
+    spec = spec.model_copy(update={"train_file": "train.tsv", "validation_file": "dev.jsonl"})
+    left_out = "left out are 1 whose 'text' is '' (line 3), 1 whose 'label' is 'nan' (line 4)"
+    for _ in range(2):  # jobs
+        distributed.info_once.cache_clear()
+        caplog.clear()
+        for _ in range(2):  # phases
+            task = build_task(spec, encoder, tmp_path / "cache")
+            assert [len(task.examples(split)) for split in ("train", "validation")] == [2, 1]
+            assert task.label_names == ("1", "2")
+        said = [line for line in caplog.messages if line.startswith("text ")]
+        assert len(said) == 2
+        assert said[0].startswith(f"text train: {tmp_path}/train.tsv: 2 lines; {left_out}; its quotes are read as")
+        assert said[1].startswith(
+            f"text validation: {tmp_path}/dev.jsonl: 1 lines; left out are 1 whose 'text' is null (line 2); 1 example"
+        )
 
 
 METRICS = [

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TextSpec
@@ -18,6 +18,7 @@ from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, f
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, setting_mistakes
 
+_DOCSTRINGS = "docstrings of the installed packages"
 _WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]", re.DOTALL)
 
 
@@ -39,7 +40,7 @@ class TextSplit:
 
     @property
     def origin(self) -> str:
-        return self.records.origin if self.records else "docstrings of the installed packages"
+        return self.records.origin if self.records else _DOCSTRINGS
 
     def place(self, row: TextRow) -> str:
         """Return where a row stands, for a message."""
@@ -72,9 +73,27 @@ def read_split(spec: TextSpec, split: str) -> TextSplit:
     return TextSplit([TextRow(texts, label, number) for number, (texts, label) in rows], records)
 
 
+def origin(spec: TextSpec, split: str) -> str:
+    """Return what a message calls the source of a split."""
+    return _DOCSTRINGS if spec.name == "docstrings" else _records(spec, split).origin
+
+
 def fingerprint(spec: TextSpec, split: str) -> str:
     """Return a hash that changes whenever the rows may have changed, and is the same on every host."""
-    return docstrings.fingerprint(split) if spec.name == "docstrings" else _records(spec, split).fingerprint()
+    if spec.name == "docstrings":
+        return docstrings.fingerprint(split)
+    source = _records(spec, split).fingerprint()
+    # earlier versions left no row out: their caches and checkpoints are good only where nothing is left out
+    return source if spec.name in GLUE else source + _left_out(spec.model_dump_json(), split, source)
+
+
+@lru_cache
+def _left_out(spec: str, split: str, fingerprint: str) -> str:
+    """Return what is left out of a split, "" if nothing; `fingerprint` lets a changed source be read again."""
+    records = _records(TextSpec.model_validate_json(spec), split)
+    for _ in records.parsed(lambda record: None):
+        pass
+    return str(records.left_out or "")
 
 
 def _records(spec: TextSpec, split: str) -> Records:
@@ -90,11 +109,13 @@ def _records(spec: TextSpec, split: str) -> Records:
     if glue:
         official = glue.evaluation.get(split, "train.tsv")
         path = find_file(spec, split, [f"{glue.folder}/{official}", f"glue/{glue.folder}/{official}", official])
-        return FileRecords(path, (*glue.columns, glue.label), glue.header, glue.skip_malformed)
+        columns = (*glue.columns, glue.label)
+        return FileRecords(path, columns, glue.header, glue.skip_malformed, quoting=False)
     columns = tuple(map(str, (*(spec.text_columns or ()), spec.label_column)))
     if spec.dataset:
-        return HubRecords(spec.dataset, split, columns)
-    return FileRecords(find_file(spec, split, [file_of(spec, split)]), columns, None if spec.header else ())
+        return HubRecords(spec.dataset, split, columns, spec.missing)
+    path, header = find_file(spec, split, [file_of(spec, split)]), None if spec.header else ()
+    return FileRecords(path, columns, header, missing=spec.missing, quoting=spec.quoting)
 
 
 def holds_lists(spec: TextSpec, split: str) -> bool:
@@ -152,7 +173,7 @@ def _class_name(spec: TextSpec, column: str, value: Any) -> str:
     name = "" if value is None or isinstance(value, float) else str(value).strip()
     known = GLUE[spec.name].labels if spec.name in GLUE else None
     if known is None and name:
-        return name
+        return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", name)  # as above, in a table
     if known and name in known:
         return known[name]
     if known and name in known.values():  # the name that the hub uses

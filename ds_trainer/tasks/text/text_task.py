@@ -254,12 +254,9 @@ class TextTask(Task):
         of = "the mean over the classes" if self._positive is None else f"that of {self._task_labels[self._positive]}"
         return f"{told}; f1 is {of}"
 
-    def examples(self, split: str) -> Examples:
-        is_new = split not in self._examples
-        examples = super().examples(split)
-        if is_new and not self.regression:
-            distributed.info(f"{self.spec.name} {split}: classes: {self.class_counts(split)}")
-        return examples
+    def summary(self, split: str) -> str:
+        counts = "" if self.regression else f"; classes: {self.class_counts(split)}"
+        return super().summary(split) + counts
 
     def _has_several_labels(self) -> bool:
         """Return whether examples have lists of labels, as the spec or else the first row says; collective."""
@@ -319,6 +316,9 @@ class TextTask(Task):
         more = ["multi_label"] if self.multi_label else []
         return self.cache_key("text", split, source, hashed_fields(self.spec, split, fields), self._task_labels, *more)
 
+    def origin(self, split: str) -> str:
+        return text_data.origin(self.spec, source_split(self.spec, split))
+
     def held_out_key(self) -> str:
         if not self.spec.held_out:
             return ""
@@ -328,17 +328,18 @@ class TextTask(Task):
 
     def tokenised(self, split: str) -> Examples:
         source = self._read(split)
-        examples = replace(pack(self._encoded(source.rows), _DTYPES), fields={"labels": self._labels(source)})
+        labels = self._labels(source)
+        examples = pack(self._encoded(source.rows), _DTYPES)
         empty = np.flatnonzero(examples.lengths == 0)
         if len(empty):
             place = source.place(source.rows[empty[0]])
             raise UserError(f"{place}: the text is empty, and the tokenizer adds nothing to it")
-        skipped = source.records.skipped if source.records else 0
-        distributed.info(
-            f"{self.spec.name} {split}: {len(examples):,} examples, {examples.lengths.mean():.1f} tokens on average, "
-            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length, {skipped:,} rows skipped"
+        told = f"{source.records.told()}; " if source.records else ""
+        read = told + (
+            f"{len(examples):,} examples, {examples.lengths.mean():.1f} tokens on average, "
+            f"{int((examples.lengths >= self.spec.max_seq_length).sum()):,} at max_seq_length"
         )
-        return examples
+        return replace(examples, fields={"labels": labels}, notes={"read": read})
 
     def _read(self, split: str) -> TextSplit:
         """Read the rows that are a split's examples."""
