@@ -104,6 +104,8 @@ class TokenSpec(LabelledSpec):
     name: Literal["ner", "token"] = Field(description="CoNLL files, or .jsonl and .parquet")
     tokens_column: str = Field("tokens", description="words of a sentence; CoNLL files have no columns by name")
     tags_column: str = Field("tags", description="a tag for each word")
+    word_column: int = Field(0, strict=True, description="of CoNLL files, from 0; -1 is the last")
+    tag_column: int = Field(-1, strict=True, description="the same of the tags")
     label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
     max_seq_length: Length = Field(128, description="the words beyond it go into further windows")
 

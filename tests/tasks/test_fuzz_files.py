@@ -46,7 +46,7 @@ from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.text.glue import GLUE
 from ds_trainer.tasks.text.text_data import read_split
-from ds_trainer.tasks.token.token_data import read_sentences
+from ds_trainer.tasks.token.token_data import read_split as read_tagged
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]
@@ -93,7 +93,7 @@ def read_documents(spec: LmSpec) -> None:
 
 
 def read_tags(spec: TokenSpec) -> None:
-    for sentence in read_sentences(spec, "train"):
+    for sentence in read_tagged(spec, "train").sentences:
         assert all(sentence.words)
         assert all(sentence.tags)
         assert len(sentence.words) == len(sentence.tags) > 0 or spec.name == "token"

@@ -34,7 +34,7 @@ def spec_of(folder: Path, text: bytes | str, file: str = "a.conll", **fields: An
 
 
 def read(spec: Any) -> list[tuple[list[str], list[str]]]:
-    return [(sentence.words, sentence.tags) for sentence in token_data.read_sentences(spec, "train")]
+    return [(sentence.words, sentence.tags) for sentence in token_data.read_split(spec, "train").sentences]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,9 @@ READINGS = {
     "byte order mark": ("\ufeffa\tB-x\nb\tO\n", ONE),
     "blank lines": ("\n \na\tB-x\nb\tO\n\t\n\n \t \nc\tO\n\n", [*ONE, (["c"], ["O"])]),
     "four columns": ("-DOCSTART- -X- -X- O\n\na NNP I-NP B-x\nb VBZ I-VP O\n", ONE),
+    "comments": ("# id 1 de\na _ _ B-x\nb _ _ O\n\n#\n# id 2 de\nc _ _ O\n", [*ONE, (["c"], ["O"])]),
+    "comments between tabs": ("#x\na\tB-x\n# y z\nb\tO\n", ONE),
+    "hashes that are words": ("#a B-x\n# O\n#b O\n", [(["#a", "#", "#b"], ["B-x", "O", "O"])]),
     "odd words": (
         '"\tO\n\u200b\tO\n\xa0\tO\n#a\tB-x\nNew York\tO\n',
         [(['"', "\u200b", "\xa0", "#a", "New York"], [*"OOO", "B-x", "O"])],
@@ -104,6 +107,62 @@ def test_a_broken_conll_file_is_one_error_with_its_line(case: str, tmp_path: Pat
     with pytest.raises(ValueError, match=message):
         read(spec)
     assert len(check_data_files(spec)) == 2
+
+
+UNIVERSAL = """# text = We are to go.
+1-2\twe're\t_\t_\t_
+1\twe\tPRON\tX\t_
+2\tare\tAUX\tX\t_
+2.1\tset\t_\t_\t_
+3\tto\tPART\tX\t_
+
+1\tgo\tVERB\tX\t_
+"""
+
+
+def test_the_columns_of_a_conll_file_can_be_named(tmp_path: Path) -> None:
+    """By their numbers, also from the last one. Lines of CoNLL-U that are no single word are left out, and counted."""
+    first = spec_of(tmp_path, "O\tthe\nB-x\train\nO\tfalls\n", word_column=-1, tag_column=0)
+    assert read(first) == [(["the", "rain", "falls"], ["O", "B-x", "O"])]
+    universal = spec_of(tmp_path, UNIVERSAL, word_column=1, tag_column=2)
+    assert read(universal) == [(["we", "are", "to"], ["PRON", "AUX", "PART"]), (["go"], ["VERB"])]
+    told = token_data.read_split(universal, "train").records.told_of_left_out()
+    assert told == "left out are 1 as comments (line 1), 2 as no single word (line 2, 5)"
+
+
+WORDS = [f"word{index}" for index in range(50)]
+WRONG_COLUMNS = {
+    "the tag first": ("O\tthe\nB-x\train\nO\tfalls\n", {}, r"3 different tags.* 'the', 'rain', .* 2 different words"),
+    "a place as the tag": (
+        "".join(f"{word}\tO\t{place}\n" for place, word in enumerate(WORDS * 2)),
+        {},
+        r"tag_column \(-1\) has 100 different tags",
+    ),
+    "tags that occur once": (
+        "".join(f"{word}\tO\t{word}.x\n" for word in WORDS),
+        {},
+        r"50 different tags, of which 50 occur once, such as .*: set word_column and tag_column",
+    ),
+    "numbered words": (UNIVERSAL, {}, r"a\.conll: column 0 numbers the words: set word_column and tag_column"),
+    "no such column": (
+        "a\tO\n",
+        {"tag_column": 2},
+        r"tag_column is 2, and the 2 fields have the numbers 0 to 1",
+    ),
+    "the same column": (
+        "a\tO\n",
+        {"word_column": 1},
+        r"word_column and tag_column name the same of the 2 fields",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COLUMNS)
+def test_columns_that_hold_no_words_or_no_tags_are_told(case: str, tmp_path: Path) -> None:
+    """A tagger of words as tags would have an accuracy of 1: the error shows what the columns hold."""
+    text, fields, message = WRONG_COLUMNS[case]
+    with pytest.raises(ValueError, match=message):
+        read(spec_of(tmp_path, text, **fields))
 
 
 def test_columns_of_words_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +327,17 @@ def test_tags_without_kinds_are_entities_of_one_kind() -> None:
     assert scores == pytest.approx({"f1": 2 / 3, "precision": 1, "recall": 0.5, "accuracy": 0.75, "f1/_": 2 / 3})
 
 
-def test_tags_of_no_entities_have_an_accuracy_alone(build: Any) -> None:
-    """Parts of speech; a mixture with those of entities is an error."""
+def test_tags_of_no_entities_have_an_accuracy_alone(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Parts of speech, and a prefix behind its kind, which is told; a mixture with those of entities is an error."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    for tag in ("DET", "PER-B"):
+        caplog.clear()
+        build(f"# a comment\nthe\t{tag}\nrain\tO\n").examples("train")
+        [line] = [line for line in caplog.messages if line.startswith("ner train: ")]
+        assert "a.conll: 2 words of 1 sentences in 1 windows, " in line
+        assert f"left out are 1 as comments (line 1); its tags, such as '{tag}', name no entities" in line
+    build().examples("train")
+    assert "name no entities" not in caplog.messages[-1]
     task = build("the\tDET\nrain\tNOUN\n")
     assert task.score("validation", {0: [0, 0]}) == {"accuracy": 0.5}
     with pytest.raises(ValueError, match=r"the tags 'NOUN', 'U-per' name no entity, and others do: write O, or B-"):

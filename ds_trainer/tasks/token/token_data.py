@@ -3,6 +3,8 @@
 The module loads neither torch nor numpy before sentences are read, and does not tokenise.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +12,16 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TokenSpec
-from ds_trainer.files.messages import kind_of, quoted
+from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, lines, mistakes_of
 
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
+_SEVERAL = re.compile(r"[0-9]+[-.][0-9]+")
+"""The number by which CoNLL-U marks a line that is no single word."""
+_FEW_TAGS = 20
+"""So many tags may each occur once in a file."""
 
 
 class Sentence(NamedTuple):
@@ -26,17 +32,30 @@ class Sentence(NamedTuple):
     place: int
 
 
+@dataclass(frozen=True)
+class TokenSplit:
+    """The sentences of a split, and the records that they were read from."""
+
+    sentences: list[Sentence]
+    records: Records
+
+
 @dataclass
 class ConllRecords(FileRecords):
     """The sentences of a CoNLL file: a line for each word, and blank lines between sentences.
 
-    A line with a tab is cut at its tabs, any other at its spaces. The first field is the word and the last its tag; all
-    lines have as many fields as the first one.
+    A line with a tab is cut at its tabs, any other at its spaces. All lines have as many fields as the first one. A
+    comment begins with # and has no tab. Where the first field is no word, it is CoNLL-U's number of one, and lines
+    that it numbers as several words (1-2), or as one that was left unsaid (1.1), are left out.
     """
+
+    word_column: int = 0
+    tag_column: int = -1
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         rows = list[tuple[str, str]]()
         start = expected = 0
+        tabs = False
         for number, line in enumerate(chain(map(str.rstrip, lines(self.path)), [""]), 1):
             fields = [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
             if not line or fields[0] == _DOCUMENT:
@@ -44,14 +63,52 @@ class ConllRecords(FileRecords):
                     yield start, dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
                 rows = []
                 continue
-            expected = expected or max(2, len(fields))
+            if line.startswith("#") and "\t" not in line:
+                # between spaces, #word and a # inside a sentence are words, if a line of words looks like that
+                fits = not tabs and len(fields) == (expected or max(2, len(fields)))
+                if not fits or (fields[0] == "#" and not rows):
+                    self._leave_out("as comments", number)
+                    continue
+            tabs |= "\t" in line
+            if not expected:
+                expected = max(2, len(fields))
+                self._check_numbers(self.place(number), expected)
             if len(fields) != expected:
                 raise UserError(
                     f"{self.place(number)}: {len(fields)} fields where {expected} are expected ({quoted(line)}): write "
                     f"the word first and its tag last, with a tab between"
                 )
+            if self.word_column and _SEVERAL.fullmatch(fields[0]):
+                self._leave_out("as no single word", number)
+                continue
             start = start if rows else number
-            rows.append((fields[0], fields[-1]))
+            rows.append((fields[self.word_column], fields[self.tag_column]))
+
+    def _check_numbers(self, place: str, count: int) -> None:
+        numbers = {"word_column": self.word_column, "tag_column": self.tag_column}
+        for name, value in numbers.items():
+            if not -count <= value < count:
+                raise UserError(f"{place}: {name} is {value}, and the {count} fields have the numbers 0 to {count - 1}")
+        if len({value % count for value in numbers.values()}) < 2:
+            raise UserError(f"{place}: word_column and tag_column name the same of the {count} fields")
+
+    def check_tags(self, sentences: Sequence[Sentence]) -> None:
+        """Raise UserError where one of the columns cannot be that of the words or of the tags."""
+        way_out = "set word_column and tag_column to the numbers of their columns, from 0 (-1 is the last)"
+        counted = [[word for word in sentence.words if not _SEVERAL.fullmatch(word)] for sentence in sentences]
+        if max(map(len, counted)) > 1 and all(
+            words in ([str(first + place) for place in range(len(words))] for first in (0, 1)) for words in counted
+        ):
+            raise UserError(f"{self.origin}: column {self.word_column} numbers the words: {way_out}")
+        tags = Counter(tag for sentence in sentences for tag in sentence.tags)
+        words = list(dict.fromkeys(word for sentence in sentences for word in sentence.words))
+        once = sum(count == 1 for count in tags.values())
+        if len(tags) > len(words) or (len(tags) > _FEW_TAGS and once > 0.9 * len(tags)):
+            raise UserError(
+                f"{self.origin}: tag_column ({self.tag_column}) has {len(tags):,} different tags, of which {once:,} "
+                f"occur once, such as {listed(list(tags)[:3])}, and word_column ({self.word_column}) {len(words):,} "
+                f"different words, such as {listed(words[:3])}: {way_out}"
+            )
 
 
 def check_data_files(spec: TokenSpec, splits: Sequence[str] | None = None) -> list[str]:
@@ -69,14 +126,17 @@ def training_texts(spec: TokenSpec) -> list[str]:
 
     A space is before every word, also the first one: byte-level tokenizers have other tokens where there is none.
     """
-    return ["".join(f" {word}" for word in sentence.words) for sentence in read_sentences(spec, "train")]
+    return ["".join(f" {word}" for word in sentence.words) for sentence in read_split(spec, "train").sentences]
 
 
-def read_sentences(spec: TokenSpec, split: str) -> list[Sentence]:
+def read_split(spec: TokenSpec, split: str) -> TokenSplit:
     """Read the sentences of a split; an error names the file and the line."""
     records = _records(spec, split)
     parsed = records.parsed(partial(_words_and_tags, records.columns))
-    return [Sentence(words, tags, number) for number, (words, tags) in parsed]
+    sentences = [Sentence(words, tags, number) for number, (words, tags) in parsed]
+    if isinstance(records, ConllRecords):
+        records.check_tags(sentences)
+    return TokenSplit(sentences, records)
 
 
 def origin(spec: TokenSpec, split: str) -> str:
@@ -94,7 +154,9 @@ def _records(spec: TokenSpec, split: str) -> Records:
     if spec.dataset:
         return HubRecords(spec.dataset, split, columns)
     path = find_file(spec, split, [file_of(spec, split)])
-    return ConllRecords(path, columns) if spec.name == "ner" else FileRecords(path, columns)
+    if spec.name == "ner":
+        return ConllRecords(path, columns, word_column=spec.word_column, tag_column=spec.tag_column)
+    return FileRecords(path, columns)
 
 
 def _words_and_tags(columns: Sequence[str], record: Record) -> tuple[list[str], list[str]]:

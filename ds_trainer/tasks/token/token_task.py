@@ -22,7 +22,6 @@ from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, check_fits
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, hash_of, pack, spread
@@ -58,6 +57,7 @@ class TokenTask(Task):
         self.label_names = classifiers.label_order(tags, head)
         self.kinds = entities.kinds_of(self.label_names)
         self._sentences: dict[str, list[Sentence]] = {}
+        self._left_out: dict[str, str] = {}
 
     def build_model(self, folder: str | Path) -> nn.Module:
         """Load a model with a head for this task's tags, in the order of `label_names`."""
@@ -71,16 +71,30 @@ class TokenTask(Task):
     def sentences(self, split: str) -> list[Sentence]:
         """Return the split's sentences, at most its limit. The first call reads the file, on the calling rank alone."""
         if split not in self._sentences:
-            source = source_split(self.spec, split)
-            sentences = token_data.read_sentences(self.spec, source)
-            sentences = part_of(self.spec, split, sentences, token_data.origin(self.spec, source))
+            source = token_data.read_split(self.spec, source_split(self.spec, split))
+            self._left_out[split] = source.records.told_of_left_out()
+            sentences = part_of(self.spec, split, source.sentences, source.records.origin)
             self._sentences[split] = [sentences[index] for index in spread(len(sentences), self.limit(split))]
         return self._sentences[split]
 
     def fingerprint(self, split: str) -> str:
-        fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
+        fields = ["name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length"]
+        if (self.spec.word_column, self.spec.tag_column) != (0, -1):  # else the key is that of earlier versions
+            fields += ["word_column", "tag_column"]
         source = token_data.fingerprint(self.spec, source_split(self.spec, split))
         return self.cache_key("token", split, source, hashed_fields(self.spec, split, fields), self.label_names)
+
+    def origin(self, split: str) -> str:
+        return token_data.origin(self.spec, source_split(self.spec, split))
+
+    def summary(self, split: str) -> str:
+        if self.kinds:
+            return super().summary(split)
+        tags = listed([name for name in self.label_names if name != OUTSIDE][:3])
+        return (
+            f"{super().summary(split)}; its tags, such as {tags}, name no entities, which are written B-person and "
+            f"I-person: the score is the accuracy of tags alone"
+        )
 
     def held_out_key(self) -> str:
         if not self.spec.held_out:
@@ -98,11 +112,12 @@ class TokenTask(Task):
             raise UserError(f"{self.spec.name} {split}: the tokenizer makes no token of any word")
         labels = np.add.reduceat(packed.tokens["tag"] > 0, packed.offsets[:-1], dtype=np.int32)
         words, tagged = sum(len(sentence.words) for sentence in sentences), int((packed.tokens["word"] > 0).sum())
-        distributed.info(
-            f"{self.spec.name} {split}: {words:,} words of {len(sentences):,} sentences in {len(packed):,} windows, "
+        read = (
+            f"{words:,} words of {len(sentences):,} sentences in {len(packed):,} windows, "
             f"{packed.lengths.mean():.1f} tokens on average; the tokenizer makes no token of {words - tagged:,} words"
         )
-        return replace(packed, fields={"labels": labels, "sentence": np.array(owners, np.int32)})
+        fields = {"labels": labels, "sentence": np.array(owners, np.int32)}
+        return replace(packed, fields=fields, notes={"read": "; ".join(filter(None, (read, self._left_out[split])))})
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -177,11 +192,8 @@ class TokenTask(Task):
             window: list[_Row] = []
             for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
                 if tag not in classes:
-                    where = token_data.origin(self.spec, source_split(self.spec, split))
-                    allowed = listed(self.label_names)
-                    raise UserError(
-                        f"{where}, sentence at {sentence.place}: unknown tag {tag!r}: allowed are {allowed}"
-                    )
+                    place = f"{self.origin(split)}, sentence at {sentence.place}"
+                    raise UserError(f"{place}: unknown tag {tag!r}: allowed are {listed(self.label_names)}")
                 pieces = pieces_of[word][:room]
                 if len(window) + len(pieces) > room:
                     owners.append(owner)
@@ -220,9 +232,8 @@ def _columns(windows: Sequence[Sequence[_Row]]) -> Chunk:
 
 def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
     """Return the tags of a split's sentences, O first and then sorted."""
-    tags = {tag for sentence in token_data.read_sentences(spec, split) for tag in sentence.tags}
+    source = token_data.read_split(spec, split)
+    tags = {tag for sentence in source.sentences for tag in sentence.tags}
     if len(tags) < 2:
-        raise UserError(
-            f"{token_data.origin(spec, split)} has the tags {listed(tags) or 'none'}: at least two are needed"
-        )
+        raise UserError(f"{source.records.origin} has the tags {listed(tags) or 'none'}: at least two are needed")
     return tuple(sorted(tags, key=lambda tag: (tag != OUTSIDE, tag)))
