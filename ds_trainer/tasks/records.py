@@ -1,11 +1,12 @@
 """Read the records of a data file or of a hub data set, and say where a broken one stands.
 
-A record holds the wanted columns of one line of TSV, CSV or JSON lines, or of one row of parquet or of the hub. Text is
-UTF-8, with or without a byte order mark. Every mistake is one `UserError` that names the file and, where a format has
-lines, the line. What is left out is counted. Loads neither torch nor numpy before parquet or the hub is read, so that a
-missing file or column is reported at once.
+A record holds the wanted columns of one line of TSV, CSV or JSON lines, or of one row of parquet, of the hub or of a
+JSON array. Text is UTF-8, with or without a byte order mark. Every mistake is one `UserError` that names the file and,
+where a format has lines, the line. What is left out is counted. Loads neither torch nor numpy before parquet or the hub
+is read, so that a missing file or column is reported at once.
 """
 
+import codecs
 import csv
 import io
 import os
@@ -22,7 +23,7 @@ from pydantic_core import from_json
 
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import kind_of, listed, quoted
-from ds_trainer.files.reading import check_file, content_hash
+from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ class FileRecords(Records):
 
     def __post_init__(self) -> None:
         self.origin = str(self.path)
-        self.entry = "row" if self.path.suffix.lower() == ".parquet" else "line"
+        self.entry = "row" if self.path.suffix.lower() in (".parquet", ".json") else "line"
 
     def fingerprint(self) -> str:
         # earlier versions took no quotes off .tsv files: where they are taken off, cached examples are others
@@ -165,10 +166,14 @@ class FileRecords(Records):
             return self._parquet()
         if suffix == ".jsonl":
             return self._json_lines()
+        if suffix == ".json":
+            return self._json()
         if suffix in (".tsv", ".csv"):
             mark = "," if self._is_csv else "\t"
             return self._table(_quoted_rows(self.path, mark) if self.is_quoted else _plain_rows(self.path, mark))
-        raise UserError(f"{self.path}: the ending {quoted(suffix)} is unknown: use .csv, .tsv, .jsonl or .parquet")
+        raise UserError(
+            f"{self.path}: the ending {quoted(suffix)} is unknown: use .csv, .tsv, .jsonl, .json or .parquet"
+        )
 
     def _table(self, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, Record]]:
         header = self.header
@@ -187,6 +192,20 @@ class FileRecords(Records):
                     f"{self.place(number)}: {len(cells)} fields where {len(header)} are expected ({listed(header)})"
                 )
 
+    def _json(self) -> Iterator[tuple[int, Record]]:
+        """Read an array of records, alone or as "data", or JSON lines under another name."""
+        try:
+            value = from_json(read_file(self.path).removeprefix(codecs.BOM_UTF8))
+        except ValueError:
+            self.entry = "line"
+            yield from self._json_lines()  # which tells the first line that is wrong
+            return
+        records = value.get("data", [value]) if isinstance(value, dict) else value
+        if not isinstance(records, list):
+            raise UserError(f"{self.path}: {kind_of(records)} where an array of records is expected")
+        for number, record in enumerate(records, 1):
+            yield number, self._checked(number, record)
+
     def _json_lines(self) -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(lines(self.path), 1):
             if not line.strip():
@@ -197,10 +216,13 @@ class FileRecords(Records):
             except ValueError as error:
                 cause = str(error).replace("at line 1 column", "at column")  # the parser sees only this line
                 raise UserError(f"{self.place(number)}: not JSON: {cause}") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{self.place(number)}: {kind_of(record)} where a JSON object is expected")
-            self._check_columns(self.place(number), list(record))
-            yield number, record
+            yield number, self._checked(number, record)
+
+    def _checked(self, number: int, record: Any) -> Record:
+        if not isinstance(record, dict):
+            raise UserError(f"{self.place(number)}: {kind_of(record)} where a JSON object is expected")
+        self._check_columns(self.place(number), list(record))
+        return record
 
     def _parquet(self) -> Iterator[tuple[int, Record]]:
         from pyarrow import ArrowException, parquet

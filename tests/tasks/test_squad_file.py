@@ -71,6 +71,12 @@ def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in names}
 
 
+def flat(record: dict[str, Any]) -> dict[str, Any]:
+    """The question as the hub has it: with its context, and a list for each field of its answers."""
+    answers = {name: [answer[name] for answer in record["answers"]] for name in ("text", "answer_start")}
+    return {**record, "title": "T", "context": CONTEXT, "answers": answers}
+
+
 A, B = asked("a", "café"), asked("b", "1999")
 FIRST = r"train-v1\.1\.json is not in SQuAD's form: data\.0\.paragraphs\.0\."
 QUESTION = r"train-v1\.1\.json, question 'a': "
@@ -82,7 +88,10 @@ FAULTS = [
     ({"data": []}, r"train-v1\.1\.json has no questions"),
     ({"data": [{"title": "T"}]}, r"is not in SQuAD's form: data\.0\.paragraphs: Field required"),
     (content(A, context=None), FIRST + "context: Input should be a valid string"),
-    (content(A, {**B, "id": 7}), FIRST + r"qas\.1\.id: Input should be a valid string"),
+    (content(A, {**B, "id": 7.5}), FIRST + r"qas\.1\.id: Input should be a valid string"),
+    ([flat(A), {**flat(B), "context": 1}], r"train-v1\.1\.json, row 2: context: Input should be a valid string"),
+    ([flat(A), {"context": "c"}], r"train-v1\.1\.json, row 2: no column 'id', 'question', 'answers'"),
+    ('{"context": "c"}\n{"context"\n', r"train-v1\.1\.json, line 1: no column 'id'"),
     (content(without(A, "answers")), FIRST + r"qas\.0\.answers: Field required"),
     (content({**A, "answers": [{"text": "é", "answer_start": "1"}]}), r"answers\.0\.answer_start: .* valid integer"),
     (content({**A, "is_impossible": "no"}, "x"), r"qas\.0\.is_impossible: .* valid boolean \(and 1 more mistakes\)"),
@@ -98,6 +107,25 @@ FAULTS = [
     (content({**A, "is_impossible": True}), QUESTION + "is_impossible is true, and there are answers"),
     (content(asked("a", is_impossible=False)), QUESTION + "is_impossible is false, and there are no answers"),
 ]
+
+
+@pytest.mark.parametrize("form", ["lines", "lines in .json", "array", "array as data", "official"])
+def test_flat_records_and_whole_numbers_as_ids_are_read(form: str, tmp_path: Path) -> None:
+    """As the hub and its scripts write them, the questions are those of the official form, and their ids are text."""
+    records = [{**A, "id": 7}, B]
+    rows = list(map(flat, records))
+    rows[1]["answers"] = B["answers"]  # a list of objects is read, too
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    data = {"array": rows, "array as data": {"version": 1, "data": rows}, "official": content(*records)}.get(
+        form, lines
+    )
+    spec = written(tmp_path, data)
+    if form == "lines":
+        (tmp_path / "a.jsonl").write_text(lines)
+        spec = SquadSpec(data_dir=str(tmp_path), train_file="a.jsonl", validation_file="a.jsonl")
+    assert [question.id for question in questions(spec, "train")] == ["7", "b"]
+    assert [question.answers[0].text for question in questions(spec, "train")] == ["café", "1999"]
+    assert check_data_files(spec) == []
 
 
 @pytest.mark.parametrize(("data", "message"), FAULTS)

@@ -1,4 +1,4 @@
-"""Read the questions of SQuAD's official JSON (v1.1, v2) or of a hub data set of its form, and check their answers.
+"""Read the questions of SQuAD's official JSON (v1.1, v2), or of records as the hub has them, and check their answers.
 
 The module loads neither torch nor numpy before the hub is read, so that missing files are reported at once. It does not
 tokenise.
@@ -7,15 +7,18 @@ tokenise.
 import codecs
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError, raise_mistakes
-from ds_trainer.tasks.records import HubRecords, Record, find_file, mistakes_of
+from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file, mistakes_of
+
+_FLAT = ("id", "context", "question", "answers")
+"""The columns of the hub's form, in which a record is a question with its context."""
 
 
 class GoldAnswer(NamedTuple):
@@ -40,7 +43,7 @@ class _AnswerJson(BaseModel):
 
 
 class _QuestionJson(BaseModel):
-    id: str
+    id: Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
     question: str
     answers: list[_AnswerJson]
     is_impossible: bool | None = None
@@ -80,11 +83,10 @@ def training_texts(spec: SquadSpec) -> list[str]:
 def questions(spec: SquadSpec, split: str) -> list[Question]:
     """Read every question of a split, in the source's order; one error lists the first mistakes."""
     if _from_hub(spec):
-        records = _hub_records(spec, split)
-        origin, paragraphs = records.origin, [paragraph for _, paragraph in records.parsed(_hub_paragraph)]
+        paragraphs = _flat_paragraphs(_hub_records(spec, split))
     else:
-        path = _path(spec, split)
-        origin, paragraphs = str(path), _file_paragraphs(path)
+        paragraphs = _file_paragraphs(_path(spec, split))
+    place = origin(spec, split)
     checked: dict[str, Question] = {}
     mistakes = []
     for paragraph in paragraphs:
@@ -93,12 +95,17 @@ def questions(spec: SquadSpec, split: str) -> list[Question]:
             question = Question(record.id, paragraph.context, record.question, answers)
             mistake = "the id is not unique" if record.id in checked else _mistake_in(spec, question, record)
             if mistake:
-                mistakes.append(f"{origin}, question {quoted(record.id)}: {mistake}")
+                mistakes.append(f"{place}, question {quoted(record.id)}: {mistake}")
             checked[record.id] = question
     raise_mistakes(mistakes)
     if not checked:
-        raise UserError(f"{origin} has no questions")
+        raise UserError(f"{place} has no questions")
     return list(checked.values())
+
+
+def origin(spec: SquadSpec, split: str) -> str:
+    """Return what a message calls the source of a split."""
+    return _hub_records(spec, split).origin if _from_hub(spec) else str(_path(spec, split))
 
 
 def fingerprint(spec: SquadSpec, split: str) -> str:
@@ -118,11 +125,15 @@ def _from_hub(spec: SquadSpec) -> bool:
 
 def _hub_records(spec: SquadSpec, split: str) -> HubRecords:
     official = "rajpurkar/squad_v2" if spec.version_2_with_negative else "rajpurkar/squad"
-    return HubRecords(spec.dataset or official, split, ("id", "context", "question", "answers"))
+    return HubRecords(spec.dataset or official, split, _FLAT)
 
 
 def _file_paragraphs(path: Path) -> list[_ParagraphJson]:
+    if path.suffix.lower() in (".jsonl", ".parquet"):
+        return _flat_paragraphs(FileRecords(path, _FLAT))
     content = read_file(path).removeprefix(codecs.BOM_UTF8)
+    if b'"context"' in content and b'"paragraphs"' not in content:  # inside a text these quotes would be escaped
+        return _flat_paragraphs(FileRecords(path, _FLAT))
     try:
         squad = _SquadJson.model_validate_json(content, strict=True)
     except ValidationError as error:
@@ -130,8 +141,12 @@ def _file_paragraphs(path: Path) -> list[_ParagraphJson]:
     return [paragraph for article in squad.data for paragraph in article.paragraphs]
 
 
-def _hub_paragraph(record: Record) -> _ParagraphJson:
-    """Convert a row of the hub, whose answers are a list for each field, to the form of the files."""
+def _flat_paragraphs(records: Records) -> list[_ParagraphJson]:
+    return [paragraph for _, paragraph in records.parsed(_flat_paragraph)]
+
+
+def _flat_paragraph(record: Record) -> _ParagraphJson:
+    """Convert a record of the hub's form, whose answers are a list for each field, to the official form."""
     answers = record["answers"]
     if isinstance(answers, dict):
         answers = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]

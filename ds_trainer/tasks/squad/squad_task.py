@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import ANSWERER, check_fits, load_with_head
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.squad import squad_file
@@ -93,6 +92,9 @@ class SquadTask(Task):
         fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
         return self.cache_key("squad", split, squad_file.fingerprint(self.spec, split), fields)
 
+    def origin(self, split: str) -> str:
+        return squad_file.origin(self.spec, split)
+
     def tokenised(self, split: str) -> Examples:
         questions = self.questions(split)
         labels: list[SpanPositions] = []
@@ -107,8 +109,7 @@ class SquadTask(Task):
         packed = pack(chunks(), _DTYPES)
         fields = {"labels": np.array(labels, np.int32), "question": np.array(owners, np.int32)}
         examples = replace(packed, fields=fields)
-        distributed.info(f"squad {split}: {_summary(questions, examples)}")
-        return examples
+        return replace(examples, notes={"read": _summary(questions, examples)})
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
