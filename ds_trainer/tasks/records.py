@@ -343,7 +343,8 @@ def _shows_quoting(path: Path) -> bool | None:
             consumed.append(line)
             yield line
 
-    shown, width = None, 0
+    shown: bool | None = None
+    width = 0
     try:
         for cells in csv.reader(consuming(), delimiter="\t", strict=True):
             raw = "".join(consumed).rstrip("\r\n")

@@ -108,13 +108,14 @@ def test_long_documents_are_split_and_lose_nothing(kind: str, length: int, build
 def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Short and unknown examples go, in one log line with all counts."""
     caplog.set_level("INFO", logger="ds_trainer")
-    task = build("bert", ["no", "no no", *LINES[3:], "ж ж ж ж ж ж no", "ж no no no it is"], min_seq_length=6)
+    task = build("bert", ["no", "no no", "", *LINES[3:], "ж ж ж ж ж ж no", "ж no no no it is"], min_seq_length=6)
     examples = task.examples("train")
-    counts = {key: value for key, value in examples.notes.items() if key != "counts"}
-    assert counts == {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1, "unlabelled": 0}
+    counted = {"documents": 6, "split": 0, "examples": 3, "short": 2, "unknown": 1, "unlabelled": 0}
+    assert {name: examples.notes[name] for name in counted} == counted
     tokens = int(examples.lengths.sum())
     assert (
-        f"mlm train: 6 documents (0 split) give 3 examples of {tokens} tokens; 2 parts shorter than min_seq_length (6) "
+        f"text.txt: 6 lines; left out are 1 whose 'text' is '' (line 3); "
+        f"6 documents (0 split) give 3 examples of {tokens} tokens; 2 parts shorter than min_seq_length (6) "
         f"and 1 of unknown tokens (max_unknown 0.5) are dropped"
     ) in caplog.text
 
@@ -132,7 +133,7 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
 
 def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
     """With the counts, and what to change; so is a file of blank lines."""
-    with pytest.raises(ValueError, match=r"mlm train has no example: 0 documents"):
+    with pytest.raises(ValueError, match=r"text\.txt has no examples: left out are 1 whose 'text' is '' \(line 1\)"):
         build("bert", [" ", ""]).examples("train")
     with pytest.raises(ValueError, match=r"mlm train has no example: 5 documents .* 5 parts shorter than min_seq_len"):
         build("bert", min_seq_length=100).examples("train")

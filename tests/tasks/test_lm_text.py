@@ -43,9 +43,21 @@ def test_a_file_is_one_document_when_asked_for(tmp_path: Path) -> None:
 
 def test_a_record_is_a_document_whatever_line_breaks_it_has(tmp_path: Path) -> None:
     """A .jsonl file gives the column that was named, and no other."""
-    rows = [{"body": "a\nb", "text": "no"}, {"body": " "}, {"body": "c"}]
+    rows = [{"body": "a\nb", "text": "no"}, {"body": " "}, {"body": None}, {"body": "c"}]
     write(tmp_path, "train.jsonl", "\n".join(map(json.dumps, rows)))
     assert read(spec_of(tmp_path, "train.jsonl", text_column="body")) == ["a\nb", "c"]
+
+
+def test_what_each_file_gave_is_told(tmp_path: Path) -> None:
+    """Also blank lines and gaps, each with its first places."""
+    write(tmp_path, "a.txt", "one\n\n \ntwo\n\n\n")
+    write(tmp_path, "b.jsonl", '{"text": null}\n{"text": "NA"}\n')
+    told: list[str] = []
+    assert list(documents(spec_of(tmp_path, "?.*"), "train", told=told)) == ["one", "two", "NA"]
+    assert told == [
+        f"{tmp_path}/a.txt: 2 lines; left out are 4 whose 'text' is '' (line 2, 3, 5, ...)",
+        f"{tmp_path}/b.jsonl: 1 lines; left out are 1 whose 'text' is null (line 1)",
+    ]
 
 
 def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:

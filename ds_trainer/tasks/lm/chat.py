@@ -38,7 +38,7 @@ class Conversations:
 
         Those that are too short, or have no label, are counted in `tally` and dropped.
         """
-        read = lm_text.documents(self.spec, split, self._tokens)
+        read = lm_text.documents(self.spec, split, self._tokens, tally.sources)
         for tokens, labelled in progress(read, "tokenising", "conversation"):
             ids, labels = tokens[: self.spec.max_seq_length], labelled[: self.spec.max_seq_length]
             labels[:1] = [0]  # no token precedes it

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, input_names, load_with_head
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
@@ -149,6 +148,9 @@ class LmTask(Task):
         more = [self.tokenizer.get_chat_template()] if self.spec.messages_column else []
         return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), (*fields, *added), *more)
 
+    def origin(self, split: str) -> str:
+        return lm_text.origin(self.spec, split)
+
     def tokenised(self, split: str) -> Examples:
         spec, tally = self.spec, Tally()
         columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
@@ -167,7 +169,8 @@ class LmTask(Task):
         if spec.packing:
             examples = packed(examples, spec.max_seq_length)
             counted += f"; the {kept.sum():,} that are used are packed into {len(examples):,} rows"
-        distributed.info(f"{spec.name} {split}: {counted}")
+        sources, more = tally.sources, len(tally.sources) - 3
+        read = "; ".join([*sources[:3], *([f"{more:,} more files"] if more > 0 else []), counted])
         starts, ids = examples.offsets[:-1], examples.tokens["input_ids"]
         counts = np.bincount(ids, minlength=max(self.tokenizer.get_vocab().values()) + 1)
         is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[ids]
@@ -175,7 +178,7 @@ class LmTask(Task):
         fields = {"ordinary": np.add.reduceat(is_ordinary, starts, dtype=np.int32)}
         if "labelled" in examples.tokens:
             fields["labels"] = np.add.reduceat(examples.tokens["labelled"], starts, dtype=np.int32)
-        return replace(examples, fields=fields, notes=asdict(tally) | {"counts": counts.tolist()})
+        return replace(examples, fields=fields, notes=asdict(tally) | {"counts": counts.tolist(), "read": read})
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -249,7 +252,7 @@ class LmTask(Task):
         if self._conversations:
             yield from self._conversations.sequences(split, tally)
             return
-        texts = progress(lm_text.documents(self.spec, split), "tokenising", "document")
+        texts = progress(lm_text.documents(self.spec, split, told=tally.sources), "tokenising", "document")
         for documents in tokenised_documents(texts, self.tokenizer):
             yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
 

@@ -8,9 +8,8 @@ and does not tokenise.
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,36 @@ def as_text(messages: list[Message]) -> str:
     return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
 
 
-def documents(spec: LmSpec, split: str, read: Read = as_text) -> Iterator[Any]:
+def documents(spec: LmSpec, split: str, read: Read = as_text, told: list[str] | None = None) -> Iterator[Any]:
     """Yield the texts of a split, except blank ones, or with messages_column what `read` makes of its conversations.
 
-    An error in a file is raised when its line is reached.
+    An error in a file is raised when its line is reached. What a file gave and what was left out is added to `told` at
+    its end.
     """
-    if spec.dataset:
-        found = _parsed(spec, HubRecords(spec.dataset, split, [spec.column]), read)
-    else:
-        found = chain.from_iterable(_of_file(spec, path, read) for path in files(spec, split))
-    return iter(found) if spec.messages_column else filter(str.strip, found)
+    sources = _sources(spec, split)
+    for source in sources:
+        yield from _parsed(spec, source, read)
+        if told is not None:
+            told.append(source.told() if len(sources) == 1 else f"{source.origin}: {source.told()}")
+
+
+def origin(spec: LmSpec, split: str) -> str:
+    """Return what a message calls the source of a split."""
+    first, *others = _sources(spec, split)
+    return first.origin + (f" and {len(others):,} more files" if others else "")
+
+
+class _Lines(FileRecords):
+    """The lines of a .txt file as the records of one column; or the whole file as a single one."""
+
+    line_by_line = True
+
+    def _read(self) -> Iterator[tuple[int, records.Record]]:
+        texts = records.lines(self.path) if self.line_by_line else ["".join(records.lines(self.path))]
+        for number, text in enumerate(texts, 1):
+            if self.line_by_line:
+                text = text.removesuffix("\n").removesuffix("\r")
+            yield number, {self.columns[0]: text}
 
 
 def fingerprint(spec: LmSpec, split: str) -> str:
@@ -98,15 +117,21 @@ def files(spec: LmSpec, split: str) -> list[Path]:
 def _check_split(spec: LmSpec, split: str) -> None:
     for path in files(spec, split):
         if path.suffix.lower() == ".jsonl":
-            next(_parsed(spec, FileRecords(path, [spec.column]), as_text))
+            next(_parsed(spec, FileRecords(path, [spec.column], missing=()), as_text))
 
 
-def _of_file(spec: LmSpec, path: Path, read: Read) -> Iterable[Any]:
+def _sources(spec: LmSpec, split: str) -> list[Records]:
+    if spec.dataset:
+        return [HubRecords(spec.dataset, split, [spec.column], missing=())]
+    return [_of_file(spec, path) for path in files(spec, split)]
+
+
+def _of_file(spec: LmSpec, path: Path) -> Records:
     if path.suffix.lower() == ".jsonl":
-        return _parsed(spec, FileRecords(path, [spec.column]), read)
-    if spec.line_by_line:
-        return (line.removesuffix("\n").removesuffix("\r") for line in records.lines(path))
-    return ["".join(records.lines(path))]
+        return FileRecords(path, [spec.column], missing=())
+    source = _Lines(path, [spec.column], missing=())
+    source.line_by_line = spec.line_by_line
+    return source
 
 
 def _parsed(spec: LmSpec, source: Records, read: Read) -> Iterator[Any]:

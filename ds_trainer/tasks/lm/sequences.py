@@ -5,7 +5,7 @@ short or mostly unknown is dropped, and counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ class Tally:
     """Count the documents, those that were split, and the parts that became examples, were too short or unknown.
 
     Conversations are cut instead of split, and those without a label are counted, too. `examples` are those before
-    packing, also those that `max_train_samples` or `max_eval_samples` leaves out.
+    packing, also those that `max_train_samples` or `max_eval_samples` leaves out. `sources` says what each file gave.
     """
 
     documents: int = 0
@@ -29,6 +29,7 @@ class Tally:
     short: int = 0
     unknown: int = 0
     unlabelled: int = 0
+    sources: list[str] = field(default_factory=list)
 
     def told(self, spec: LmSpec, tokens: int) -> str:
         """Return the counts in words, with the number of tokens of the examples."""

@@ -192,8 +192,8 @@ class TokenTask(Task):
             window: list[_Row] = []
             for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
                 if tag not in classes:
-                    place = f"{self.origin(split)}, sentence at {sentence.place}"
-                    raise UserError(f"{place}: unknown tag {tag!r}: allowed are {listed(self.label_names)}")
+                    where = f"{self.origin(split)}, sentence at {sentence.place}"
+                    raise UserError(f"{where}: unknown tag {tag!r}: allowed are {listed(self.label_names)}")
                 pieces = pieces_of[word][:room]
                 if len(window) + len(pieces) > room:
                     owners.append(owner)
