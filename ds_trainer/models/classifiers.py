@@ -83,7 +83,9 @@ def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_to
     if head is None or len(head) != size:
         why = "has no trained head" if head is None else f"has a head of {len(head)} classes ({', '.join(head)})"
         outputs = f"{size} output{'s' if size > 1 else ''}"
-        distributed.info(f"the model {Path(source).name} {why}, so it gets a new one of {outputs}, with random weights")
+        distributed.info_once(
+            f"the model {Path(source).name} {why}, so it gets a new one of {outputs}, with random weights"
+        )
         return model
     pretrained.check_head_is_whole(source, model, info)
     if labels:

@@ -171,7 +171,7 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     if kind.trained_in(config):
         check_head_is_whole(source, model, info)
     else:
-        distributed.info(f"{source}: a new head; the model is no {kind.name}")
+        distributed.info_once(f"{source}: a new head; the model is no {kind.name}")
     return model
 
 

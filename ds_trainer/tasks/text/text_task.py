@@ -91,7 +91,7 @@ class TextTask(Task):
         self._threshold: float | None = getattr(self.config, _THRESHOLD, None)
         self.loss_unit: Unit = "weight" if spec.class_weights and not self.multi_label else "example"
         if self.multi_label:
-            distributed.info(
+            distributed.info_once(
                 f"{spec.name}: an example has any number of labels; given are those with a probability above "
                 f"{self.threshold:.3g}, unless a training with held_out picks another threshold"
             )
