@@ -28,10 +28,13 @@ from ds_trainer.models.shrunk_model import (  # noqa: F401 - for the whole libra
     whole_class,
     whole_heads,
 )
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 AnyLinear: TypeAlias = nn.Linear | Conv1D
 """GPT-2 writes its linear layers as `Conv1D`: the same product, with a weight of (in, out)."""
+_MOST_ELSEWHERE = 0.1
+"""The share of a model's matrices that may lie outside of its linear layers, as the kernels of ConvBERT do."""
 
 
 def rows_of(weight: Tensor, kind: type[nn.Module]) -> Tensor:
@@ -52,12 +55,15 @@ def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, AnyLinear]:
     """Return the linear layers inside the model's layers, by name, or those that match one of the patterns.
 
-    Embeddings, pooler and heads are never among them. A pattern that matches none is a UserError.
+    Embeddings, pooler and heads are never among them. A pattern that matches none is a UserError, and so are layers
+    most of whose matrices are elsewhere, unless patterns choose.
     """
     layers = encoder_layers(model)
     linears = _linears(layers)
     if not linears:
         raise UserError(f"the layers of {type(model).__name__} hold no linear layer: there is nothing to mask")
+    if patterns is None:
+        _check_elsewhere(model, layers, linears)
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in linears):
             first = next(filter(None, (_linears({name: layer}) for name, layer in layers.items())))
@@ -117,12 +123,12 @@ def whole_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 
 def count_weights(model: nn.Module) -> dict[str, Any]:
-    """Count remaining (non-zero) and total weights of each linear layer of the encoder, of the encoder, of the model.
+    """Count remaining (non-zero) and total weights of each matrix of the encoder, of the encoder, of the model.
 
-    The encoder counts the matrices of its linear layers, as papers on pruning do; the model counts every parameter.
+    The encoder counts the matrices of its layers, as papers on pruning do; the model counts every parameter.
     A model whose config has `shrunk` also gets the `sizes` of its layers, and its totals `before` it was cut.
     """
-    layers = {name: _nonzero(linear.weight) for name, linear in _linears(encoder_layers(model)).items()}
+    layers = {name: _nonzero(weight) for name, weight in _weights(encoder_layers(model)).items()}
     counts: dict[str, Any] = {
         "layers": layers,
         "encoder": _sums([*layers.values()]),
@@ -142,15 +148,55 @@ def total_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_totals(model: Any) -> dict[str, Any]:
-    """Count all weights, zeros too, as they were before any cut: of each linear layer, of the encoder, of the model."""
+    """Count all weights, zeros too, as they were before any cut: of each matrix, of the encoder, of the model."""
     if getattr(model.config, FIELD, None):
         config = copy.deepcopy(model.config)
         delattr(config, FIELD)
         with torch.device("meta"):
             model = whole_class(model)(config)
-    layers = {name: linear.weight.numel() for name, linear in _linears(encoder_layers(model)).items()}
+    layers = {name: weight.numel() for name, weight in _weights(encoder_layers(model)).items()}
     everything = sum(parameter.numel() for parameter in model.parameters())
     return {"layers": layers, "encoder": sum(layers.values()), "model": everything}
+
+
+def _check_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module], linears: Mapping[str, AnyLinear]) -> None:
+    """Raise UserError where more than a few of the matrices are outside of the linear layers, and warn of a few."""
+    elsewhere = {name: weight.numel() for name, weight in _elsewhere(layers).items()}
+    if not elsewhere:
+        return
+    others = sum(elsewhere.values())
+    share = others / (others + sum(linear.weight.numel() for linear in linears.values()))
+    message = (
+        f"{share:.1%} of the weights in the matrices of {type(model).__name__}'s layers are in no linear layer, such "
+        f"as {max(elsewhere, key=lambda name: elsewhere[name])}, and would stay whole, since only linear layers get "
+        "zeros"
+    )
+    if share > _MOST_ELSEWHERE:
+        raise UserError(
+            f"{message}: take a model without them (experts, for example), or mask by prune and name linear layers in "
+            "its modules"
+        )
+    distributed.warn(message)
+
+
+def _elsewhere(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the matrices of the layers, by name, that are neither a linear layer's nor embeddings.
+
+    transformers keeps the experts of a mixture in one parameter of three dimensions, for example.
+    """
+    return {
+        f"{prefix}.{name}.{kind}": weight
+        for prefix, layer in layers.items()
+        for name, module in layer.named_modules()
+        if not isinstance(module, AnyLinear | nn.Embedding)
+        for kind, weight in module.named_parameters(recurse=False)
+        if sum(size > 1 for size in weight.shape) > 1
+    }
+
+
+def _weights(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all matrices of the layers but embeddings; those of linear layers have the names of these."""
+    return {name: linear.weight for name, linear in _linears(layers).items()} | _elsewhere(layers)
 
 
 def _linears(layers: Mapping[str, nn.Module]) -> dict[str, AnyLinear]:

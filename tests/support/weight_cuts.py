@@ -26,7 +26,6 @@ FAMILIES = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "pad_token_id": 0},
     "llama": SMALL | {"num_key_value_heads": 1, "pad_token_id": 0},
     "opt": SMALL | {"ffn_dim": 24, "word_embed_proj_dim": 16, "pad_token_id": 0},
-    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
 }
 CPU = torch.device("cpu")
 

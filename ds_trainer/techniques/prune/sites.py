@@ -127,7 +127,7 @@ def sites_of(model: nn.Module, spec: PruneSpec) -> dict[str, Site]:
                 f'granularity: "{key}" decides nothing: no linear layer of {type(model).__name__} matches it that '
                 "modules names and no earlier key matches. Put it first, write another name pattern, or drop it"
             )
-    in_order = {name: sites[name] for name in encoder_linears(model) if name in sites}
+    in_order = {name: sites[name] for name in linears if name in sites}
     _check_bounds(in_order, spec, len(layers_of(model)))
     return in_order
 

@@ -11,12 +11,14 @@ from support.launching import run_deepspeed
 from support.weight_cuts import CPU, FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
 from support.zeroed import bare_of
 
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.sparse import Pattern
 from ds_trainer.models.cut.weights import cut_weights, shares_of_largest
-from ds_trainer.models.layers import encoder_linears, rows_of
+from ds_trainer.models.layers import count_weights, encoder_linears, rows_of, whole_totals
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.techniques.prune.sites import sites_of
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +250,7 @@ def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
 
 def test_a_model_whose_layers_are_not_a_row_is_refused(calibration):
     """Funnel Transformer has its layers in blocks of blocks, and T5 has two lists of them."""
-    funnel = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "vocab_size": 40, "block_sizes": [1, 1, 1]}
+    funnel = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 96, "vocab_size": 40, "block_sizes": [1, 1, 1]}
     t5 = {"d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "vocab_size": 40, "num_layers": 2}
     for model in (
         transformers.FunnelForSequenceClassification(transformers.FunnelConfig(**funnel)),
@@ -256,3 +258,40 @@ def test_a_model_whose_layers_are_not_a_row_is_refused(calibration):
     ):
         with pytest.raises(UserError, match="does not run one list of layers, one after another"):
             cut_weights(model.eval(), calibration, spec_of(), CPU)
+
+
+ELSEWHERE = {
+    "mixtral": SMALL | {"num_local_experts": 2, "num_key_value_heads": 2},
+    "qwen3_moe": SMALL | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 8},
+    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
+}
+"""Experts of a mixture, and the attention of XLNet: parameters of three dimensions."""
+
+
+@pytest.mark.parametrize("family", ELSEWHERE)
+def test_matrices_outside_of_linear_layers_are_counted_and_never_silently_left_whole(family, calibration):
+    """They are among the encoder's weights; cuts and masks are refused, unless "modules" says what is masked."""
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **ELSEWHERE[family]))
+    matrices = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and ".layer" in f".{name}" and min(weight.shape) > 1
+    }
+    counted = count_weights(model)["encoder"]["total"]
+    assert counted == whole_totals(model)["encoder"] == sum(weight.numel() for weight in matrices.values())
+    for refused in (
+        lambda: cut_model(model, calibration, spec_of(), CPU),
+        lambda: sites_of(model, PruneSpec()),
+    ):
+        with pytest.raises(UserError, match=r"are in no linear layer, such as .*name linear layers in its modules"):
+            refused()
+    assert sites_of(model, PruneSpec(modules=["*.1.*"]))
+
+
+def test_a_few_weights_outside_of_linear_layers_are_told(calibration, caplog):
+    """ConvBERT's kernels stay whole, and the cut says what share of the weights they are."""
+    fields = SMALL | {"intermediate_size": 48, "embedding_size": 16, "conv_kernel_size": 3, "pad_token_id": 0}
+    model = transformers.ConvBertForSequenceClassification(transformers.ConvBertConfig(**fields, num_labels=3)).eval()
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        cut_weights(model, calibration, spec_of(), CPU)
+    assert "% of the weights in the matrices of ConvBertForSequenceClassification's layers are in no" in caplog.text
