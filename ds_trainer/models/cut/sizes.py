@@ -193,10 +193,10 @@ def _scales(
     It is 1 for the norms of a head, which is not run.
     """
     sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
+    centred = {name: _centres(norm) for name, norm in norms.items()}
 
     def add(name: str, hidden: Tensor, _: Tensor) -> None:
-        centred = isinstance(norms[name], nn.LayerNorm)
-        deviations = [_deviation(values, centred) for values in (hidden[:, channels], hidden)]
+        deviations = [_deviation(values, centred[name]) for values in (hidden[:, channels], hidden)]
         ratio = deviations[0] / deviations[1].clamp_min(1e-12)
         sums[name] += torch.stack((ratio.sum(), ratio.new_tensor(len(ratio))))
 
@@ -210,9 +210,19 @@ def _deviation(values: Tensor, centred: bool) -> Tensor:
     return (values - values.mean(1, keepdim=True) if centred else values).square().mean(1).sqrt()
 
 
+def _centres(norm: Any) -> bool:
+    """Whether a norm subtracts the mean of a vector, which no name of a class says: it then ignores a constant."""
+    vector = torch.linspace(-1, 1, len(norm.weight)).to(norm.weight)[None]
+    given, shifted = norm(vector), norm(vector + 1)
+    return bool((given - shifted).abs().max() <= 1e-2 * given.abs().max())
+
+
 def _multiply(norm: Any, scale: float) -> None:
     """Multiply what a norm gives, but for its bias. Gemma's norms multiply by one more than their weight."""
-    offset = 1 if "Gemma" in type(norm).__name__ else 0
+    empty = copy.deepcopy(norm)
+    for parameter in empty.parameters():
+        parameter.zero_()
+    offset = 1 if empty(torch.linspace(-1, 1, len(norm.weight)).to(norm.weight)[None]).any() else 0
     norm.weight.copy_((norm.weight + offset) * scale - offset)
 
 
