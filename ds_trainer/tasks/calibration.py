@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.models.cut.costs import BatchSize
-from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.layerwise import Calibration, finite
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.losses import soft_target_loss
@@ -86,5 +86,5 @@ def _divergence(task: Task, dense: Any, cut: Any) -> float:
         for teacher, student in zip(teachers, students, strict=True):
             loss = soft_target_loss(task, student, teacher.clone(), temperature=1.0)
             sums += torch.tensor([float(loss) * len(student), len(student)], dtype=torch.float64)
-    total, rows = distributed.total(sums).tolist()
+    total, rows = finite(distributed.total(sums), "the divergences of the model's answers").tolist()
     return total / max(1, rows)

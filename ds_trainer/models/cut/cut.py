@@ -26,7 +26,7 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     UserError where the model's family is unknown, its weights are not finite, or the spec keeps less than must stay,
     or everything.
     """
-    check_finite(model)
+    check_sound(model, calibration)
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
         check_tokens(cut_linears(model, spec).values(), calibration, spec)
@@ -63,25 +63,35 @@ def outline(model: Any, spec: CutSpec) -> Any:
     return shrink(model)
 
 
-def check_finite(model: Any) -> None:
+def check_sound(model: Any, calibration: Calibration) -> None:
+    """Raise UserError where a weight is not finite, or no example has a token to fit anything to; collective."""
     broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if broken is not None:
         raise UserError(
             f"cut: {broken} holds values that are not finite (NaN or infinity): train the model of start_from again, "
             "with a lower learning rate, or in bf16 instead of fp16"
         )
+    if not _count_tokens(calibration):
+        raise UserError(
+            "cut: the calibration examples have no token that is attended: the training texts are empty, or the "
+            "tokenizer makes nothing of them"
+        )
 
 
 def check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: CutSpec) -> None:
     """Warn where a layer that is fitted has more inputs than the calibration examples have tokens; collective."""
-    here = sum(int(attended.sum()) for attended in calibration.attended)
-    tokens = sum(count for (count,) in distributed.numbers_of_all([here]))
-    widest = max(map(in_features, linears))
+    tokens, widest = _count_tokens(calibration), max(map(in_features, linears))
     if tokens < widest and (spec.method == "obs" or spec.update_weights):
         distributed.warn(
             f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, too few to fit it: damping decides "
             "the rest; raise calibration_examples, if there are more examples"
         )
+
+
+def _count_tokens(calibration: Calibration) -> int:
+    """Count the attended tokens of all ranks; collective."""
+    here = sum(int(attended.sum()) for attended in calibration.attended)
+    return sum(count for (count,) in distributed.numbers_of_all([here]))
 
 
 def _prices(model: Any, places: Mapping[str, CutBlock], spec: CutSpec, device: torch.device) -> Prices:

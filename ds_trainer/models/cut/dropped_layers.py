@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs
+from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs, finite
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 
@@ -73,7 +73,7 @@ def _distances(model: Any, calibration: Calibration, span: int, device: torch.de
         states.clear()
 
     observe(model, layers, calibration, device, add)
-    return list((distributed.total(sums) / distributed.total(tokens)).tolist())
+    return list((finite(distributed.total(sums), "the hidden states") / distributed.total(tokens)).tolist())
 
 
 @torch.no_grad()

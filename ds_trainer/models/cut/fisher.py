@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.cut.layerwise import Calibration, by_example
+from ds_trainer.models.cut.layerwise import Calibration, by_example, finite
 from ds_trainer.models.layers import AnyLinear, in_features, out_features
 from ds_trainer.ranks import distributed
 
@@ -38,7 +38,7 @@ def fisher_diagonals(
                 hooks.enter_context(linear.register_forward_hook(_adding_to(squares[name], zero, attended.shape)))
             torch.autograd.grad(calibration.loss(model, index), zero)
     model.cpu()
-    return {name: distributed.total(sums).cpu() for name, sums in squares.items()}
+    return {name: finite(distributed.total(sums), f"the derivatives of {name}").cpu() for name, sums in squares.items()}
 
 
 def _adding_to(squares: Tensor, zero: Tensor, tokens: torch.Size) -> Any:

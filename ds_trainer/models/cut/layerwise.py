@@ -132,7 +132,9 @@ class Layerwise:
                         # relative positions, for example, are no tokens: all of them count
                         grams[name].add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
                     calls.clear()
-        return {name: gram.over_ranks() for name, gram in grams.items()}
+        for name, gram in grams.items():
+            finite(gram.over_ranks().products, f"the inputs of {name}")
+        return grams
 
     def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
         """Group those of these linear layers that the present layer computes by their inputs, in order; collective.
@@ -185,6 +187,16 @@ class Layerwise:
             f"cut: {type(self._base).__name__} does not run one list of layers, one after another, as a cut needs: "
             "take another model"
         )
+
+
+def finite(sums: Tensor, of: str) -> Tensor:
+    """Return sums of all ranks over the calibration examples. UserError where they are not finite."""
+    if not sums.isfinite().all():
+        raise UserError(
+            f"cut: {of} are not finite (NaN or infinity) on the calibration examples, though all weights are finite: "
+            "the model overflows on these texts: train it again, with a lower learning rate"
+        )
+    return sums
 
 
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places
-from ds_trainer.models.cut.cut import check_finite, check_tokens
+from ds_trainer.models.cut.cut import check_sound, check_tokens
 from ds_trainer.models.cut.dropped_layers import observe, remaining_layers
 from ds_trainer.models.cut.fitting import CutRecord
-from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.cut.layerwise import Calibration, finite
 from ds_trainer.models.cut.vocabulary import kept_alone
 from ds_trainer.models.flops import encoder_flops, layer_flops
 from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads
@@ -54,7 +54,7 @@ def cut_sizes(
 
     UserError as `planned_sizes` raises it, and where weights are not finite.
     """
-    check_finite(model)
+    check_sound(model, calibration)
     model.eval().cpu()
     before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
     if len(planned) == 1:
@@ -165,7 +165,8 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
     }
     active = torch.zeros(width, dtype=torch.float64, device=device)
     observe(model, norms, calibration, device, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
-    channels = distributed.total(active).topk(sizes.width).indices.sort().values
+    active = finite(distributed.total(active), "the outputs of norms")
+    channels = active.topk(sizes.width).indices.sort().values
     scales = _scales(model, norms, channels, calibration, device)
     channels = channels.cpu()
     try:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 import transformers
 from support.calibrated import CPU, answers_of, calibration, inputs_seen
 from support.exhaustive import chosen
-from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
+from support.zeroed import FAMILIES, KIN, bare_of, empty, logits_of, model_of, uneven
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.cut import cut_model, outline
+from ds_trainer.models.cut.sizes import cut_sizes
 from ds_trainer.models.layers import blocks_of, layers_of, rows_of, sizes_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError
@@ -233,6 +235,49 @@ def test_weights_that_are_not_finite_are_named(place: str) -> None:
     model.get_parameter(place).data[0] = torch.nan
     with pytest.raises(UserError, match=f"cut: {place} holds values that are not finite"):
         cut_model(model, GIVEN, HALF, CPU)
+
+
+SOME_CUTS = [
+    {"keep": 0.5},
+    {"keep": 0.5, "uniform": True, "method": "magnitude"},
+    {"keep": 0.5, "granularity": "weight", "uniform": True},
+    {"keep": 0.5, "granularity": "weight", "method": "fisher"},
+    {"layers": 2, "layer_criterion": "cosine"},
+    {"width": 0.5},
+]
+
+
+@pytest.mark.parametrize("fields", SOME_CUTS, ids=str)
+def test_nothing_is_fitted_to_no_token_or_to_what_is_not_finite(fields: dict[str, Any]) -> None:
+    """Examples whose tokens are all padding, and a finite model whose hidden states overflow, are errors, not NaNs."""
+    spec = CutSpec(**fields)
+    cut = cut_sizes if spec.cuts_sizes else cut_model
+    nothing = replace(GIVEN, attended=[torch.zeros_like(attended) for attended in GIVEN.attended])
+    with pytest.raises(UserError, match="the calibration examples have no token that is attended"):
+        cut(model_of("llama"), nothing, spec, CPU)
+    model = model_of("llama")
+    with torch.no_grad():
+        layers_of(model)["model.layers.0"].mlp.down_proj.weight.fill_(1e38)
+    with pytest.raises(
+        UserError, match=r"are not finite .* on the calibration examples, though all weights are finite"
+    ):
+        cut(model, GIVEN, spec, CPU)
+
+
+@pytest.mark.parametrize("fields", SOME_CUTS, ids=str)
+def test_one_token_is_enough_to_cut(fields: dict[str, Any]) -> None:
+    """Its inputs have no variance: what is written stays finite, and so do the answers."""
+    spec = CutSpec(**fields)
+    batch = {name: values[:1, :1] for name, values in GIVEN.inputs[0].items()}
+    given = replace(
+        GIVEN,
+        inputs=[batch],
+        attended=[GIVEN.attended[0][:1, :1]],
+        answers=lambda model: answers_of(model, [batch]),
+        loss=lambda model, _: model(**batch)[0].square().sum(),
+    )
+    small = (cut_sizes if spec.cuts_sizes else cut_model)(model_of("llama"), given, spec, CPU)[0]
+    assert logits_of(small).isfinite().all()
 
 
 def test_a_share_that_rounds_to_everything_is_refused() -> None:
