@@ -77,6 +77,13 @@ def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> 
     }
 
 
+def without_pooler_of(model: Any, made: Any) -> Any:
+    """Return `made` without the pooling layer that `model` lacks: a config does not say `add_pooling_layer=False`."""
+    if getattr(model, "pooler", model) is None:
+        made.pooler = None
+    return made
+
+
 def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Put each module in the place of the one with its name."""
     for name, module in modules.items():
@@ -153,7 +160,7 @@ def whole_totals(model: Any) -> dict[str, Any]:
         config = copy.deepcopy(model.config)
         delattr(config, FIELD)
         with torch.device("meta"):
-            model = whole_class(model)(config)
+            model = without_pooler_of(model, whole_class(model)(config))
     layers = {name: weight.numel() for name, weight in _weights(encoder_layers(model)).items()}
     everything = sum(parameter.numel() for parameter in model.parameters())
     return {"layers": layers, "encoder": sum(layers.values()), "model": everything}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.models import shrunk_model
-from ds_trainer.models.layers import FIELD, SIZES_OF, Block, blocks_of, layers_of, rows_of
+from ds_trainer.models.layers import FIELD, SIZES_OF, Block, blocks_of, layers_of, rows_of, without_pooler_of
 from ds_trainer.ranks.failures import UserError
 
 _ACTIVATIONS = ("intermediate_act_fn", "activation", "act", "act_fn")
@@ -93,7 +93,7 @@ def shrink(model: Any) -> Any:
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
         )
-    shrunk = _unfilled(model, sizes)
+    shrunk = without_pooler_of(model, _unfilled(model, sizes))
     _fill(shrunk, model, dict(change for _, selection in selections for change in _changed(model, selection)))
     if model.can_generate():
         shrunk.generation_config = copy.deepcopy(model.generation_config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
-from ds_trainer.models.layers import FIELD, encoder_layers, whole_class
+from ds_trainer.models.layers import FIELD, encoder_layers, whole_class, without_pooler_of
 from ds_trainer.models.pretrained import (
     HEADLESS,
     HeadKind,
@@ -152,7 +152,7 @@ def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
     if getattr(config, FIELD, None):  # a plain config may say the sizes of these layers, though not of all
         outline = on_meta(whole_class(teacher), config)
         config, model_class = outline.config, type(outline)
-    student = model_class(config)
+    student = without_pooler_of(teacher, model_class(config))
     _fill(source, student, _copied(teacher, layers), layers)
     if teacher.can_generate():
         student.generation_config = teacher.generation_config

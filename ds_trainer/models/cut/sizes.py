@@ -25,7 +25,7 @@ from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration, finite
 from ds_trainer.models.cut.vocabulary import kept_alone
 from ds_trainer.models.flops import encoder_flops, layer_flops
-from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads
+from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads, without_pooler_of
 from ds_trainer.models.shrink import check_known, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
@@ -74,7 +74,8 @@ def cut_sizes(
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
     """Return a model of the sizes that a spec says, or of the last mixture to choose from: its weights mean nothing."""
-    return whole_class(model)(config_of_sizes(model, planned_sizes(model, spec)[-1])).to(model.dtype)
+    config = config_of_sizes(model, planned_sizes(model, spec)[-1])
+    return without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
 
 
 def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
@@ -153,7 +154,7 @@ def _cut_to(
 def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
-    narrow = whole_class(model)(config).to(model.dtype)
+    narrow = without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
     state = narrow.state_dict()
     # norms of queries and keys may be as wide, and stay so
     norms = {

@@ -65,6 +65,13 @@ def test_logits_are_those_of_the_whole_model(family: str, tokenizer: Any) -> Non
     assert model.config.vocab_size == len(tokenizer) + 7
 
 
+def test_a_model_without_a_pooling_layer_keeps_none(tokenizer: Any) -> None:
+    """As sentence encoders are kept."""
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **FAMILIES["bert"])
+    smaller, _ = cut_vocabulary(transformers.BertModel(config, add_pooling_layer=False), tokenizer, seen(tokenizer))
+    assert smaller.pooler is None
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_over_the_vocabulary_are_cut(family: str, tied: bool, tokenizer: Any) -> None:

@@ -9,14 +9,15 @@ import pytest
 import torch
 import transformers
 from support.calibrated import CPU, calibration
-from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised
+from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised, states_of
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.costs import BatchSize, cut_operations
+from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.dropped_layers import observe
 from ds_trainer.models.cut.sizes import cut_sizes, outline_of_sizes
 from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layers import blocks_of, layers_of, rows_of
+from ds_trainer.models.layers import blocks_of, layers_of, rows_of, whole_totals
 from ds_trainer.ranks.failures import UserError
 
 GIVEN = calibration(16)
@@ -69,6 +70,22 @@ def test_a_cut_encoder_is_a_plain_folder_whose_answers_depend_on_its_tokens(fami
     logits = logits_of(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval())
     torch.testing.assert_close(logits, logits_of(small))
     assert (logits.std(0) > 1e-2).all()
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_an_encoder_without_a_pooling_layer_is_cut_to_one_without(family: str) -> None:
+    """As sentence encoders are kept: heads and neurons, even or not, layers, width, and the rehearsals of both."""
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family])
+    model = randomised(transformers.MODEL_MAPPING[type(config)](config, add_pooling_layer=False))
+    sizes, even, uneven = CutSpec(layers=2, width=16), CutSpec(keep=0.5, uniform=True), CutSpec(keep=0.5)
+    for small in (
+        outline_of_sizes(model, sizes),
+        cut_sizes(copy.deepcopy(model), GIVEN, sizes, CPU)[0],
+        *(cut_model(copy.deepcopy(model), GIVEN, spec, CPU)[0] for spec in (even, uneven)),
+    ):
+        assert small.pooler is None
+        assert whole_totals(small)["model"] <= whole_totals(model)["model"]
+        assert states_of(small).isfinite().all()
 
 
 @torch.no_grad()
