@@ -159,6 +159,14 @@ def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
     return student
 
 
+def can_keep(teacher: Any, layers: Sequence[int]) -> bool:
+    """Whether `with_layers` can make a model of these layers: ModernBERT's, for example, differ by their place."""
+    with torch.device("meta"):
+        student = without_pooler_of(teacher, type(teacher)(config_of_layers(teacher.config, layers)))
+    shapes = {name: weight.shape for name, weight in student.state_dict().items()}
+    return shapes == {name: weight.shape for name, weight in _copied(teacher, layers).items()}
+
+
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
     """The config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep these entries.
 

@@ -1,7 +1,7 @@
 """Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs, finite
 from ds_trainer.models.layers import encoder_layers
+from ds_trainer.models.student import can_keep
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 
 
 @torch.no_grad()
@@ -22,29 +25,46 @@ def remaining_layers(
     By loss, layers go one at a time, each time the one without which the answers diverge least from the dense model's.
     By cosine those go that change their input least (ShortGPT, arXiv 2403.03853). Layers that follow one another go
     together, by the divergence without them all or by the angle between what the first is given and the last gives
-    (arXiv 2403.17887).
+    (arXiv 2403.17887). Layers stay without which the family's class cannot be built, such as ModernBERT's first.
     """
     layers = list(encoder_layers(model.to(device)).values())
     numbers, gone = range(len(layers)), len(layers) - count
-    runs = [tuple(range(first, first + gone)) for first in range(count + 1)]
+    # layers that are all of the same form can take any place
+    alike = len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) == 1
+
+    def stay(dropped: Collection[int]) -> list[int]:
+        return [number for number in numbers if number not in dropped]
+
+    def least(wanted: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        options = [dropped for dropped in wanted if alike or can_keep(model, stay(dropped))]
+        if not options:
+            raise UserError(
+                f"cut: {gone} layers of a {type(model).__name__} cannot go, since its layers differ by their place: "
+                "keep another number of layers, or cut width or neurons"
+            )
+        return min(progress(options, "trying the model without some layers", "choice"), key=loss)
+
     if spec.layer_criterion == "cosine":
         distances = _distances(model, calibration, gone if spec.contiguous else 1, device)
-        order = sorted(range(len(distances)), key=distances.__getitem__)
-        dropped = runs[order[0]] if spec.contiguous else tuple(order[:gone])
+
+        def loss(dropped: tuple[int, ...]) -> float:
+            return distances[dropped[0] if spec.contiguous else dropped[-1]]
     else:
         dense = calibration.answers(model)
 
-        def divergence(without: Iterable[int]) -> float:
-            handles = [layers[number].register_forward_hook(_skip) for number in without]
+        def loss(dropped: tuple[int, ...]) -> float:
+            handles = [layers[number].register_forward_hook(_skip) for number in dropped]
             answers = calibration.answers(model)
             for handle in handles:
                 handle.remove()
             return calibration.divergence(dense, answers)
 
-        dropped = min(runs, key=divergence) if spec.contiguous else ()
-        while len(dropped) < gone:
-            dropped = min(((*dropped, number) for number in numbers if number not in dropped), key=divergence)
-    return [number for number in numbers if number not in dropped]
+    dropped = least(tuple(range(first, first + gone)) for first in range(count + 1)) if spec.contiguous else ()
+    while len(dropped) < gone:
+        dropped = least((*dropped, number) for number in numbers if number not in dropped)
+    if not alike and 0 not in dropped and not can_keep(model, stay([0])):
+        distributed.info(f"cut: layer 0 of a {type(model).__name__} stays, since the others cannot take its place")
+    return stay(dropped)
 
 
 def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:

@@ -57,6 +57,10 @@ def cut_sizes(
     check_sound(model, calibration)
     model.eval().cpu()
     before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
+    for sizes in () if spec.sizes else _mixed(model, spec):
+        if sizes not in planned:
+            name = type(model).__name__
+            distributed.warn(f"cut: {sizes} is not tried: with such a width the class {name} has other weights")
     if len(planned) == 1:
         best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
     else:
@@ -88,20 +92,31 @@ def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
         sizes = _wanted(model, spec.sizes)
         if sizes == sizes_now(model):
             raise UserError(f"cut: {spec.sizes} rounds to all that the model has: lower it")
+        if not _can_narrow(model, sizes):
+            raise UserError(
+                f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
+                "model has: leave width out, or write another one"
+            )
         return [sizes]
+    planned = [sizes for sizes in _mixed(model, spec) if _can_narrow(model, sizes)]
+    if not planned:
+        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
+    return planned
+
+
+def _mixed(model: Any, spec: CutSpec) -> list[Sizes]:
+    """Return the sizes of each mixture that meets the target."""
     assert spec.target_flops is not None, "the spec saw to it"
     total = encoder_flops(model, spec.cost_tokens)
-    planned = []
+    mixed = []
     widens = not _heads_follow_width(model) or _has(model, "attention")
     for mixture in (mixture for mixture in MIXTURES if widens or "width" not in mixture):
         sizes_at = partial(_at_share, model, mixture)
         share = bisect_right(
             range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
         )
-        planned += [sizes_at(share)] if share else []
-    if not planned:
-        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
-    return planned
+        mixed += [sizes_at(share)] if share else []
+    return mixed
 
 
 def sizes_now(model: Any) -> Sizes:
@@ -295,6 +310,15 @@ def _has(model: Any, kind: str) -> bool:
 
 def _head_width(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _can_narrow(model: Any, sizes: Sizes) -> bool:
+    """Whether the family's model of another width has the same weights: ELECTRA's projection comes and goes with it."""
+    heads = sizes.heads if _heads_follow_width(model) else sizes_now(model).heads
+    with torch.device("meta"):
+        config = config_of_sizes(model, replace(sizes_now(model), width=sizes.width, heads=heads))
+        narrow = without_pooler_of(model, whole_class(model)(config))
+    return narrow.state_dict().keys() == model.state_dict().keys()
 
 
 def _heads_follow_width(model: Any) -> bool:

@@ -1,6 +1,7 @@
 """Layers, channels, heads and neurons cut to sizes that a plain config says: what remains computes as it did."""
 
 import copy
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.calibrated import CPU, calibration
-from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised, states_of
+from support.zeroed import ENCODERS, KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised, states_of
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.costs import BatchSize, cut_operations
@@ -202,6 +203,7 @@ def test_a_mixture_of_sizes_is_chosen_for_a_share_of_the_operations() -> None:
         ("gpt2", {"width": 27}, "each head of a gpt2 is 8 wide: write a multiple of 8"),
         ("llama", {"layers": 0.9}, "rounds to all that the model has"),
         ("llama", {"granularity": "model", "target_flops": 0.001}, "meet target_flops 0.001: raise it"),
+        ("electra", {"width": 16}, "with a width of 16 the class ElectraModel has other weights than this model"),
         ("opt", {"width": 0.5}, "OPT"),
         ("deberta-v2", {"width": 0.5}, "decides about its heads, which no cut knows: leave it out"),
     ],
@@ -212,7 +214,7 @@ def test_what_cannot_be_cut_is_refused(family: str, spec: dict[str, Any], messag
         tiny = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
         model = transformers.OPTForCausalLM(transformers.OPTConfig(**tiny, ffn_dim=24, vocab_size=64))
     else:
-        model = bare_of(family) if family == "deberta-v2" else decoder(family)
+        model = bare_of(family) if family in ENCODERS else decoder(family)
     with pytest.raises((UserError, ValueError), match=message):
         outline_of_sizes(model, CutSpec(**spec))
 
@@ -221,6 +223,28 @@ def test_where_no_width_can_be_cut_a_mixture_of_the_others_is_chosen() -> None:
     """The heads of DeBERTa, which no cut knows, follow its width."""
     spec = CutSpec(granularity="model", target_flops=0.6)
     assert outline_of_sizes(bare_of("deberta-v2"), spec).config.hidden_size == 32
+
+
+def test_a_mixture_that_cannot_be_built_is_skipped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """An ELECTRA whose embeddings are as wide as its stream gets a projection with every other width."""
+    fields = KIN["electra"] | {"vocab_size": VOCABULARY, "embedding_size": 32}
+    model = randomised(transformers.ElectraForTokenClassification(transformers.ElectraConfig(**fields)))
+    spec = CutSpec(granularity="model", target_flops=0.6, layer_criterion="cosine")
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        _, _, report = cut_sizes(model, GIVEN, spec, CPU)
+    assert {sizes["width"] for sizes in report["sizes"]["tried"]} == {32}
+    assert "width=16, heads=2, neurons=15) is not tried" in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: "-".join(map(str, criterion.values())))
+def test_a_layer_whose_place_no_other_can_take_stays(criterion: dict[str, Any]) -> None:
+    """ModernBERT's first layer has no norm before its attention; here it is the one that changes least."""
+    model = bare_of("modernbert")
+    for block in blocks_of(model.layers[0]):
+        model.layers[0].get_submodule(block.outer).weight.mul_(1e-3)
+    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1, **criterion), CPU)
+    assert report["sizes"]["layers"] == [0]
 
 
 def test_the_operations_of_a_cut_are_counted() -> None:
