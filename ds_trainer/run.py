@@ -69,7 +69,7 @@ def run(job: TrainJob) -> dict[str, Any]:
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
-        models = StartingModels(job.recipe, job.output / MADE)
+        models = StartingModels(job.recipe, job.output / MADE, stop)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:

@@ -13,7 +13,8 @@ from ds_trainer.config.recipe import Recipe, parse_recipe
 from ds_trainer.models.layers import sizes_of
 from ds_trainer.models.pretrained import CLASSIFIER, load_with_head
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import StoppedError, UserError
+from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.starting_models import MadeModels, RehearsedModels, StartingModels
 from ds_trainer.tasks.cut_folder import CutResult, cut_of
 from ds_trainer.tasks.registry import build_task
@@ -82,6 +83,16 @@ def test_a_student_that_was_not_finished_is_made_anew(student):
     (folder / "config.json").write_text("{}")
     student([0])
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+def test_a_request_to_stop_ends_a_cut_and_nothing_half_written_is_left(tiny_recipe, tmp_path):
+    """The cut is made anew by the next run."""
+    recipe, stop = cut_recipe(tiny_recipe), StopRequests()
+    stop._note("SIGINT")
+    with pytest.raises(StoppedError, match="SIGINT"):
+        StartingModels(recipe, tmp_path, stop).start(recipe.phases[0])
+    assert not (tmp_path / recipe.phases[0].name).exists()
+    assert (made(recipe, tmp_path) / "cut.json").is_file()
 
 
 def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from ds_trainer.ranks import attempts
-from ds_trainer.ranks.failures import OutOfMemoryError, UserError, ran_out
+from ds_trainer.ranks.failures import OutOfMemoryError, StoppedError, UserError, ran_out
 
 if TYPE_CHECKING:
     import torch
@@ -268,6 +268,8 @@ def _for_other_ranks(error: Exception) -> Exception:
         return OSError(error.errno, error.strerror, str(error.filename))
     if ran_out(error):
         return OutOfMemoryError(str(error))
+    if isinstance(error, StoppedError):
+        return error
     return UserError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 

@@ -12,9 +12,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
@@ -26,6 +26,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
 _REASONS = ("", "its launcher is gone", *(number.name for number in SIGNALS))
 _SAME_REQUEST = 2.0  # seconds: Ctrl-C comes from the terminal, and again as SIGTERM from DeepSpeed's launcher
 _CLOSE = 0  # ends the thread; no signal has this number
+T = TypeVar("T")
 _POLL = 0.5  # seconds after which the thread looks whether the launcher still runs
 
 
@@ -65,6 +66,11 @@ class StopRequests:
         if reason:
             raise StoppedError(_REASONS[reason])
 
+    def check_alone(self) -> None:
+        """Raise StoppedError if this rank is to stop: for work that rank 0 does for all, as `on_main` calls it."""
+        if self._reason:
+            raise StoppedError(_REASONS[self._reason])
+
     def _listen(self, ancestors: Sequence[Process]) -> None:
         """Read the signals from the pipe, and look in between whether the launchers still run."""
         while True:
@@ -88,6 +94,16 @@ class StopRequests:
         # not through the log: the main thread may hold its lock while it hangs
         with contextlib.suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
+
+
+def in_step(items: Iterable[T], count: int, check: Callable[[], None]) -> Iterator[T]:
+    """Yield `count` items, and check before each one, on every rank as often as on the one with most; collective."""
+    iterator = iter(items)
+    for number in range(max(max(distributed.numbers_of_all([count])))):
+        check()
+        if number < count:
+            yield next(iterator)
+    yield from iterator  # none is left, but a generator has yet to end
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ the model's answers differs from block to block, so it is measured: with one blo
 divergence of the answers from the dense model's. Dynamic programming then chooses the sizes of the smallest sum.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ds_trainer.models.cut.fitting import Replacement
 from ds_trainer.models.cut.layerwise import Calibration, Gram
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 
 MEASURED = (0.0, 0.25, 0.5)
 """The shares of a block's decisions at which the divergence is measured."""
@@ -78,8 +79,8 @@ def allocate(
     check_budget(places, prices, spec)
     (target,), share = spec.targets, spec.share
     trials = {
-        place.name: distributed.on_main(partial(_trial, place, gram, spec))
-        for place, gram in with_grams(model, places, calibration, device)
+        place.name: distributed.on_main(partial(_trial, place, gram, spec, calibration.check_alone))
+        for place, gram in with_grams(model, places, calibration, device, "ordering heads and neurons")
     }
     losses = _measured_losses(model.to(device), places, trials, calibration)
     model.cpu()
@@ -106,8 +107,8 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
         )
 
 
-def _trial(place: CutBlock, gram: Gram, spec: CutSpec) -> _Trial:
-    cut = OuterCut(place, gram, spec)
+def _trial(place: CutBlock, gram: Gram, spec: CutSpec, check: Callable[[], None]) -> _Trial:
+    cut = OuterCut(place, gram, spec, check)
     sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
     return _Trial(np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes})
 
@@ -119,7 +120,7 @@ def _measured_losses(
     """Return how far the model's answers move with one block replaced, by block and size; collective."""
     dense = calibration.answers(model)
     losses: dict[str, dict[int, float]] = {}
-    for name, place in places.items():
+    for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
         outer = place.outer
         before = {key: value.clone() for key, value in outer.state_dict().items()}
         losses[name] = {}

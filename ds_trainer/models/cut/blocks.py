@@ -6,7 +6,7 @@ and writes zeros for the others; `models/shrink.py` then makes the smaller model
 the model computes them, each on the inputs that it gets from the blocks that are cut already.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,14 @@ def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int
 class OuterCut:
     """The outer linear layer of a block, and what becomes of it if the block keeps fewer heads or neurons."""
 
-    def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
+    def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec, check: Callable[[], None]) -> None:
         self.count, self.spec = place.count, spec
         self.fitting = fitting = Fitting(place.outer, gram, spec.damping)
         width, obs = fitting.weight.shape[1] // place.count, spec.method == "obs"
-        self.removal = removal(fitting.weight, fitting.damped, width) if obs else magnitude_removal(_magnitudes(place))
+        if obs:
+            self.removal = removal(fitting.weight, fitting.damped, width, check)
+        else:
+            self.removal = magnitude_removal(_magnitudes(place))
 
     def keeping(self, count: int) -> Replacement:
         """Return the layer's weight and bias for so many decisions, with zeros for those that are removed."""
@@ -111,7 +114,9 @@ def cut_blocks(
     records = []
     smaller = {name: place for name, place in places.items() if counts[name] < place.count}
     for place, gram in with_grams(model, smaller, calibration, device):
-        cut = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
+        cut = distributed.on_main(
+            lambda: OuterCut(place, gram, spec, calibration.check_alone).keeping(counts[place.name])  # noqa: B023
+        )
         cut.write(place.outer)
         unit: Any = SIZES_OF[place.block.kind]
         records.append(CutRecord(place.name, unit, place.count, counts[place.name], cut.error))
@@ -119,13 +124,19 @@ def cut_blocks(
 
 
 def with_grams(
-    model: Any, places: Mapping[str, CutBlock], calibration: Calibration, device: torch.device
+    model: Any,
+    places: Mapping[str, CutBlock],
+    calibration: Calibration,
+    device: torch.device,
+    doing: str = "cutting heads and neurons",
 ) -> Iterator[tuple[CutBlock, Gram]]:
     """Yield each block, its layer on the device, with the sums of its outer layer's inputs.
 
+    `doing` says what is done to them where the progress is shown.
+
     A block that is changed before the next one is taken changes the inputs of those that follow.
     """
-    layerwise = Layerwise(model, calibration, device)
+    layerwise = Layerwise(model, calibration, device, doing)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
             with without_products(unused_linears(place)):

@@ -14,6 +14,7 @@ from ds_trainer.models.student import can_keep
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.stopping import in_step
 
 
 @torch.no_grad()
@@ -117,7 +118,8 @@ def observe(
         return show
 
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    for inputs, tokens in zip(calibration.inputs, calibration.attended, strict=True):
+    count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
+    for inputs, tokens in progress(in_step(pairs, count, calibration.check), "observing the model", "batch", count):
         attended.append(tokens.to(device))
         base(**encoder_inputs(base, {name: values.to(device) for name, values in inputs.items()}))
     for handle in handles:

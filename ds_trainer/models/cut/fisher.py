@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ds_trainer.models.cut.layerwise import Calibration, by_example, finite
 from ds_trainer.models.layers import AnyLinear, in_features, out_features
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.stopping import in_step
 
 
 @torch.enable_grad()
@@ -32,7 +34,8 @@ def fisher_diagonals(
     }
     # a zero that is added to the outputs of all layers: its derivative needs theirs, and none of a weight
     zero = torch.zeros((), device=device, requires_grad=True)
-    for index, attended in enumerate(calibration.attended):
+    batches = in_step(enumerate(calibration.attended), len(calibration.attended), calibration.check)
+    for index, attended in progress(batches, "squaring derivatives", "batch", len(calibration.attended)):
         with contextlib.ExitStack() as hooks:
             for name, linear in linears.items():
                 hooks.enter_context(linear.register_forward_hook(_adding_to(squares[name], zero, attended.shape)))

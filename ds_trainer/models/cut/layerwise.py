@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.stopping import in_step
+
+
+def _go_on() -> None:
+    """Stop nothing."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class Calibration:
     model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
     mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
     over one batch, by its number, times its examples, with gradient; the model is whole on one device.
+
+    `check` is called by all ranks together between batches and blocks, and raises StoppedError on all of them if the
+    cut is to end; `check_alone` does so for rank 0, while it solves for all.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
@@ -35,6 +44,8 @@ class Calibration:
     answers: Callable[[nn.Module], Any]
     divergence: Callable[[Any, Any], float]
     loss: Callable[[nn.Module, int], Tensor]
+    check: Callable[[], None] = _go_on
+    check_alone: Callable[[], None] = _go_on
 
 
 class Gram:
@@ -96,11 +107,12 @@ def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 class Layerwise:
     """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer.
 
-    UserError where the model does not run one list of layers.
+    `doing` says what is done to a layer where the progress is shown. UserError where the model does not run one list
+    of layers.
     """
 
-    def __init__(self, model: Any, calibration: Calibration, device: torch.device) -> None:
-        self.calibration, self.device = calibration, device
+    def __init__(self, model: Any, calibration: Calibration, device: torch.device, doing: str = "cutting") -> None:
+        self.calibration, self.device, self._doing = calibration, device, doing
         self._base = getattr(model, "base_model", model)
         if model.config.is_encoder_decoder:
             raise self._no_row()
@@ -110,12 +122,12 @@ class Layerwise:
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield each layer, on the device. It may be changed until the next one is taken."""
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(progress(self._layers, self._doing, "layer")):
             self._at = index
             layer.to(self.device)
             yield layer
             if index < len(self._layers) - 1:
-                for batch, output in enumerate(self._pass()):
+                for batch, output in enumerate(self._checked_pass()):
                     self._outputs[batch] = output
             layer.cpu()
 
@@ -125,7 +137,7 @@ class Layerwise:
         grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}
         attended = iter(self.calibration.attended)
         with _inputs_recorded(linears) as inputs:
-            for _ in self._pass():
+            for _ in self._checked_pass():
                 tokens = next(attended).to(self.device)
                 for name, calls in inputs.items():
                     for values in (by_example(call, tokens.shape) for call in calls):
@@ -150,6 +162,9 @@ class Layerwise:
             for name, calls in inputs.items():
                 groups.setdefault(tuple(map(id, calls)), []).append(name)
         return list(groups.values())
+
+    def _checked_pass(self) -> Iterator[Any]:
+        return in_step(self._pass(), len(self._inputs), self.calibration.check)
 
     @torch.no_grad()
     def _pass(self) -> Generator[Any, None, None]:

@@ -30,6 +30,7 @@ from ds_trainer.models.shrink import check_known, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 
 MIXTURES = (("layers",), ("neurons",), ("layers", "neurons"), ("width", "neurons"), ("layers", "width", "neurons"))
 """The sizes that are cut together, by the same share, where a spec leaves the choice to the cut."""
@@ -65,7 +66,7 @@ def cut_sizes(
         best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
     else:
         dense, least = calibration.answers(model.to(device)), math.inf
-        for sizes in planned:
+        for sizes in progress(planned, "trying mixtures of sizes", "mixture"):
             cut = _cut_to(copy.deepcopy(model.cpu()), sizes, calibration, spec, device)
             divergence = calibration.divergence(dense, calibration.answers(cut[0].to(device)))
             tried.append(asdict(sizes) | {"divergence": divergence})

@@ -7,6 +7,7 @@ masks (ADMM; ALPS, arXiv 2406.07831). On MiniLM at 15% of the weights it comes t
 hundredth of its time. `masked_least_squares` solves for V, given M, by conjugate gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +52,14 @@ class Pattern:
         return kept.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: scores.shape[0], : scores.shape[1]]
 
 
-def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
+def admm_mask(
+    weight: Tensor, covariance: Tensor, share: float, pattern: Pattern, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """Return the mask that keeps a share of a weight at little error, and values for `masked_least_squares` to refine.
 
     This is the method "obs" for single weights: ADMM, as only heads and neurons are removed one by one (`surgeon.py`).
     Zeros of the weight are kept last. Weight (out, in), covariance (in, in) positive definite, fp64.
-    O(in^3 + 60 in^2 out) operations.
+    O(in^3 + 60 in^2 out) operations. `check` is called now and then, and may raise.
     """
     scale, present = covariance.diagonal().sqrt(), weight != 0
     values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
@@ -65,6 +68,7 @@ def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern
     sparse, dual, stiffness = dense, torch.zeros_like(dense), _FIRST_STIFFNESS
     growth = (_LAST_STIFFNESS / _FIRST_STIFFNESS) ** (1 / _ITERATIONS)
     for _ in range(_ITERATIONS):
+        check()
         free = (target + stiffness * ((sparse - dual) @ vectors)) / (values + stiffness) @ vectors.T
         mask = pattern.mask((free + dual).square() * present, share)
         sparse = (free + dual) * mask
@@ -73,7 +77,9 @@ def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern
     return mask, sparse / scale
 
 
-def masked_least_squares(weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor) -> Tensor:
+def masked_least_squares(
+    weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor, check: Callable[[], None] = lambda: None
+) -> Tensor:
     """Return the values on the mask, and zeros elsewhere, by which inputs of this covariance best give W's outputs.
 
     All rows are solved at once by conjugate gradients, scaled by the variances of the inputs. All tensors in fp64.
@@ -84,6 +90,7 @@ def masked_least_squares(weight: Tensor, covariance: Tensor, mask: Tensor, start
     slope = (residual * direction).sum(1, keepdim=True)
     error = output_error(weight, covariance, values)
     for _ in range(_MOST_GRADIENTS):
+        check()
         curved = direction @ covariance * mask
         step = slope / (direction * curved).sum(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         values, residual = values + step * direction, residual - step * curved

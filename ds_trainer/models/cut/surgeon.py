@@ -7,6 +7,7 @@ are updated as if it had never been part of the layer. These costs add up, so on
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +27,18 @@ class Removal:
     errors: list[float]
 
 
-def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
+def removal(weight: Tensor, covariance: Tensor, width: int, check: Callable[[], None] = lambda: None) -> Removal:
     """Order all groups of `width` inputs by greedy removal. Weight (out, in), covariance (in, in) positive definite.
 
-    Computed in fp64 on the device of the tensors, in O(in^3 + in^2 out) operations.
+    `check` is called now and then, and may raise. Computed in fp64 on the device of the tensors, in
+    O(in^3 + in^2 out) operations.
     """
     weight, inverse = weight.double(), torch.linalg.inv(covariance.double())
     numbers = torch.arange(weight.shape[1] // width, device=weight.device)  # of the groups that the matrices still hold
     order: list[int] = []
     errors: list[float] = []
     while len(numbers):
+        check()
         pending = _Pending(weight, inverse, width)
         errors += [pending.remove_cheapest() for _ in range(min(max(1, _PENDING // width), len(numbers)))]
         order += numbers[pending.removed].tolist()

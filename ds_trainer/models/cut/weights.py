@@ -5,7 +5,7 @@ kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` fro
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
     fisher = fisher_diagonals(model, linears, calibration, device) if spec.judges_answers else {}
     shares = _shares(linears, fisher, spec)
     for name, gram in _with_grams(model, linears, calibration, device):
-        solved = partial(_solved, linears[name], gram, shares[name], spec, fisher.get(name))
+        solved = partial(_solved, linears[name], gram, shares[name], spec, fisher.get(name), calibration.check_alone)
         replacement = distributed.on_main(solved)
         replacement.write(linears[name])
         kept = int(replacement.weight.count_nonzero())
@@ -69,7 +69,7 @@ def _with_grams(
 
     A layer that is changed before the next one is taken changes the inputs of those that follow. Collective.
     """
-    layerwise = Layerwise(model, calibration, device)
+    layerwise = Layerwise(model, calibration, device, "cutting weights")
     for layer in layerwise:
         inside = {*layer.modules()}
         of_layer = {name: linear for name, linear in linears.items() if linear in inside}
@@ -127,19 +127,21 @@ def _pattern(spec: CutSpec, features: int) -> Pattern:
     return Pattern(group=features if spec.method == "wanda" else None)
 
 
-def _solved(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None) -> Replacement:
+def _solved(
+    linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None, check: Callable[[], None]
+) -> Replacement:
     """Return what becomes of a linear layer that keeps a share of its weights. Those that are zero stay zero."""
     fitting = Fitting(linear, gram, spec.damping)
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
-        mask, values = admm_mask(dense, fitting.damped, share, pattern)
+        mask, values = admm_mask(dense, fitting.damped, share, pattern, check)
     else:
         importance = fitting.squares if spec.method == "wanda" else fisher
         mask, values = pattern.mask(_scores(dense, importance), share), dense
     mask &= dense != 0
     if not spec.update_weights:
         return fitting.replacement(dense * mask)
-    return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values))
+    return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values, check))
 
 
 def _scores(weight: Tensor, importance: Tensor | None) -> Tensor:

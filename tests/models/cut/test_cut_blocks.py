@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from ds_trainer.models.cut.cut import cut_model, outline
 from ds_trainer.models.cut.sizes import cut_sizes
 from ds_trainer.models.layers import blocks_of, layers_of, rows_of, sizes_of
 from ds_trainer.models.shrink import shrink
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import StoppedError, UserError
 
 HALF = CutSpec(keep=0.5, uniform=True)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -262,6 +263,32 @@ def test_nothing_is_fitted_to_no_token_or_to_what_is_not_finite(fields: dict[str
         UserError, match=r"are not finite .* on the calibration examples, though all weights are finite"
     ):
         cut(model, GIVEN, spec, CPU)
+
+
+@pytest.mark.parametrize("check", ["check", "check_alone"])
+@pytest.mark.parametrize("fields", SOME_CUTS, ids=str)
+def test_a_cut_ends_at_the_first_check_that_says_so(fields: dict[str, Any], check: str) -> None:
+    """Whichever it is: there is one before every batch of every pass, and, where weights are solved, within."""
+    spec, calls = CutSpec(**fields), list[int]()
+    cut = cut_sizes if spec.cuts_sizes else cut_model
+
+    def ends_at(last: float) -> Any:
+        def called() -> None:
+            calls.append(1)
+            if len(calls) == last:
+                raise StoppedError("SIGINT")
+
+        calls.clear()
+        return cut(model_of("llama"), replace(GIVEN, **{check: called}), spec, CPU)
+
+    ends_at(math.inf)
+    solves = "granularity" in fields or fields == {"keep": 0.5}
+    every = len(calls)
+    assert every >= len(GIVEN.inputs) if check == "check" else bool(every) == solves
+    for last in {1, every // 2, every} if every else ():
+        with pytest.raises(StoppedError):
+            ends_at(last)
+        assert len(calls) == last
 
 
 @pytest.mark.parametrize("fields", SOME_CUTS, ids=str)
