@@ -26,7 +26,7 @@ ORDER = [
     "cli",
 ]
 """The packages from the bottom to the top, "" being the root. A package imports only those before it, and itself."""
-MOST_LINES = 19_400
+MOST_LINES = 19_800
 """The lines of code that `ds_trainer/` may have in all. An issue raises it only by what it adds."""
 
 

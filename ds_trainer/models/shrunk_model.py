@@ -356,7 +356,7 @@ def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
             f"the layers of {type(model).__name__} are of a family whose heads and neurons cannot be cut: "
             f"{type(layer).__name__}. Known are BERT, RoBERTa, ELECTRA, DistilBERT, DeBERTa, ModernBERT, GPT-2, Llama, "
             f"Qwen, Mistral, Gemma and some of their kin ({Path(__file__).name} lists all), without experts. Prune by "
-            f"row, column, block or weight, and export with --compact"
+            f"row, column, block or weight, where these are in linear layers, and export with --compact"
         )
     return blocks
 
