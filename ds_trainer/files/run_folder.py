@@ -38,7 +38,7 @@ MODEL_FILES = (
 _WRITTEN = (
     *MODEL_FILES,
     *(f"{MARKER}*", "*_states.pt", "events.out.tfevents.*"),
-    *("predictions.csv", "predictions.json", "nbest_predictions.json", "null_odds.json"),
+    *("predictions.csv", "predictions.conll", "predictions.json", "nbest_predictions.json", "null_odds.json"),
 )
 """The names of the files that a run writes into folders: models, checkpoints, TensorBoard, predictions."""
 
