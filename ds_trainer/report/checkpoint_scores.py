@@ -14,7 +14,7 @@ from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.report import drawing
-from ds_trainer.report.run_files import OF_ONE_EXIT, encoder_weights
+from ds_trainer.report.run_files import encoder_weights, is_detail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,11 +39,11 @@ class CheckpointScores:
 
 
 def scores_table(rows: Sequence[CheckpointScores]) -> str:
-    """Return a table with a row for each checkpoint. The scores of single exit heads are only in the file."""
+    """Return a table with a row for each checkpoint. Scores of single exit heads and classes are only in the file."""
     return aligned(
         [
             {"step": f"{row.step:,}"}
-            | {name: f"{value:.4f}" for name, value in row.scores.items() if not OF_ONE_EXIT.search(name)}
+            | {name: f"{value:.4f}" for name, value in row.scores.items() if not is_detail(name)}
             | {"encoder weights": f"{100 * row.density:.1f}%"}
             for row in rows
         ]
@@ -75,7 +75,7 @@ def scores_over_steps(phase: str, rows: Sequence[CheckpointScores]) -> Figure:
     panels = drawing.add_panels(figure, len(metrics) + 1, 1, sharex=True)
     steps = [row.step for row in rows]
     for axes, metric in zip(panels, metrics, strict=False):
-        lines = [name for name in rows[0].scores if name.rpartition("/")[2] == metric and not OF_ONE_EXIT.search(name)]
+        lines = [name for name in rows[0].scores if name.rpartition("/")[2] == metric and not is_detail(name)]
         for name, colour, marker in zip(lines, drawing.colours(lines), drawing.markers(lines), strict=True):
             values = [row.scores[name] for row in rows]
             axes.plot(steps, values, label=drawing.label(name), color=colour, marker=marker, markersize=5)

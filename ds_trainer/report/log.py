@@ -29,7 +29,7 @@ from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.report.run_files import OF_ONE_EXIT, encoder_weights
+from ds_trainer.report.run_files import encoder_weights, is_detail
 from ds_trainer.report.verdict import verdict
 from ds_trainer.tasks.task import Batch
 
@@ -295,13 +295,13 @@ def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """Show the phases side by side: scores except those of single exit heads, what a model costs, and its training.
+    """Show the phases side by side: scores but those of one exit head or class, what a model costs, and its training.
 
     Size and latency are only known of a run with a report, and so is the verdict below the table.
     """
     rows: list[dict[str, str]] = []
     all_scores = dict.fromkeys(score for result in results.values() for score in result["eval"])
-    given = [score for score in all_scores if not OF_ONE_EXIT.search(score)]
+    given = [score for score in all_scores if not is_detail(score)]
     for name, result in results.items():
         train, counted = result["train"], encoder_weights(result)
         scores = {metric: f"{result['eval'][metric]:.4f}" if metric in result["eval"] else "–" for metric in given}

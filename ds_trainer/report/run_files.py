@@ -18,6 +18,7 @@ LogRecords: TypeAlias = Sequence[Mapping[str, Any]]
 
 OF_ONE_EXIT = re.compile(r"(^|/)(exit_\d+/|early_exit/(leave_at_\d+|seconds|full_seconds|expected_saving)$)")
 """Matches scores that a table of phases leaves out: those of single exit heads, and those that repeat another score."""
+_OF_ONE_CLASS = re.compile(r"(^|/)f1/")
 
 _MEMORY = re.compile(r"(?:eval/)?memory/(\w+)/rank(\d+)")
 
@@ -119,3 +120,8 @@ def _record(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return record if isinstance(record, dict) and {"phase", "step"} <= record.keys() else {}
+
+
+def is_detail(score: str) -> bool:
+    """Whether a score is of one exit head or one class, of which there may be too many for a table."""
+    return bool(OF_ONE_EXIT.search(score) or _OF_ONE_CLASS.search(score))

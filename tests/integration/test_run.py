@@ -294,7 +294,7 @@ def test_checkpoints_are_scored_by_what_their_run_says(alone, tmp_path):
         *(("12", "25.0%"), ("20", "100.0%"), ("40", "100.0%")),
     ]
     for folder in (run, aside):
-        assert Image.open(folder / "checkpoints.png").size == (800, 380)
+        assert Image.open(folder / "checkpoints.png").size == (800, 560)
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     assert {path.name for path in after if after[path] != before.get(path)} == {
         "checkpoints.json",
@@ -321,6 +321,13 @@ def forget_phase(run: Path) -> None:
     """Make checkpoint-4 one of before the phase was noted."""
     sums, position = read_marker(run / "checkpoint-4")
     write_marker(run / "checkpoint-4", sums, {key: value for key, value in position.items() if key != "phase"})
+
+
+def edit_task(run: Path, fields: dict) -> None:
+    """Change fields of the task that checkpoint-4 was trained on."""
+    sums, position = read_marker(run / "checkpoint-4")
+    position["phase"]["task"] |= fields
+    write_marker(run / "checkpoint-4", sums, position)
 
 
 HOSTILE = {
@@ -352,7 +359,7 @@ HOSTILE = {
     ),
     "older": (forget_phase, "was written by an older version of this library, which did not store the phase"),
     "no task files": (
-        lambda run: edit_recipe(run, lambda recipe: recipe["task"].update(data_dir=str(run / "nowhere"))),
+        lambda run: edit_task(run, {"data_dir": str(run / "nowhere")}),
         "nowhere/validation.csv",
     ),
 }

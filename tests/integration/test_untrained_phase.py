@@ -78,7 +78,6 @@ def test_a_phase_of_no_epochs_asks_nothing_of_the_engine_file(tiny_recipe, outpu
     done = run_deepspeed(1, *command(tmp_path / "run", recipe, engine=refused))
     assert done.returncode == 0, done.stderr[-4000:]
     assert SAME_ANSWER not in done.stderr
-    assert read(tmp_path / "run" / "out" / "all_results.json")["kept"]["warnings"] == []
 
 
 def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, output, tmp_path):

@@ -197,7 +197,7 @@ class ToyTask:
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     loss_unit = logits_unit = "example"
-    over_vocabulary = False
+    over_vocabulary = multi_label = False
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
