@@ -1,7 +1,8 @@
 """How long a phase will train: forwards and backwards of its own examples on this machine, times its steps."""
 
+import math
+from collections.abc import Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,22 +34,29 @@ def measure_time(plan: PhasePlan) -> dict[str, Any]:
     begin(plan, model, objective)
     drop_gradients(model)
 
-    def timed(ids: ExampleIds) -> float:
-        take = partial(forward_and_backward, plan, model, objective, ids)
-        take()  # the first time something may be loaded, or kept for the second
-        return seconds(take, device)
+    def slowest(batches: Sequence[ExampleIds]) -> float:
+        """Return the mean seconds of a batch on the slowest rank, infinite where one of them runs out of memory."""
+        taken = 0.0
+        try:
+            for take in (partial(forward_and_backward, plan, model, objective, ids) for ids in batches):
+                take()  # the first time something may be loaded, or kept for the second
+                taken += seconds(take, device)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            taken = math.inf
+        return max(distributed.broadcast(distributed.gather(taken))) / len(batches)
 
     lengths, examples = plan.task.examples("train").lengths, 1
     try:
-        _, middling = trial_batches(lengths, 1, 1)
-        examples = min(micro, max(1, int(_SECONDS / timed(middling))))
-        micro_batch = fmean(map(timed, trial_batches(lengths, examples, _PLACES)[1:])) * micro / examples
-    except RuntimeError as error:
-        if not ran_out(error):
-            raise
-        return {"seconds": None, "reason": f"{examples} examples do not fit into the memory of this machine"}
+        micro_batch = slowest(trial_batches(lengths, 1, 1)[1:])
+        if micro_batch < math.inf:
+            examples = min(micro, max(1, int(_SECONDS / micro_batch)))
+            micro_batch = slowest(trial_batches(lengths, examples, _PLACES)[1:]) * micro / examples
     finally:
         for technique in objective.techniques:
             technique.stop()
+    if micro_batch == math.inf:
+        return {"seconds": None, "reason": f"{examples} examples do not fit into the memory of this machine"}
     in_all = plan.length.total * plan.engine_config[STEPS] * micro_batch
     return {"seconds": in_all, "batches": _PLACES, "examples": examples, "micro_batch": micro, **measured_on}

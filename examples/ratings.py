@@ -14,7 +14,6 @@ from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.models.classifiers import load_model
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.tasks.data import pack
-from ds_trainer.tasks.losses import yes_and_no
 from ds_trainer.tasks.records import FileRecords, file_of, in_data_dir
 from ds_trainer.tasks.task import Batch, check_finite
 
@@ -26,7 +25,7 @@ class RatingsSpec(TaskBase):
 
 
 class RatingsTask(Task):
-    Spec, head = RatingsSpec, CLASSIFIER
+    Spec, head, multi_label = RatingsSpec, CLASSIFIER, True  # a teacher is followed star by star
 
     def _read(self, split: str) -> FileRecords:
         return FileRecords(in_data_dir(self.spec, file_of(self.spec, split)), ["text", "stars"])
@@ -55,7 +54,7 @@ class RatingsTask(Task):
         return torch.nn.functional.binary_cross_entropy_with_logits(out.logits.float(), batch.labels)
 
     def logits(self, out: Any, batch: Batch) -> tuple[torch.Tensor, ...]:
-        return (yes_and_no(out.logits),)
+        return (out.logits,)
 
     def answers(self, out: Any, batch: Batch) -> dict[int, list[float]]:
         return dict(zip(batch.ids.tolist(), out.logits.tolist(), strict=True))

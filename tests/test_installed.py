@@ -88,7 +88,8 @@ def test_a_python_without_the_packages_is_told_how_to_install_them(clean):
 
 def test_the_release_has_one_version():
     """CITATION.cff and the top of CHANGELOG.md tell the version of the package, and one date."""
-    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].splitlines()[0]
+    parts = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    newest = next(part for part in parts if not part.startswith("Not released")).splitlines()[0]
     version, date = newest.removesuffix(")").split(" (")
     assert version == ds_trainer.__version__
     assert f'\nversion: {version}\ndate-released: "{date}"\n' in (ROOT / "CITATION.cff").read_text()

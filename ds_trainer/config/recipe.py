@@ -116,7 +116,7 @@ class Phase(Strict):
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
     metric_for_best_model: str | None = Field(None, description="e.g. accuracy: also keep the best checkpoint by it")
-    greater_is_better: bool | None = Field(None, description="of that metric; by default as its task or technique says")
+    greater_is_better: bool | None = Field(None, description="whether more of that is better; by default its task says")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
     early_stopping_patience: Positive | None = Field(
         None, description="end the phase after so many evaluations in a row without a better metric_for_best_model"
@@ -137,9 +137,10 @@ class Phase(Strict):
             return self.greater_is_better
         greater = greater_is_better(metric, task, *(spec for _, spec in self.techniques))
         if greater is None:
+            known = [name for name in (*task.greater_is_better, *TaskBase.greater_is_better) if "*" not in name]
             raise UserError(
-                f'phase "{self.name}": whether more or less of {shown(metric)} is better is not known, as it is of '
-                f"{', '.join(task.greater_is_better)}: name one of these, or set greater_is_better"
+                f'phase "{self.name}": is a higher or a lower {shown(metric)} better? Set greater_is_better, or name a '
+                f"score whose direction is known, such as {known[0]}"
             )
         return greater
 

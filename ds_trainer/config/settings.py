@@ -14,7 +14,8 @@ _DEEPEST = 100
 def apply_to_task(task: dict[str, Any], setting: str) -> None:
     """Change the field of a task that a `--set` names: by `task.metrics`, as in a recipe, or by `metrics` alone."""
     path, value = parse_setting(setting)
-    assign(task, path[path[0] == "task" and len(path) > 1 :], value, f'--set "{setting}"')
+    inside = path[1:] if path[0] == "task" and len(path) > 1 else path
+    assign(task, inside, value, f'--set "{setting}"')
 
 
 def parse_setting(setting: str) -> tuple[list[str], Any]:

@@ -27,8 +27,8 @@ class TaskBase(Strict):
     """The fields of every family."""
 
     greater_is_better: ClassVar[Mapping[str, bool]] = {"agreement": True}
-    """Whether more of a score is better, by the score's name or a pattern. A family names those of its own; scores that
-    it gives without naming them, such as counts, need the recipe's word where they decide something."""
+    """Whether more of a score is better, by the score's name or a pattern. A family names those of its own; for
+    any other score that chooses a checkpoint, ends a phase or directs a tuning, the recipe must say it."""
 
     name: str = Field(description="selects the family")
     data_dir: str | None = Field(None, description="folder of the task's files; without it the hub's data set is used")
@@ -79,7 +79,7 @@ class TextSpec(LabelledSpec):
     )
     class_weights: Literal["balanced"] | list[Weight] | None = Field(
         None,
-        description="weights of the classes in the loss, in the order in which the log counts them; or by their rarity",
+        description='a weight for each class in the loss, in the order of the logged counts; "balanced": by rarity',
     )
     metrics: list[Metric] | None = Field(
         None, description="by default GLUE's; accuracy, with positive_class f1; of several labels micro_f1, macro_f1"
@@ -105,7 +105,7 @@ class TokenSpec(LabelledSpec):
     tokens_column: str = Field("tokens", description="words of a sentence; CoNLL files have no columns by name")
     tags_column: str = Field("tags", description="a tag for each word")
     word_column: int = Field(0, strict=True, description="of CoNLL files, from 0; -1 is the last")
-    tag_column: int = Field(-1, strict=True, description="the same of the tags")
+    tag_column: int = Field(-1, strict=True, description="column of the tags in CoNLL files, from 0; -1 is the last")
     label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
     max_seq_length: Length = Field(128, description="the words beyond it go into further windows")
 

@@ -141,4 +141,5 @@ def _places(head: Sequence[str], labels: Sequence[str]) -> list[int] | None:
 
 
 def _folded(name: str) -> str:
-    return re.sub(r"[\s_-]+", "_", name.casefold())
+    whole = re.sub(r"^([+-]?\d+)\.0+$", r"\1", name)  # a class that version 0.2 called 1.0 is called 1 now
+    return re.sub(r"[\s_-]+", "_", whole.casefold())

@@ -79,9 +79,10 @@ def _answers(task: Task, model: nn.Module, batches: Iterable[Batch]) -> list[tup
 
 
 def _loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the task's mean loss over a batch, times the number of its examples, with gradient."""
+    """Return the task's mean loss over a batch, times its examples or the sum of their weights, with gradient."""
+    counts = task.counts(task.examples("train"), batch.ids.numpy()) if task.loss_unit == "weight" else {}
     batch = batch.to(next(model.parameters()).device)
-    return task.loss(model(**batch.inputs), batch) * len(batch.ids)
+    return task.loss(model(**batch.inputs), batch) * counts.get("weight", len(batch.ids))
 
 
 def _divergence(task: Task, dense: Any, cut: Any) -> float:

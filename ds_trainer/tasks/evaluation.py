@@ -59,10 +59,11 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
         missing = distributed.on_main(partial(task.never_answered, split, evaluation.answers[split]))
         if constant is None and missing:
-            classes = ", ".join(f"{name} ({count:,} examples)" for name, count in missing.items())
+            classes = ", ".join(f"{name} ({count:,} times)" for name, count in missing.items())
+            weights = '"class_weights": "balanced", or ' if hasattr(task.spec, "class_weights") else ""
             evaluation.warnings.append(
-                f"the model gives none of the examples of {split} these classes, which some of them have: "
-                f'{cut(classes, 500)}. For rare classes try "class_weights": "balanced", or longer training'
+                f"the model never answers these classes, though {split} has them: {cut(classes, 500)}. "
+                f"For rare classes try {weights}longer training"
             )
         if constant is not None:
             evaluation.warnings.append(

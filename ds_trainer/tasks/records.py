@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,10 @@ Record = dict[str, Any]
 _QUOTED_CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t]*)'
 _QUOTED_ROW = re.compile(rf"{_QUOTED_CELL}(?:\t{_QUOTED_CELL})*")
 """A row of a table with tabs in which every quote begins a cell, ends it, or is doubled."""
+
+
+class NoExamplesError(UserError):
+    """A source has no records, or all of them are left out."""
 
 
 class Records(ABC):
@@ -54,7 +58,8 @@ class Records(ABC):
     def parsed(self, parse: Callable[[Record], T]) -> Iterator[tuple[int, T]]:
         """Yield the number of each record (a line or a row, from 1) and what `parse` makes of it.
 
-        A ValueError of `parse` becomes a `UserError` that begins with the record's place. To yield none is an error.
+        A ValueError of `parse` becomes a `UserError` that begins with the record's place. To yield none is a
+        `NoExamplesError`.
         """
         self.read, self.left_out = 0, {}
         for number, record in self._read():
@@ -62,7 +67,7 @@ class Records(ABC):
             empty = next((name for name in cells if self._is_missing(cells[name])), None)
             if empty is not None:
                 value = cells[empty]
-                written = quoted(value.strip()) if isinstance(value, str) else "null"
+                written = (quoted(value.strip()) if value.strip() else "empty") if isinstance(value, str) else "null"
                 self._leave_out(f"whose {quoted(empty)} is {written}", number)
                 continue
             try:
@@ -73,19 +78,20 @@ class Records(ABC):
             yield number, result
         if not self.read:
             why = self.told_of_left_out() or "it is empty, or holds only a header"
-            raise UserError(f"{self.origin} has no examples: {why}")
+            raise NoExamplesError(f"{self.origin} has no examples: {why}")
 
     def told(self) -> str:
-        """Return in words what the latest iteration has read, and what it has left out and why."""
-        return "; ".join(filter(None, (f"{self.read:,} {self.entry}s", self.told_of_left_out(), self.remark)))
+        """Return in words what the latest iteration has kept, and what it has left out and why."""
+        return "; ".join(filter(None, (f"{self.read:,} {self.entry}s kept", self.told_of_left_out(), self.remark)))
 
     def told_of_left_out(self) -> str:
         """Return in words what the latest iteration has left out and why, with the first numbers; "" if nothing."""
-        kinds = [
-            f"{len(numbers):,} {kind} ({self.entry} {', '.join(map(str, numbers[:3]))}{', ...' * (len(numbers) > 3)})"
-            for kind, numbers in self.left_out.items()
-        ]
-        return f"left out are {', '.join(kinds)}" if kinds else ""
+        kinds = list[str]()
+        for kind, numbers in self.left_out.items():
+            places = ", ".join([*map(str, numbers[:3]), *["..."] * (len(numbers) > 3)])
+            count = f"{len(numbers):,} " + "left out, " * (not kinds)
+            kinds.append(f"{count}{kind} ({self.entry}{'s' * (len(numbers) > 1)} {places})")
+        return ", ".join(kinds)
 
     def _is_missing(self, value: Any) -> bool:
         if self.missing is None:
@@ -150,7 +156,9 @@ class FileRecords(Records):
         """Whether the quotes of a table are its format's, and no part of the cells."""
         if self.quoting is not None or self._is_csv:
             return self.quoting is not False
-        shown = _shows_quoting(self.path)
+        check_file(self.path)
+        status = self.path.stat()
+        shown = _shows_quoting(self.path, status.st_size, status.st_mtime_ns)
         if shown is not None:
             kind = "those of a CSV writer" if shown else "part of the text"
             self.remark = f"its quotes are read as {kind} (quoting decides)"
@@ -329,11 +337,14 @@ def _quoted_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path}, line {number}: not CSV: {error}; {way_out}") from None
 
 
-def _shows_quoting(path: Path) -> bool | None:
+@lru_cache
+def _shows_quoting(path: Path, size: int, time: int) -> bool | None:
     """Return whether a file with tabs can only be what a CSV writer, such as pandas, makes of its cells.
 
     None: it has no quotes. Every quote is then a writer's (none stands alone inside a cell), and some cell cannot be
     meant as it stands: it holds a doubled quote, a tab or a line break, or all cells of the first row are in quotes.
+
+    All lines are read, so the answer is kept: by its size and time, a changed file is read again.
     """
     csv.field_size_limit(2**31 - 1)
     consumed: list[str] = []

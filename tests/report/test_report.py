@@ -120,7 +120,8 @@ def test_the_heads_losses_are_the_same_however_a_run_is_cut():
     """Exits read the mean of all losses since the last record, also where a checkpoint lies between them."""
 
     def heads() -> exits.Exits:
-        task = SimpleNamespace(loss_unit="example", logits_unit="example", loss=lambda out, batch: out.logits)
+        units = {"loss_unit": "example", "logits_unit": "example"}
+        task = SimpleNamespace(**units, multi_label=False, loss=lambda out, batch: out.logits)
         made = exits.Exits(SimpleNamespace(terms=["heads"], training="heads"), None, task)
         made.layers, made._weights = [1, 2], [1.0, 1.0]
         return made

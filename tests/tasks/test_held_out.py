@@ -275,8 +275,8 @@ def test_progress_names_the_part(build: Any, caplog: pytest.LogCaptureFixture) -
     caplog.set_level("INFO", logger="ds_trainer")
     task = build(held_out=0.1)
     task.examples("train"), task.examples("held_out")
-    assert "train.csv: 50 lines; 45 examples" in caplog.text
-    assert "50 lines; 5 examples" in caplog.text
+    assert "train.csv: 50 lines kept; 45 examples" in caplog.text
+    assert "50 lines kept; 5 examples" in caplog.text
 
 
 def test_asking_for_what_is_not_held_out_says_what_to_set(build: Any) -> None:

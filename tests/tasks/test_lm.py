@@ -114,7 +114,7 @@ def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptu
     assert {name: examples.notes[name] for name in counted} == counted
     tokens = int(examples.lengths.sum())
     assert (
-        f"text.txt: 6 lines; left out are 1 whose 'text' is '' (line 3); "
+        f"text.txt: 6 lines kept; 1 left out, whose 'text' is empty (line 3); "
         f"6 documents (0 split) give 3 examples of {tokens} tokens; 2 parts shorter than min_seq_length (6) "
         f"and 1 of unknown tokens (max_unknown 0.5) are dropped"
     ) in caplog.text
@@ -133,7 +133,7 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
 
 def test_a_split_that_is_empty_after_dropping_is_told(build: Any) -> None:
     """With the counts, and what to change; so is a file of blank lines."""
-    with pytest.raises(ValueError, match=r"text\.txt has no examples: left out are 1 whose 'text' is '' \(line 1\)"):
+    with pytest.raises(ValueError, match=r"text\.txt has no examples: 1 left out, whose 'text' is empty \(line 1\)"):
         build("bert", [" ", ""]).examples("train")
     with pytest.raises(ValueError, match=r"mlm train has no example: 5 documents .* 5 parts shorter than min_seq_len"):
         build("bert", min_seq_length=100).examples("train")

@@ -55,9 +55,27 @@ def test_what_each_file_gave_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     assert list(documents(spec_of(tmp_path, "?.*"), "train", told=told)) == ["one", "two", "NA"]
     assert told == [
-        f"{tmp_path}/a.txt: 2 lines; left out are 4 whose 'text' is '' (line 2, 3, 5, ...)",
-        f"{tmp_path}/b.jsonl: 1 lines; left out are 1 whose 'text' is null (line 1)",
+        f"{tmp_path}/a.txt: 2 lines kept; 4 left out, whose 'text' is empty (lines 2, 3, 5, ...)",
+        f"{tmp_path}/b.jsonl: 1 lines kept; 1 left out, whose 'text' is null (line 1)",
     ]
+
+
+def test_a_file_may_give_nothing_where_another_gives_a_text(tmp_path: Path) -> None:
+    """It is told, and no error; where all are such, one error names them all."""
+    write(tmp_path, "a.txt", "")
+    write(tmp_path, "b.txt", " \n")
+    write(tmp_path, "c.jsonl", '{"text": ""}\n')
+    spec = spec_of(tmp_path, "?.*")
+    with pytest.raises(ValueError, match=r"a\.txt has no examples: it is empty.*\n.*b\.txt has.*\n.*c\.jsonl has"):
+        read(spec)
+    assert "c.jsonl has no examples" in "".join(check_data_files(spec_of(tmp_path, "c.*")))
+    write(tmp_path, "d.txt", "text\n")
+    told: list[str] = []
+    assert check_data_files(spec) == []
+    assert list(documents(spec, "train", told=told)) == ["text"]
+    given = {"a.txt": 0, "b.txt": 0, "c.jsonl": 0, "d.txt": 1}
+    expected = [f"{tmp_path}/{name}: {count} lines kept" for name, count in given.items()]
+    assert [line.partition("; ")[0] for line in told] == expected
 
 
 def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:

@@ -189,10 +189,12 @@ def test_a_label_that_is_never_given_is_told(task: Any) -> None:
     joyless = torch.tensor([-1.0, 1.0, 1.0])  # joy, anger, fear
     every = evaluate(lambda batch: SimpleNamespace(logits=joyless.repeat(len(batch.ids), 1)), task, 4)
     assert "gives the same answer, anger|fear, to every example" in every.warnings[0]
+    none = evaluate(lambda batch: SimpleNamespace(logits=-torch.ones(len(batch.ids), 3)), task, 4)
+    assert "gives the same answer, no label, to every example" in none.warnings[0]
     some = evaluate(lambda b: SimpleNamespace(logits=joyless * (2.0 * (b.ids[:, None] > 0) - 1)), task, 4)
     assert some.warnings == []
     only = evaluate(lambda b: SimpleNamespace(logits=joyless - 2.0 * (b.ids[:, None] > 2)), task, 4)
-    assert "these classes, which some of them have: joy (2 examples)." in only.warnings[0]
+    assert "never answers these classes, though validation has them: joy (2 times)." in only.warnings[0]
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])

@@ -16,6 +16,8 @@ from support.official_files import OFFICIAL
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.files import reading
+from ds_trainer.tasks import records
+from ds_trainer.tasks.records import FileRecords
 from ds_trainer.tasks.registry import check_data_files
 from ds_trainer.tasks.text.glue import GLUE, is_regression
 from ds_trainer.tasks.text.text_data import TextRow, fingerprint, read_split
@@ -182,11 +184,16 @@ BROKEN = {
     "nothing but gaps": (
         "a.jsonl",
         b'{"text": null, "label": 1}\n{"text": " ", "label": 1}\n{"text": "a", "label": NaN}\n',
-        r"a\.jsonl has no examples: left out are 1 whose 'text' is null \(line 1\), 1 whose 'text' is '' \(line 2\)",
+        r"a\.jsonl has no examples: 1 left out, whose 'text' is null \(line 1\), 1 whose 'text' is empty \(line 2\)",
     ),
     "few fields": ("a.tsv", b"text\tlabel\na\t1\nb\n", r"a\.tsv, line 3: 1 fields where 2 are expected"),
     "many fields": ("a.csv", b"text,label\na,1\na, b,1\n", r"a\.csv, line 3: 3 fields where 2 are expected"),
     "open quote": ("a.csv", b'text,label\n"a,1\nb,1\n', r"a\.csv, line 2: not CSV"),
+    "no list": (
+        "a.csv",
+        b"text,label\na,['x\na,['x]\n",
+        r"a\.csv, line 3: 'label' is .*; where it is the name of a class, set multi_label to false",
+    ),
     "not parquet": ("a.parquet", b"PAR1 no", r"a\.parquet is not a readable parquet file"),
     "ending": ("a.txt", b"text\n", r"a\.txt: the ending '\.txt' is unknown: use \.csv"),
 }
@@ -242,19 +249,22 @@ def test_what_pandas_writes_is_read_by_one_rule(file: str, options: dict[str, An
     split = read_split(text_spec(tmp_path, file), "train")
     assert [(row.texts, row.label) for row in split.rows] == RULE
     assert sum(map(len, split.records.left_out.values())) == 4
-    assert split.records.told().startswith(f"4 {split.records.entry}s; left out are ")
+    assert split.records.told().startswith(f"4 {split.records.entry}s kept; ")
 
 
-def test_what_is_left_out_is_told_with_its_first_lines(tmp_path: Path) -> None:
+def test_what_is_left_out_is_told_with_its_first_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By column and by what stands there; the words that mean a gap are a setting, and no row is lost without them."""
     gaps = "".join(f"t,{label}\n" for label in ["NA", "", "nan", "NA", "NA", "NA"])
     (tmp_path / "a.csv").write_text("text,label\nt,1\n" + gaps, encoding="utf-8")
     spec = text_spec(tmp_path, "a.csv")
-    told = "1 lines; left out are 4 whose 'label' is 'NA' (line 3, 6, 7, ...), 1 whose 'label' is '' (line 4), 1 whose"
+    told = "1 lines kept; 4 left out, whose 'label' is 'NA' (lines 3, 6, 7, ...), 1 whose 'label' is empty (line 4), 1"
     assert read_split(spec, "train").records.told().startswith(told)
     named = text_spec(tmp_path, "a.csv", missing=["1"])
     assert [row.label for row in read_split(named, "train").rows] == ["NA", "nan", "NA", "NA", "NA"]
     assert len({fingerprint(each, "train") for each in (spec, named)}) == 2
+    with monkeypatch.context() as patch:  # a field that does not count reads no row again
+        patch.setattr(FileRecords, "parsed", None)
+        fingerprint(text_spec(tmp_path, "a.csv", max_seq_length=7), "train")
     (tmp_path / "a.csv").write_text("text,label\nt,1\n", encoding="utf-8")
     assert fingerprint(spec, "train") == reading.content_hash(tmp_path / "a.csv").hex()  # as in earlier versions
 
@@ -285,6 +295,19 @@ def test_quotes_of_a_tsv_file_are_a_writers_where_it_shows(case: str, tmp_path: 
         assert "quotes" not in forced.records.told()
         (tmp_path / "a.csv").write_text('text,label\n"Great.",1\n', encoding="utf-8")
         assert read_split(text_spec(tmp_path, "a.csv", quoting=False), "train").rows[0].texts == ('"Great."',)
+
+
+def test_quotes_are_looked_for_once_in_a_file(tmp_path: Path) -> None:
+    """However often it is read, also by another spec; a changed file is looked through again."""
+    before = records._shows_quoting.cache_info().misses
+    for scans, rows in ((1, '"a"\t1\n'), (2, '"a ""b"""\t1\n')):
+        (tmp_path / "a.tsv").write_text("text\tlabel\n" + rows, encoding="utf-8")
+        for length in (7, 8):
+            spec = text_spec(tmp_path, "a.tsv", max_seq_length=length)
+            assert check_data_files(spec) == []
+            assert fingerprint(spec, "train").endswith("quoting") == (scans == 2)
+            assert read_split(spec, "train").rows[0].texts == (('"a"', 'a "b"')[scans - 1],)
+        assert records._shows_quoting.cache_info().misses == before + scans
 
 
 @pytest.mark.parametrize("value", ["Infinity", "true", '"high"'])

@@ -25,6 +25,7 @@ from transformers import (
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.loop import micro_batches
+from ds_trainer.models.classifiers import label_order
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
@@ -421,7 +422,7 @@ def test_what_was_read_is_said_once_for_each_split(
     (tmp_path / "train.tsv").write_text("text\tlabel\n" + rows, encoding="utf-8")
     (tmp_path / "dev.jsonl").write_text('{"text": "no", "label": 2}\n{"text": null, "label": 1}\n', encoding="utf-8")
     spec = spec.model_copy(update={"train_file": "train.tsv", "validation_file": "dev.jsonl"})
-    left_out = "left out are 1 whose 'text' is '' (line 3), 1 whose 'label' is 'nan' (line 4)"
+    left_out = "1 left out, whose 'text' is empty (line 3), 1 whose 'label' is 'nan' (line 4)"
     for _ in range(2):  # jobs
         distributed.info_once.cache_clear()
         caplog.clear()
@@ -431,9 +432,9 @@ def test_what_was_read_is_said_once_for_each_split(
             assert task.label_names == ("1", "2")
         said = [line for line in caplog.messages if line.startswith("text ")]
         assert len(said) == 2
-        assert said[0].startswith(f"text train: {tmp_path}/train.tsv: 2 lines; {left_out}; its quotes are read as")
+        assert said[0].startswith(f"text train: {tmp_path}/train.tsv: 2 lines kept; {left_out}; its quotes are read as")
         assert said[1].startswith(
-            f"text validation: {tmp_path}/dev.jsonl: 1 lines; left out are 1 whose 'text' is null (line 2); 1 example"
+            f"text validation: {tmp_path}/dev.jsonl: 1 lines kept; 1 left out, whose 'text' is null (line 2); 1 example"
         )
 
 
@@ -508,7 +509,7 @@ def test_a_class_that_is_never_answered_is_told(encoder: Path, tmp_path: Path) -
         return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
 
     [warning] = evaluate(answering(0, 0, 0, 0, 1, 0), task, 4).warnings
-    assert "gives none of the examples of validation these classes, which some of them have: c (2 examples)." in warning
+    assert "never answers these classes, though validation has them: c (2 times)." in warning
     assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
 
 
@@ -597,3 +598,8 @@ def test_sst2_is_tokenised_as_published(tmp_path: Path) -> None:
     first = task.collate(examples, [0])
     assert task.tokenizer.decode(first.inputs["input_ids"][0]) == "[CLS] when are bears bears and [SEP]"
     assert first.labels.tolist() == [1]
+
+
+def test_classes_that_an_older_version_called_1_0_keep_their_outputs() -> None:
+    """It sorted the numbers of a table that pandas had written as text: 1.0, 10.0, 2.0."""
+    assert label_order(("1", "2", "10"), ("1.0", "10.0", "2.0")) == ("1", "10", "2")

@@ -16,6 +16,7 @@ from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
 from transformers import BertConfig, BertForTokenClassification, BertModel
 
 from ds_trainer.config.recipe import parse_task
+from ds_trainer.files.reading import content_hash
 from ds_trainer.models import classifiers
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.evaluation import evaluate
@@ -71,6 +72,18 @@ READINGS = {
     "comments": ("# id 1 de\na _ _ B-x\nb _ _ O\n\n#\n# id 2 de\nc _ _ O\n", [*ONE, (["c"], ["O"])]),
     "comments between tabs": ("#x\na\tB-x\n# y z\nb\tO\n", ONE),
     "hashes that are words": ("#a B-x\n# O\n#b O\n", [(["#a", "#", "#b"], ["B-x", "O", "O"])]),
+    "comments before the first row": (
+        "# id 1\tdomain=en\n# a _ _\na _ _ B-x\nb _ _ O\n\n# id 2\tx=y\nc _ _ O\n",
+        [*ONE, (["c"], ["O"])],
+    ),
+    "documents": (
+        "#begin document (bc/x); part 000\na B-x\nb O\n#end document\n\n#begin document\nc O\n",
+        [*ONE, (["c"], ["O"])],
+    ),
+    "hashes before the first row": (
+        "#a\tO\na\tB-x\n\n#b\tO\n# c\tO\n\n#d e\n#e\tx\ty\na\tO\n",
+        [(["#a", "a"], ["O", "B-x"]), (["#b", "# c"], ["O", "O"]), (["a"], ["O"])],
+    ),
     "odd words": (
         '"\tO\n\u200b\tO\n\xa0\tO\n#a\tB-x\nNew York\tO\n',
         [(['"', "\u200b", "\xa0", "#a", "New York"], [*"OOO", "B-x", "O"])],
@@ -127,7 +140,14 @@ def test_the_columns_of_a_conll_file_can_be_named(tmp_path: Path) -> None:
     universal = spec_of(tmp_path, UNIVERSAL, word_column=1, tag_column=2)
     assert read(universal) == [(["we", "are", "to"], ["PRON", "AUX", "PART"]), (["go"], ["VERB"])]
     told = token_data.read_split(universal, "train").records.told_of_left_out()
-    assert told == "left out are 1 as comments (line 1), 2 as no single word (line 2, 5)"
+    assert told == "1 left out, as comments (line 1), 2 as no single word (lines 2, 5)"
+
+
+def test_the_quotes_of_a_conll_file_are_words(tmp_path: Path) -> None:
+    """Also where its ending is .tsv, and they would show the quoting of a table: its fingerprint is its content's."""
+    spec = spec_of(tmp_path, 'a\tO\n"\tO\n\nb\tB-x\n"\tO\n', "a.tsv")
+    assert read(spec) == [(["a", '"'], ["O", "O"]), (["b", '"'], ["B-x", "O"])]
+    assert token_data.fingerprint(spec, "train") == content_hash(tmp_path / "a.tsv").hex()
 
 
 WORDS = [f"word{index}" for index in range(50)]
@@ -335,7 +355,7 @@ def test_tags_of_no_entities_have_an_accuracy_alone(build: Any, caplog: pytest.L
         build(f"# a comment\nthe\t{tag}\nrain\tO\n").examples("train")
         [line] = [line for line in caplog.messages if line.startswith("ner train: ")]
         assert "a.conll: 2 words of 1 sentences in 1 windows, " in line
-        assert f"left out are 1 as comments (line 1); its tags, such as '{tag}', name no entities" in line
+        assert f"1 left out, as comments (line 1); its tags, such as '{tag}', name no entities" in line
     build().examples("train")
     assert "name no entities" not in caplog.messages[-1]
     task = build("the\tDET\nrain\tNOUN\n")

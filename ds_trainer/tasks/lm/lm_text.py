@@ -18,7 +18,7 @@ from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import records
-from ds_trainer.tasks.records import FileRecords, HubRecords, Records
+from ds_trainer.tasks.records import FileRecords, HubRecords, NoExamplesError, Records
 
 SPLITS = ("train", "validation")
 Message = dict[str, Any]
@@ -54,13 +54,18 @@ def documents(spec: LmSpec, split: str, read: Read = as_text, told: list[str] | 
     """Yield the texts of a split, except blank ones, or with messages_column what `read` makes of its conversations.
 
     An error in a file is raised when its line is reached. What a file gave and what was left out is added to `told` at
-    its end.
+    its end. A file may give nothing, but not all of them.
     """
     sources = _sources(spec, split)
+    nothing = list[UserError]()
     for source in sources:
-        yield from _parsed(spec, source, read)
+        try:
+            yield from _parsed(spec, source, read)
+        except NoExamplesError as error:
+            nothing.append(error)
         if told is not None:
             told.append(source.told() if len(sources) == 1 else f"{source.origin}: {source.told()}")
+    _check_some(nothing, sources)
 
 
 def origin(spec: LmSpec, split: str) -> str:
@@ -109,15 +114,26 @@ def files(spec: LmSpec, split: str) -> list[Path]:
         if path.suffix.lower() not in endings:
             known = "messages_column is read from .jsonl" if spec.messages_column else "use .txt or .jsonl"
             raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: {known}")
-        if not path.stat().st_size:
-            raise UserError(f"{path} is empty")
+    _check_some([UserError(f"{path} is empty") for path in paths if not path.stat().st_size], paths)
     return paths
 
 
 def _check_split(spec: LmSpec, split: str) -> None:
-    for path in files(spec, split):
+    paths = files(spec, split)
+    nothing = list[UserError]()
+    for path in paths:
         if path.suffix.lower() == ".jsonl":
-            next(_parsed(spec, FileRecords(path, [spec.column], missing=()), as_text))
+            try:
+                next(_parsed(spec, FileRecords(path, [spec.column], missing=()), as_text))
+            except NoExamplesError as error:
+                nothing.append(error)
+    _check_some(nothing, paths)
+
+
+def _check_some(nothing: Sequence[UserError], sources: Sequence[Any]) -> None:
+    """Raise the errors of the sources that give nothing as one, if all are such."""
+    if len(nothing) == len(sources):
+        raise UserError("\n".join(map(str, nothing)))
 
 
 def _sources(spec: LmSpec, split: str) -> list[Records]:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TextSpec
@@ -19,6 +19,8 @@ from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, setting_mistakes
 
 _DOCSTRINGS = "docstrings of the installed packages"
+_LEFT_OUT = dict[tuple[str, str], str]()
+"""What is left out of a source, in words, by its settings and its fingerprint: to know it, all rows are read."""
 _WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]", re.DOTALL)
 
 
@@ -82,18 +84,17 @@ def fingerprint(spec: TextSpec, split: str) -> str:
     """Return a hash that changes whenever the rows may have changed, and is the same on every host."""
     if spec.name == "docstrings":
         return docstrings.fingerprint(split)
-    source = _records(spec, split).fingerprint()
+    records = _records(spec, split)
+    source = records.fingerprint()
+    if spec.name in GLUE:
+        return source
+    key = repr(records), source
+    if key not in _LEFT_OUT:
+        for _ in records.parsed(lambda record: None):
+            pass
+        _LEFT_OUT[key] = str(records.left_out or "")
     # earlier versions left no row out: their caches and checkpoints are good only where nothing is left out
-    return source if spec.name in GLUE else source + _left_out(spec.model_dump_json(), split, source)
-
-
-@lru_cache
-def _left_out(spec: str, split: str, fingerprint: str) -> str:
-    """Return what is left out of a split, "" if nothing; `fingerprint` lets a changed source be read again."""
-    records = _records(TextSpec.model_validate_json(spec), split)
-    for _ in records.parsed(lambda record: None):
-        pass
-    return str(records.left_out or "")
+    return source + _LEFT_OUT[key]
 
 
 def _records(spec: TextSpec, split: str) -> Records:
@@ -150,7 +151,10 @@ def _list_in(column: str, cell: Any) -> list[Any] | None:
         for text in (cell, cell.replace("'", '"')):
             with contextlib.suppress(ValueError):
                 return list(json.loads(text))
-        raise ValueError(f'{quoted(column)} is {quoted(cell)}, and a list of labels is written as in JSON: ["a", "b"]')
+        raise ValueError(
+            f'{quoted(column)} is {quoted(cell)}, and a list of labels is written as in JSON: ["a", "b"]; where it is '
+            f"the name of a class, set multi_label to false"
+        )
     return cell if isinstance(cell, list) else None
 
 

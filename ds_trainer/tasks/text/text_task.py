@@ -196,14 +196,14 @@ class TextTask(Task):
         if not self.regression:
             given = self._given(answers)
             constant = bool((given == given[0]).all() and (labels != labels[0]).any())
-            return self._names(given[0]) if constant else None
+            return (self._names(given[0]) or "no label") if constant else None
         values, spread = list(answers.values()), np.ptp(labels)
         return f"{values[0]:.3g}" if spread and max(values) - min(values) <= 0.01 * spread else None
 
     def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
         if self.regression:
             return {}
-        gold, given = self._labelled(split).sum(0).tolist(), self._given(answers).max(0).tolist()
+        gold, given = self._counted(split).tolist(), self._given(answers).max(0).tolist()
         counted = zip(self._task_labels, gold, given, strict=True)
         return {name: count for name, count, is_given in counted if count and not is_given}
 
@@ -247,7 +247,7 @@ class TextTask(Task):
 
     def class_counts(self, split: str) -> str:
         """Return in words how many examples of a split have each class, in the order of `class_weights`."""
-        counts = zip(self._task_labels, self._labelled(split).sum(0).tolist(), strict=True)
+        counts = zip(self._task_labels, self._counted(split).tolist(), strict=True)
         told = ", ".join(f"{count:,} {name}" for name, count in counts)
         if "f1" not in self._metrics:
             return told
@@ -288,11 +288,15 @@ class TextTask(Task):
             return None
         weights = np.array(self.spec.class_weights)
         if self.spec.class_weights == "balanced":
-            labelled = self._labelled("train")
-            counts = np.maximum(labelled.sum(0), 1)
-            without = np.maximum(len(labelled) - counts, 1)
-            weights = without / counts if self.multi_label else len(labelled) / (len(counts) * counts)
+            counts, total = np.maximum(self._counted("train"), 1), len(self.examples("train"))
+            without = np.maximum(total - counts, 1)
+            weights = without / counts if self.multi_label else total / (len(counts) * counts)
         return torch.tensor(weights[self._task_class], dtype=torch.float32)
+
+    def _counted(self, split: str) -> Array:
+        """Return how many examples of a split have each class, (classes,) in the task's order."""
+        labels = self.examples(split).fields["labels"]
+        return (labels > 0).sum(0) if self.multi_label else np.bincount(labels, minlength=len(self._task_labels))
 
     def _labelled(self, split: str) -> Array:
         """Return which classes the examples of a split have, (n, classes) bool in the task's order."""
@@ -358,14 +362,20 @@ class TextTask(Task):
         if self.regression:
             return np.array([row.label for row in source.rows], dtype=np.float32)
         index = {name: number for number, name in enumerate(self._task_labels)}
-        one_hot = np.zeros((len(source.rows), len(index)), dtype=np.float32)
-        for number, row in enumerate(source.rows):
-            for label in _labels_of(row, self.multi_label, source):
+        classes: list[list[int]] = []
+        for row in source.rows:
+            labels = _labels_of(row, self.multi_label, source)
+            for label in labels:
                 if label not in index:
                     allowed = ", ".join(map(repr, self._task_labels))
                     raise UserError(f"{source.place(row)}: unknown label {label!r}: allowed are {allowed}")
-                one_hot[number, index[label]] = 1
-        return one_hot if self.multi_label else one_hot.argmax(1)
+            classes.append([index[label] for label in labels])
+        if not self.multi_label:
+            return np.array(classes, dtype=np.int64)[:, 0]
+        one_hot = np.zeros((len(classes), len(index)), dtype=np.float32)
+        for number, given in enumerate(classes):
+            one_hot[number, given] = 1
+        return one_hot
 
     def _encoded(self, rows: Sequence[TextRow]) -> Iterator[Chunk]:
         shown = progress(rows, "tokenising", "row")

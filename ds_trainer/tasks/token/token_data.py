@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import kind_of, listed, quoted
+from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, lines, mistakes_of
 
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
+_DOCUMENT_ENDS = ("#begin document", "#end document")
+"""How the lines begin by which CoNLL-2011 and CoNLL-2012 begin and end a document."""
 _SEVERAL = re.compile(r"[0-9]+[-.][0-9]+")
 """The number by which CoNLL-U marks a line that is no single word."""
 _FEW_TAGS = 20
@@ -44,35 +47,38 @@ class TokenSplit:
 class ConllRecords(FileRecords):
     """The sentences of a CoNLL file: a line for each word, and blank lines between sentences.
 
-    A line with a tab is cut at its tabs, any other at its spaces. All lines have as many fields as the first one. A
-    comment begins with # and has no tab. Where the first field is no word, it is CoNLL-U's number of one, and lines
-    that it numbers as several words (1-2), or as one that was left unsaid (1.1), are left out.
+    A line with a tab is cut at its tabs, any other at its spaces. All lines have as many fields as the first one that
+    does not begin with #: lines that do may be comments, or words. Where the first field is no word, it is CoNLL-U's
+    number of one, and lines that it numbers as several words (1-2), or as one that was left unsaid (1.1), are left out.
     """
 
     word_column: int = 0
     tag_column: int = -1
 
+    def fingerprint(self) -> str:
+        return content_hash(self.path).hex()  # its quotes are words, whatever the file's ending
+
     def _read(self) -> Iterator[tuple[int, Record]]:
+        first, line = self._first_row()
+        tabs, expected = "\t" in line, max(2, len(_fields(line)))
+        if first:
+            self._check_numbers(self.place(first), expected)
         rows = list[tuple[str, str]]()
-        start = expected = 0
-        tabs = False
+        start = 0
         for number, line in enumerate(chain(map(str.rstrip, lines(self.path)), [""]), 1):
-            fields = [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
+            fields = _fields(line)
             if not line or fields[0] == _DOCUMENT:
                 if rows:
                     yield start, dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
                 rows = []
                 continue
-            if line.startswith("#") and "\t" not in line:
-                # between spaces, #word and a # inside a sentence are words, if a line of words looks like that
-                fits = not tabs and len(fields) == (expected or max(2, len(fields)))
-                if not fits or (fields[0] == "#" and not rows):
+            if line.startswith("#"):
+                # #word and a # inside a sentence are words, if a line of words looks like that
+                unlike = "\t" not in line and (tabs or len(fields) != expected)
+                above = not rows and (len(fields) != expected or line.partition("\t")[0].rstrip().startswith("# "))
+                if unlike or above or line.startswith(_DOCUMENT_ENDS):
                     self._leave_out("as comments", number)
                     continue
-            tabs |= "\t" in line
-            if not expected:
-                expected = max(2, len(fields))
-                self._check_numbers(self.place(number), expected)
             if len(fields) != expected:
                 raise UserError(
                     f"{self.place(number)}: {len(fields)} fields where {expected} are expected ({quoted(line)}): write "
@@ -83,6 +89,13 @@ class ConllRecords(FileRecords):
                 continue
             start = start if rows else number
             rows.append((fields[self.word_column], fields[self.tag_column]))
+
+    def _first_row(self) -> tuple[int, str]:
+        """Return the first line that is certainly no comment, and its number; where all begin with #, the first."""
+        numbered = enumerate(map(str.rstrip, lines(self.path)), 1)
+        rows = ((number, line) for number, line in numbered if line and not line.startswith(_DOCUMENT))
+        first = next(rows, (0, ""))
+        return next((row for row in chain([first], rows) if not row[1].startswith("#")), first)
 
     def _check_numbers(self, place: str, count: int) -> None:
         numbers = {"word_column": self.word_column, "tag_column": self.tag_column}
@@ -109,6 +122,10 @@ class ConllRecords(FileRecords):
                 f"occur once, such as {listed(list(tags)[:3])}, and word_column ({self.word_column}) {len(words):,} "
                 f"different words, such as {listed(words[:3])}: {way_out}"
             )
+
+
+def _fields(line: str) -> list[str]:
+    return [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
 
 
 def check_data_files(spec: TokenSpec, splits: Sequence[str] | None = None) -> list[str]:
