@@ -7,11 +7,13 @@ not theirs. Only more steps of the last phase are trained, from its newest check
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.engine.checkpoint import Checkpoints
+from ds_trainer.engine.keys import value_at
 from ds_trainer.files.messages import changes
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
@@ -19,11 +21,13 @@ from ds_trainer.phase import folder_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report.run_files import read_object
-from ds_trainer.starting_models import contents_of
+from ds_trainer.starting_models import hashes_of_sources
 from ds_trainer.tasks.registry import build_task
 
 FILE = "finished.json"
-_LENGTHS = {"max_steps": 0, "num_train_epochs": 0, "early_stopping_patience": math.inf}
+_RESULTS = "all_results.json"
+_PATIENCE = "early_stopping_patience"
+_LENGTHS = {"max_steps": 0, "num_train_epochs": 0, _PATIENCE: math.inf}
 """The fields that may grow, and what null stands for."""
 _RECORDS_AND_PACE = {
     *("name", "task", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
@@ -39,6 +43,8 @@ _PLACES = {
     *("engine_file.scheduler.params.total_num_steps", "engine_file.scheduler.params.warmup_num_steps"),
 }
 """What is not compared itself: of names the contents are, and the steps of the schedule follow the recipe's."""
+_WARMUP = "scheduler.params.warmup_num_steps"
+"""Compared as the user's engine file has it."""
 _CONTENTS, _DATA = "contents", "the data of "
 
 
@@ -48,16 +54,18 @@ def asked(job: TrainJob, phase: Phase, engine_file: Mapping[str, Any]) -> dict[s
     Its data is hashed with the tokenizer of its own model, and not at all once that is deleted.
     """
     model = folder_of(phase, job) / "model"
-    contents = distributed.on_main(lambda: contents_of(job.recipe, phase))
+    contents = distributed.on_main(lambda: hashes_of_sources(job.recipe, phase))
     if distributed.on_main((model / "config.json").is_file):
         task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
         contents |= {f"{_DATA}{split}": task.key(split) for split in ("train", *task.splits)}
     values = {
         "seed": job.recipe.seed,
-        "model": job.recipe.model.model_dump(),
-        "task": task_of(phase, job.recipe).model_dump(),
-        **phase.model_dump(exclude=_RECORDS_AND_PACE),
+        # without defaults: a field that a later version adds is no difference
+        "model": job.recipe.model.model_dump(exclude_defaults=True),
+        "task": task_of(phase, job.recipe).model_dump(exclude_defaults=True),
+        **phase.model_dump(exclude=_RECORDS_AND_PACE, exclude_defaults=True),
         "engine_file": {name: engine_file[name] for name in _OF_ENGINE_FILE if name in engine_file},
+        _WARMUP: value_at(job.engine_config, _WARMUP),
         _CONTENTS: contents,
     }
     as_json: dict[str, Any] = json.loads(json.dumps(redacted(values)))
@@ -66,7 +74,7 @@ def asked(job: TrainJob, phase: Phase, engine_file: Mapping[str, Any]) -> dict[s
 
 def write_asked(folder: RunFolder, phase: Phase, values: Mapping[str, Any]) -> None:
     """Keep what a phase that is finished was asked for."""
-    folder.write_json(FILE, _read(folder) | {phase.name: values})
+    folder.write_json(FILE, _read(folder.path / FILE) | {phase.name: values})
 
 
 def to_be_lengthened(job: TrainJob, finished: Mapping[str, Mapping[str, Any]]) -> Phase | None:
@@ -75,20 +83,24 @@ def to_be_lengthened(job: TrainJob, finished: Mapping[str, Mapping[str, Any]]) -
     Raises UserError where a finished phase was asked for something else. Runs of older versions, which did not keep
     what was asked, are not checked.
     """
-    before, mistakes, lengthened = _read(RunFolder(job.output)), [], None
+    before, results, mistakes, lengthened = _read(job.output / FILE), _read(job.output / _RESULTS), [], None
     for phase in job.recipe.phases:
         if phase.name not in finished or phase.name not in before:
             continue
         old, now = before[phase.name], finished[phase.name]
         different = _differences(old, now)
         is_longer = all(
-            name in _LENGTHS and (now[name] or _LENGTHS[name]) > (old[name] or math.inf) for name in different
+            name in _LENGTHS and (now.get(name) or _LENGTHS[name]) > (old.get(name) or math.inf) for name in different
         )
         if different and is_longer and phase is job.recipe.phases[-1]:
-            if Checkpoints(folder_of(phase, job)).all():
+            if not Checkpoints(folder_of(phase, job)).all():
+                different["checkpoint"] = "it has no checkpoint from which it could go on"
+            elif "stopped_early_at" in results[phase.name]["train"] and _PATIENCE not in different:
+                # the scores that ended it would end it again at once
+                different[_PATIENCE] = f"it ended early: raise {_PATIENCE}"
+            else:
                 lengthened = phase
                 continue
-            different["checkpoint"] = "it has no checkpoint from which it could go on"
         mistakes += [f"phase {phase.name} is finished, and {text}" for text in different.values()]
     if mistakes:
         way_out = (
@@ -107,11 +119,11 @@ def _differences(old: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
     fields = {path: text for path, text in different.items() if path not in hashed}
     for what in (path.removeprefix(f"{_CONTENTS}.") for path in hashed):
         follows = what.startswith(_DATA) and any(path.startswith("task.") for path in fields)
-        if not follows and what in old[_CONTENTS] and what in now[_CONTENTS]:  # a deleted model's data is not read
+        is_read = what in old[_CONTENTS] and what in now[_CONTENTS]  # unlike the data of a deleted model
+        if not follows and (is_read or not what.startswith(_DATA)):
             fields[what] = f"{what} is another, or has other contents"
     return fields
 
 
-def _read(folder: RunFolder) -> dict[str, Any]:
-    file = folder.path / FILE
+def _read(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}

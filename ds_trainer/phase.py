@@ -144,8 +144,11 @@ class PhasePlan(PhaseModel):
 
     def is_over(self, step: int, curve: Mapping[str, Sequence[float]]) -> bool:
         """Whether the phase has had all its steps, or its patience is at an end, by the scores of its evaluations."""
-        patience, best = self.phase.early_stopping_patience, self.checkpoints.best
-        return step >= self.length.total or bool(patience and best and best.waited(curve) >= patience)
+        patience, is_last = self.phase.early_stopping_patience, step >= self.length.total
+        if is_last or patience is None:
+            return is_last
+        best = self.checkpoints.best
+        return best is not None and best.waited(curve) >= patience
 
     def is_to_evaluate(self, step: int) -> bool:
         return self._due(self.phase.eval_steps, step) or step >= self.length.total

@@ -12,9 +12,9 @@ from typing import Any
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
-from ds_trainer.files.reading import content_hash
+from ds_trainer.files.reading import content_hash, folder_hash
 from ds_trainer.files.writing import write_json
-from ds_trainer.models.folders import create_folder, folder_hash, train_tokenizer
+from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import identity_of
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
@@ -132,7 +132,7 @@ class MadeModels(StartingModels):
         return str(self.folder / name)
 
 
-def contents_of(recipe: Recipe, phase: Phase) -> dict[str, str]:
+def hashes_of_sources(recipe: Recipe, phase: Phase) -> dict[str, str]:
     """Return a hash of each folder and file that a phase's model is made of and taught by, by its field.
 
     The name of an earlier phase, and one of the hub, stands for itself. One rank can call it alone.

@@ -26,7 +26,7 @@ ORDER = [
     "cli",
 ]
 """The packages from the bottom to the top, "" being the root. A package imports only those before it, and itself."""
-MOST_LINES = 19_800
+MOST_LINES = 19_850
 """The lines of code that `ds_trainer/` may have in all. An issue raises it only by what it adds."""
 
 

@@ -84,6 +84,29 @@ def test_patience_counts_the_evaluations_since_the_best():
         assert more.waited({"loss": [-score for score in curve]}) == waited
 
 
+@pytest.mark.parametrize(
+    ("patience", "curve", "ends"),
+    [
+        (2, [2.0, 3.0], False),
+        (2, [2.0, 3.0, 4.0], True),
+        (2, [4.0, 3.0, 2.0], False),
+        (None, [2.0, 3.0, 4.0], False),
+    ],
+)
+def test_a_phase_ends_where_less_is_better_and_its_patience_is_used_up(patience, curve, ends, monkeypatch):
+    """Perplexities that rise are worse. Without patience no metric is asked for at each step."""
+    fields = {"max_steps": 6, "eval_steps": 2, "save_steps": 2, "metric_for_best_model": "perplexity"}
+    recipe = parse_recipe(
+        {"task": {"name": "mlm", "dataset": "x"}, "phases": [fields | {"early_stopping_patience": patience}]}
+    )
+    if patience is None:
+        monkeypatch.setattr(phase.PhasePlan, "checkpoints", None)
+    spec, task = recipe.phases[0], SimpleNamespace(spec=recipe.task)
+    plan = phase.PhasePlan(spec, spec.techniques, task, "", PhaseLength(6, 0, 0), CONFIG, None, Path())
+    assert plan.is_over(4, {"perplexity": curve}) is ends
+    assert plan.is_over(6, {})
+
+
 @pytest.fixture
 def training_from(notes, monkeypatch):
     """Start the training of a phase that goes on from a checkpoint, with stubs for what takes a process group."""

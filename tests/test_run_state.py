@@ -11,7 +11,7 @@ from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.checkpoint import TRAINING_DATA, Checkpoints, check_fits
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.finished import to_be_lengthened, write_asked
+from ds_trainer.finished import asked, to_be_lengthened, write_asked
 from ds_trainer.ranks.failures import StoppedError, UserError
 from ds_trainer.run_state import checkpoint_to_go_back_to
 
@@ -48,11 +48,11 @@ def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):
     state = SimpleNamespace(identity={TRAINING_DATA: "c0ffee"}, phase={"task": task})
     with pytest.raises(UserError) as caught:
         check_fits(tmp_path, state, {TRAINING_DATA: "decaf"}, task | {"max_seq_length": 32})
-    assert "the training data differ: max_seq_length was 24 and is 32 now" in str(caught.value)
-    with pytest.raises(UserError, match="the training data differ: the files have other contents"):
+    assert "the training data differ: max_seq_length: 24 before, 32 now" in str(caught.value)
+    with pytest.raises(UserError, match=r"the files have other contents, .* or this version reads them otherwise"):
         check_fits(tmp_path, state, {TRAINING_DATA: "decaf"}, task)
     state.identity = {"the cut": {"keep": 0.5}}
-    with pytest.raises(UserError, match=r"the cut\.keep was 0\.5 and is 0\.4 now"):
+    with pytest.raises(UserError, match=r"the cut\.keep: 0\.5 before, 0\.4 now"):
         check_fits(tmp_path, state, {"the cut": {"keep": 0.4}})
 
 
@@ -71,14 +71,20 @@ ASKED |= {"contents": {"the data of train": "1", "model.name_or_path": "2"}}
             ["model.name_or_path is another"],
         ),
         ("last", {"contents": {"model.name_or_path": "2"}}, []),
-        ("last", {"techniques": {"prune": {"final_threshold": 0.5}}}, ["techniques.prune was null and is {"]),
-        ("last", {"max_steps": 4}, ["max_steps was 8 and is 4 now"]),
+        (
+            "last",
+            {"start_from": "/other", "contents": ASKED["contents"] | {"start_from": "4"}},
+            ["start_from is another"],
+        ),
+        ("last", {"contents": {"the data of train": "1"}}, ["model.name_or_path is another"]),
+        ("last", {"techniques": {"prune": {"final_threshold": 0.5}}}, ["techniques.prune: null before, {"]),
+        ("last", {"max_steps": 4}, ["max_steps: 8 before, 4 now"]),
         (
             "last",
             {"max_steps": 12},
-            ["max_steps was 8 and is 12 now", "it has no checkpoint from which it could go on"],
+            ["max_steps: 8 before, 12 now", "it has no checkpoint from which it could go on"],
         ),
-        ("first", {"max_steps": 12}, ["max_steps was 8 and is 12 now"]),
+        ("first", {"max_steps": 12}, ["max_steps: 8 before, 12 now"]),
     ],
 )
 def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, phase, change, mistakes):
@@ -89,6 +95,7 @@ def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, ph
     names = ["first", "last"]
     recipe = SimpleNamespace(phases=[SimpleNamespace(name=name) for name in names])
     job = SimpleNamespace(output=tmp_path, recipe=recipe)
+    RunFolder(tmp_path).write_json("all_results.json", {name: {"train": {}} for name in names})
     for name in names:
         write_asked(RunFolder(tmp_path), SimpleNamespace(name=name), ASKED)
     now = {name: ASKED | (change if name == phase else {}) for name in names}
@@ -106,6 +113,37 @@ def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, ph
     write_marker(tmp_path / "checkpoint-8", {}, {})
     if change == {"max_steps": 12} and phase == "last":
         assert to_be_lengthened(job, now) is recipe.phases[1]
+        RunFolder(tmp_path).write_json("all_results.json", {"last": {"train": {"stopped_early_at": 8}}})
+        with pytest.raises(UserError, match="last is finished, and it ended early: raise early_stopping_patience"):
+            to_be_lengthened(job, now)
+        for name in names:
+            write_asked(RunFolder(tmp_path), SimpleNamespace(name=name), ASKED | {"early_stopping_patience": 2})
+        more = now | {"first": ASKED | {"early_stopping_patience": 2}}
+        assert to_be_lengthened(job, more) is recipe.phases[1], "without patience it trains to the end"
+
+
+def test_what_is_kept_is_what_the_files_say(tiny_recipe, write_json, tmp_path):
+    """No field that has its default, which a later version may add; and the warm-up that the engine file itself has."""
+    words = ["--recipe", write_json("recipe.json", tiny_recipe), "--output_dir", str(tmp_path / "out")]
+    job = read_train_job(["--deepspeed_config", "ds_configs/zero0.json", *words])
+    phase = job.recipe.phases[0]
+
+    def of(steps: object) -> dict:
+        scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": steps}}
+        resolved = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9 if steps == "auto" else steps}}}
+        return asked(job.model_copy(update={"engine_config": {"scheduler": scheduler}}), phase, resolved)
+
+    values = of(2)
+    fields = type(phase).model_fields.keys() & values.keys()
+    assert fields - {"task"} <= tiny_recipe["phases"][0].keys()
+    assert values["task"].keys() <= tiny_recipe["task"].keys()
+    assert values["model"].keys() <= tiny_recipe["model"].keys()
+    write_asked(RunFolder(job.output), phase, values)
+    assert to_be_lengthened(job, {phase.name: values}) is None
+    with pytest.raises(UserError, match=r"scheduler\.params\.warmup_num_steps: 2 before, 500 now"):
+        to_be_lengthened(job, {phase.name: of(500)})
+    write_asked(RunFolder(job.output), phase, of("auto"))
+    assert to_be_lengthened(job, {phase.name: of("auto")}) is None
 
 
 class Interrupted(contextlib.nullcontext):

@@ -274,7 +274,11 @@ def _difference(name: str, before: Any, now: Any, state: CheckpointState, task: 
     saved_task = state.phase.get("task")
     if name == TRAINING_DATA:
         fields = "; ".join(text for _, text in changes(saved_task, task or {})) if saved_task else ""
-        return f"{name} differ: {fields or 'the files have other contents, or the model has another tokenizer'}"
+        others = (
+            "the files have other contents, or the model has another tokenizer, "
+            "or this version reads them otherwise (docs/tasks.md)"
+        )
+        return f"{name} differ: {fields or others}"
     if name == PARAMETER_GROUPS:  # each is a text with a hash of its parameters
         labels = dict.fromkeys(text.partition(" (")[0] for text in [*before, *now] if (text in before) != (text in now))
         return f"{name} differ in {', '.join(labels)}: the phase's groups or techniques, or its model, are others"

@@ -32,7 +32,7 @@ def changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for name in dict.fromkeys([*before, *now]):
             yield from changes(before.get(name), now.get(name), f"{path}.{name}".lstrip("."))
     elif before != now:
-        yield path, f"{path} was {shown(before)} and is {shown(now)} now"
+        yield path, f"{path}: {shown(before)} before, {shown(now)} now"
 
 
 def cut(text: str, most: int) -> str:

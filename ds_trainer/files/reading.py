@@ -1,4 +1,4 @@
-"""Read a file as a whole: only regular files, and none that is larger than memory allows."""
+"""Read a file as a whole: only regular files, and none that is larger than memory allows. Hash files and models."""
 
 import contextlib
 import hashlib
@@ -13,6 +13,8 @@ from ds_trainer.ranks.failures import UserError
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files in which a container sees its memory limit: of cgroup v2, and of v1."""
 _CGROUP_USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+_NOT_LOADED = (".*", "*.md", "*.onnx*", "export.json")
+"""What no model is loaded from, and commands add to a folder after its model was used."""
 
 
 def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
@@ -90,3 +92,15 @@ def content_hash(path: Path) -> bytes:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     return digest.digest()
+
+
+def folder_hash(folder: Path) -> str:
+    """Return a hash of the names and contents of all files that a model may be loaded from.
+
+    These are the files of its folder (config, weights in any form, tokenizer, ...) and the code in folders below it.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted({*folder.iterdir(), *folder.rglob("*.py")}):
+        if path.is_file() and not any(path.match(name) for name in _NOT_LOADED):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + content_hash(path))
+    return digest.hexdigest()

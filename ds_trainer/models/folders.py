@@ -1,6 +1,5 @@
-"""Model folders: write one, make one for a new model, train its tokenizer, hash it."""
+"""Model folders: write one, make one for a new model, train its tokenizer."""
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_trainer.files.reading import content_hash
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
-
-_NOT_LOADED = (".*", "*.md", "*.onnx*", "export.json")
-"""What no model is loaded from, and commands add to a folder after its model was used."""
 
 
 def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path], None] = lambda _: None) -> None:
@@ -38,18 +33,6 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path
             path.replace(folder / path.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def folder_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of all files that a model may be loaded from.
-
-    These are the files of its folder (config, weights in any form, tokenizer, ...) and the code in folders below it.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted({*folder.iterdir(), *folder.rglob("*.py")}):
-        if path.is_file() and not any(path.match(name) for name in _NOT_LOADED):
-            digest.update(f"{path.relative_to(folder)}\0".encode() + content_hash(path))
-    return digest.hexdigest()
 
 
 def create_folder(config: Mapping[str, Any], tokenizer: Any, folder: Path, seed: int) -> None:

@@ -21,9 +21,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import cached_file
 
 from ds_trainer.config.trust import trust_in_force
+from ds_trainer.files.reading import folder_hash
 from ds_trainer.models import model_folder
 from ds_trainer.models.compact import read_compact
-from ds_trainer.models.folders import folder_hash
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.shrunk_model import PREFIX, shrunk_class

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ds_trainer.config.jobs import TuneJob
-from ds_trainer.files.reading import content_hash
+from ds_trainer.files.reading import content_hash, folder_hash
 from ds_trainer.hosts.probe import source_hash
 from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.tasks.data import hash_of
@@ -71,12 +71,12 @@ class TrialRecord(Generic[T]):
 
 
 def contents_of(value: Any) -> Iterator[str]:
-    """Yield a hash of every file, and of every file of a model folder, whose path stands anywhere in a JSON value."""
+    """Yield a hash of every file and every model folder whose path stands anywhere in a JSON value."""
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from contents_of(inner)
     elif isinstance(value, str):
-        is_model = os.path.isfile(os.path.join(value, "config.json"))
-        for path in sorted(Path(value).iterdir()) if is_model else [value]:
-            if os.path.isfile(path):
-                yield content_hash(Path(path)).hex()
+        if os.path.isfile(os.path.join(value, "config.json")):
+            yield folder_hash(Path(value))
+        elif os.path.isfile(value):
+            yield content_hash(Path(value)).hex()

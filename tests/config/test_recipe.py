@@ -399,7 +399,7 @@ def test_what_gives_a_score_says_whether_more_of_it_is_better(task, metric, grea
     exits = {"techniques": {"exits": {}}, "loss": {"exits.heads": 1.0}} if metric.startswith("early_exit") else {}
     data = {"task": {"name": "docstrings"} | task, "phases": [BY_METRIC | exits | {"metric_for_best_model": metric}]}
     if greater is None:
-        with pytest.raises(UserError, match=f'whether more or less of "{metric}" is better is not known'):
+        with pytest.raises(UserError, match=f'is a higher or a lower "{metric}" better.* such as [a-z]\\w+$'):
             parse_recipe(data)
     else:
         recipe = parse_recipe(data)

@@ -53,7 +53,7 @@ def test_a_run_that_cannot_go_back_is_left_as_it_was(server, words, whole, tmp_p
     before = contents(folder)
     other = server.run(2, folder, *words, "--resume", str(oldest), "--seed", "7")
     assert other.codes() == [2, 2], other.text[-3000:]
-    assert "seed was 42 and is 7 now" in other.text
+    assert "seed: 42 before, 7 now" in other.text
     assert contents(folder) == before
     states(later[0]).write_bytes(b"x" + states(later[0]).read_bytes()[1:])
     before, status = contents(folder), status_of(folder)
@@ -73,8 +73,8 @@ def test_a_finished_run_does_what_is_asked_or_says_why_not(server, words, whole,
     sets = [word for path, value in changed.items() for word in ("--set", f"{path}={value}")]
     other = server.run(2, folder, *words, "--resume", *sets)
     assert other.codes() == [2, 2], other.text[-3000:]
-    assert "phase finetune is finished, and learning_rate was 0.004 and is 0.1 now" in other.text
-    assert "phase prune is finished, and techniques.prune.final_threshold was " in other.text
+    assert "phase finetune is finished, and learning_rate: 0.004 before, 0.1 now" in other.text
+    assert "phase prune is finished, and techniques.prune.final_threshold: " in other.text
     assert (contents(folder), status_of(folder)) == (before, status)
     newest = step_of(Checkpoints(folder).all()[-1])
     longer = (*words, "--set", f"phases.prune.max_steps={STEPS + 4}")

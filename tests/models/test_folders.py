@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertModel, CTRLTokenizer
 
-from ds_trainer.models.folders import folder_hash, save_folder, train_tokenizer
+from ds_trainer.files.reading import folder_hash
+from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.pretrained import tokenizer_state
 
 TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]

@@ -105,7 +105,7 @@ def test_less_wins_where_less_is_better(monkeypatch, job):
     tuned, _ = run(monkeypatch, made, lambda values, _: [0.4 if values else 0.5])
     assert dict(tuned.winner.candidate.settings) == {RATE: 1e-3}
     assert [row["early_exit/agreement"] for row in table(tuned, made.metric)] == ["0.4000", "0.5000"]
-    with pytest.raises(UserError, match='whether more or less of "early_exit/seconds" is better is not known'):
+    with pytest.raises(UserError, match=r'is a higher or a lower "early_exit/seconds" better.* such as accuracy'):
         job({RATE: [1e-3]}, "--metric", "early_exit/seconds")  # no phase has exits
 
 
@@ -215,7 +215,7 @@ def test_a_second_call_goes_on(monkeypatch, job):
 
 @pytest.mark.parametrize("varied", [False, True])
 def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(monkeypatch, job, tmp_path, varied):
-    """Whether the recipe names the folder, or only a value that is tried."""
+    """Whether the recipe names the folder, or only a value that is tried; its code counts, a card or an export not."""
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "config.json").write_text('{"model_type": "bert"}')
     save_file({"w": np.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
@@ -227,6 +227,11 @@ def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(monkeypatc
     )
     for weight, calls in ((0, 2), (0, 0), (1, 1 if varied else 2)):
         save_file({"w": np.full(1, weight)}, tmp_path / "teacher" / "model.safetensors")
+        shutil.rmtree(made.output / "trials", ignore_errors=True)
+        assert len(run(monkeypatch, made, lambda *_: [0.5])[1]) == calls
+    (tmp_path / "teacher" / "code").mkdir()
+    for name, calls in (("README.md", 0), ("model.onnx", 0), ("code/layers.py", 1 if varied else 2)):
+        (tmp_path / "teacher" / name).write_text("added")
         shutil.rmtree(made.output / "trials", ignore_errors=True)
         assert len(run(monkeypatch, made, lambda *_: [0.5])[1]) == calls
 
