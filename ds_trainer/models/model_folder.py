@@ -96,7 +96,8 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
         fault = "is a file" if os.path.isfile(folder) else f"does not exist{nearest_folder(str(folder))}"
         raise UserError(f"the model folder {folder} {fault}")
     if not os.path.lexists(folder / "config.json"):
-        raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model")
+        inside = f"; {folder / 'model'} is one" if (folder / "model" / "config.json").is_file() else ""
+        raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model{inside}")
     for path in sorted(folder.glob("*.json")):
         check_file(path, max_bytes=_MOST_BYTES)
     config = read_value(folder / "config.json")

@@ -60,7 +60,7 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         missing = distributed.on_main(partial(task.never_answered, split, evaluation.answers[split]))
         if constant is None and missing:
             classes = ", ".join(f"{name} ({count:,} times)" for name, count in missing.items())
-            weights = '"class_weights": "balanced", or ' if hasattr(task.spec, "class_weights") else ""
+            weights = '"class_weights": "balanced", or ' if getattr(task.spec, "class_weights", "none") is None else ""
             evaluation.warnings.append(
                 f"the model never answers these classes, though {split} has them: {cut(classes, 500)}. "
                 f"For rare classes try {weights}longer training"

@@ -120,7 +120,10 @@ class Records(ABC):
     def _check_columns(self, place: str, present: Sequence[str]) -> None:
         missing = [name for name in self.columns if name not in present]
         if missing:
-            raise UserError(f"{place}: no column {listed(missing)}; the columns are: {listed(present) or 'none'}")
+            apart = "; cells must be apart by commas or, in .tsv, by tabs" if len(present) == 1 else ""
+            raise UserError(
+                f"{place}: no column {listed(missing)}; the columns are: {listed(present) or 'none'}{apart}"
+            )
         repeated = [name for name in self.columns if present.count(name) > 1]
         if repeated:
             raise UserError(f"{place}: more than one column {listed(repeated)}: rename or remove all but one")

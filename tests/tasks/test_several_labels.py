@@ -68,7 +68,7 @@ def test_lists_are_read_as_several_labels_and_the_log_says_so(
     task = build_task(spec_of(tmp_path), model, tmp_path / "cache")
     assert task.label_names == ("joy", "anger", "fear")
     assert (task.examples("train").fields["labels"] == GOLD).all()
-    assert "an example has any number of labels; given are those with a probability above 0.5" in caplog.text
+    assert "any number of labels, and those with a probability above 0.5 are given" in caplog.text
     assert "classes: 2 anger, 3 fear, 2 joy" in caplog.text
     cells = (repr(LABELS[0]), json.dumps(LABELS[1]), "[]", *map(repr, LABELS[3:]))
     rows = ['"' + cell.replace('"', '""') + '"' for cell in cells]
@@ -87,6 +87,8 @@ def test_lists_are_read_as_several_labels_and_the_log_says_so(
         (["fear", *LABELS[1:]], {}, "line 2: the label is a list, and the first one is not"),
         (["joy", *LABELS[1:]], {"multi_label": True}, "line 1: the label is 'joy', where a list is expected"),
         (LABELS, {"multi_label": False}, "line 1: 'labels' has a list"),
+        (["{'fear', 'anger'}", *LABELS[1:]], {}, "line 1: .*a list of labels is written as in JSON"),
+        (['{"fear": 1}', *LABELS[1:]], {}, "line 1: .*a list of labels is written as in JSON"),
         (["['fear' 'anger']", *LABELS[1:]], {}, r"line 1: .*a list of labels is written as in JSON: \[\"a\", \"b\"\]"),
         (LABELS, {"metrics": ["f1"]}, "'f1' does not suit text: use micro_f1, macro_f1"),
         (LABELS, {"positive_class": "joy"}, "positive_class goes with one class for each example"),

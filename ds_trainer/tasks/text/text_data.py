@@ -21,7 +21,8 @@ from ds_trainer.tasks.text.glue import GLUE, evaluation_splits, is_regression, s
 _DOCSTRINGS = "docstrings of the installed packages"
 _LEFT_OUT = dict[tuple[str, str], str]()
 """What is left out of a source, in words, by its settings and its fingerprint: to know it, all rows are read."""
-_WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]", re.DOTALL)
+_WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]|[({]\s*['\"].*[)}]", re.DOTALL)
+"""A list of labels in a cell of a table; also a tuple, a set or an object, which are refused."""
 
 
 class TextRow(NamedTuple):
@@ -150,7 +151,9 @@ def _list_in(column: str, cell: Any) -> list[Any] | None:
     if isinstance(cell, str) and _WRITTEN_LIST.fullmatch(cell.strip()):
         for text in (cell, cell.replace("'", '"')):
             with contextlib.suppress(ValueError):
-                return list(json.loads(text))
+                written = json.loads(text)
+                if isinstance(written, list):
+                    return written
         raise ValueError(
             f'{quoted(column)} is {quoted(cell)}, and a list of labels is written as in JSON: ["a", "b"]; where it is '
             f"the name of a class, set multi_label to false"

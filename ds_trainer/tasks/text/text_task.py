@@ -92,8 +92,8 @@ class TextTask(Task):
         self.loss_unit: Unit = "weight" if spec.class_weights and not self.multi_label else "example"
         if self.multi_label:
             distributed.info_once(
-                f"{spec.name}: an example has any number of labels; given are those with a probability above "
-                f"{self.threshold:.3g}, unless a training with held_out picks another threshold"
+                f"{spec.name}: an example has any number of labels, and those with a probability above "
+                f"{self.threshold:.3g} are given; a training with held_out picks that threshold anew"
             )
 
     def build_model(self, folder: str | Path) -> nn.Module:
