@@ -120,7 +120,9 @@ class Records(ABC):
     def _check_columns(self, place: str, present: Sequence[str]) -> None:
         missing = [name for name in self.columns if name not in present]
         if missing:
-            apart = "; cells must be apart by commas or, in .tsv, by tabs" if len(present) == 1 else ""
+            apart = (
+                "; cells must be apart by commas or, in .tsv, by tabs" if any(";" in name for name in present) else ""
+            )
             raise UserError(
                 f"{place}: no column {listed(missing)}; the columns are: {listed(present) or 'none'}{apart}"
             )
