@@ -7,7 +7,6 @@ not theirs. Only more steps of the last phase are trained, from its newest check
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.jobs import TrainJob
@@ -21,11 +20,11 @@ from ds_trainer.phase import folder_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.report.run_files import read_object
+from ds_trainer.run_state import read_results
 from ds_trainer.starting_models import hashes_of_sources
 from ds_trainer.tasks.registry import build_task
 
 FILE = "finished.json"
-_RESULTS = "all_results.json"
 _PATIENCE = "early_stopping_patience"
 _LENGTHS = {"max_steps": 0, "num_train_epochs": 0, _PATIENCE: math.inf}
 """The fields that may grow, and what null stands for."""
@@ -74,7 +73,7 @@ def asked(job: TrainJob, phase: Phase, engine_file: Mapping[str, Any]) -> dict[s
 
 def write_asked(folder: RunFolder, phase: Phase, values: Mapping[str, Any]) -> None:
     """Keep what a phase that is finished was asked for."""
-    folder.write_json(FILE, _read(folder.path / FILE) | {phase.name: values})
+    folder.write_json(FILE, _read(folder) | {phase.name: values})
 
 
 def to_be_lengthened(job: TrainJob, finished: Mapping[str, Mapping[str, Any]]) -> Phase | None:
@@ -83,7 +82,8 @@ def to_be_lengthened(job: TrainJob, finished: Mapping[str, Mapping[str, Any]]) -
     Raises UserError where a finished phase was asked for something else. Runs of older versions, which did not keep
     what was asked, are not checked.
     """
-    before, results, mistakes, lengthened = _read(job.output / FILE), _read(job.output / _RESULTS), [], None
+    folder = RunFolder(job.output)
+    before, results, mistakes, lengthened = _read(folder), read_results(folder), [], None
     for phase in job.recipe.phases:
         if phase.name not in finished or phase.name not in before:
             continue
@@ -125,5 +125,6 @@ def _differences(old: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
     return fields
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(folder: RunFolder) -> dict[str, Any]:
+    file = folder.path / FILE
     return read_object(file) if file.is_file() else {}

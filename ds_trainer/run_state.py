@@ -37,7 +37,7 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)
     folder.claim(MADE).mkdir(exist_ok=True)
-    results = _read_results(folder) if job.resume else {}
+    results = read_results(folder) if job.resume else {}
     if job.checkpoint is None:
         return results
     before = [phase.name for phase in job.recipe.phases[: _phase_number(job.checkpoint, job)]]
@@ -103,7 +103,7 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
     checkpoint = folder.path / json.loads(note.read_text(encoding="utf-8"))
     number = _phase_number(checkpoint, job)
     before = {phase.name for phase in job.recipe.phases[:number]}
-    write_results(folder, {name: value for name, value in _read_results(folder).items() if name in before})
+    write_results(folder, {name: value for name, value in read_results(folder).items() if name in before})
     for phase in job.recipe.phases[number:]:
         last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
         Checkpoints(folder_of(phase, job)).supersede(after=last)
@@ -121,7 +121,7 @@ def _phase_number(checkpoint: Path, job: TrainJob) -> int:
     return folders.index(checkpoint.resolve().parent)
 
 
-def _read_results(folder: RunFolder) -> dict[str, Any]:
+def read_results(folder: RunFolder) -> dict[str, Any]:
     """Return the results of the phases that are finished, by name."""
     file = folder.path / _RESULTS
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

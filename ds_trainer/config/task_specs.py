@@ -62,7 +62,7 @@ class TextSpec(LabelledSpec):
     The files of "text" are .csv, .tsv, .jsonl or .parquet.
     """
 
-    greater_is_better = dict.fromkeys((*get_args(Metric), "macro_f1", "micro_f1", "f1/*", "precision", "recall"), True)
+    greater_is_better = dict.fromkeys((*get_args(Metric), "f1/*", "precision", "recall"), True)
 
     name: str = Field("docstrings", description='a name of GLUE, such as "sst2"; "docstrings"; or "text"')
     text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")

@@ -58,17 +58,17 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
         evaluation.answers[split] = answers.get(_MODEL, {})
         constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
         missing = distributed.on_main(partial(task.never_answered, split, evaluation.answers[split]))
-        if constant is None and missing:
+        if constant is not None:
+            evaluation.warnings.append(
+                f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
+                f"them apart. Try another learning_rate, longer training, or to prune or cut less"
+            )
+        elif missing:
             classes = ", ".join(f"{name} ({count:,} times)" for name, count in missing.items())
             weights = '"class_weights": "balanced", or ' if getattr(task.spec, "class_weights", "none") is None else ""
             evaluation.warnings.append(
                 f"the model never answers these classes, though {split} has them: {cut(classes, 500)}. "
                 f"For rare classes try {weights}longer training"
-            )
-        if constant is not None:
-            evaluation.warnings.append(
-                f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
-                f"them apart. Try another learning_rate, longer training, or to prune or cut less"
             )
     return evaluation
 

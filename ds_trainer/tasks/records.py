@@ -120,12 +120,10 @@ class Records(ABC):
     def _check_columns(self, place: str, present: Sequence[str]) -> None:
         missing = [name for name in self.columns if name not in present]
         if missing:
-            apart = (
-                "; cells must be apart by commas or, in .tsv, by tabs" if any(";" in name for name in present) else ""
-            )
-            raise UserError(
-                f"{place}: no column {listed(missing)}; the columns are: {listed(present) or 'none'}{apart}"
-            )
+            columns = listed(present) or "none"
+            if any(";" in name for name in present):
+                columns += "; cells must be apart by commas or, in .tsv, by tabs"
+            raise UserError(f"{place}: no column {listed(missing)}; the columns are: {columns}")
         repeated = [name for name in self.columns if present.count(name) > 1]
         if repeated:
             raise UserError(f"{place}: more than one column {listed(repeated)}: rename or remove all but one")
