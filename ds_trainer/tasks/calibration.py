@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration, finite
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests, in_step
+from ds_trainer.ranks.stopping import StopRequests, go_on, in_step
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
@@ -28,7 +28,7 @@ def calibration_of(task: Task, count: int, seed: int, stop: StopRequests | None 
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
     Work on the examples ends at a request to `stop`.
     """
-    check = stop.check if stop else lambda: None
+    check = stop.check if stop else go_on
     examples = task.examples("train")
     batches, probes = (
         [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]

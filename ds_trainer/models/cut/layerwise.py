@@ -19,11 +19,7 @@ from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
-from ds_trainer.ranks.stopping import in_step
-
-
-def _go_on() -> None:
-    """Stop nothing."""
+from ds_trainer.ranks.stopping import go_on, in_step
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Calibration:
     answers: Callable[[nn.Module], Any]
     divergence: Callable[[Any, Any], float]
     loss: Callable[[nn.Module, int], Tensor]
-    check: Callable[[], None] = _go_on
-    check_alone: Callable[[], None] = _go_on
+    check: Callable[[], None] = go_on
+    check_alone: Callable[[], None] = go_on
 
 
 class Gram:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_trainer.models.cut.surgeon import output_error
+from ds_trainer.ranks.stopping import go_on
 
 _ITERATIONS = 30
 _FIRST_STIFFNESS, _LAST_STIFFNESS = 0.03, 1.0
@@ -53,7 +54,7 @@ class Pattern:
 
 
 def admm_mask(
-    weight: Tensor, covariance: Tensor, share: float, pattern: Pattern, check: Callable[[], None] = lambda: None
+    weight: Tensor, covariance: Tensor, share: float, pattern: Pattern, check: Callable[[], None] = go_on
 ) -> tuple[Tensor, Tensor]:
     """Return the mask that keeps a share of a weight at little error, and values for `masked_least_squares` to refine.
 
@@ -78,7 +79,7 @@ def admm_mask(
 
 
 def masked_least_squares(
-    weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor, check: Callable[[], None] = lambda: None
+    weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor, check: Callable[[], None] = go_on
 ) -> Tensor:
     """Return the values on the mask, and zeros elsewhere, by which inputs of this covariance best give W's outputs.
 

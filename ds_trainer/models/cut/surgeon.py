@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_trainer.ranks.stopping import go_on
 from ds_trainer.ranks.timing import seconds
 
 _PENDING = 96
@@ -27,7 +28,7 @@ class Removal:
     errors: list[float]
 
 
-def removal(weight: Tensor, covariance: Tensor, width: int, check: Callable[[], None] = lambda: None) -> Removal:
+def removal(weight: Tensor, covariance: Tensor, width: int, check: Callable[[], None] = go_on) -> Removal:
     """Order all groups of `width` inputs by greedy removal. Weight (out, in), covariance (in, in) positive definite.
 
     `check` is called now and then, and may raise. Computed in fp64 on the device of the tensors, in
