@@ -1,10 +1,12 @@
 """The types of a recipe's fields, each with its unit and the message for a mistake."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 _TOO_LARGE = 2**63
 """The first whole number that torch and numpy cannot hold."""
@@ -42,6 +44,18 @@ class Strict(BaseModel):
     """A model in which unknown keys are mistakes, and which cannot be changed after it is checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType({})
+    """The fields of older versions: for each the value that changed nothing, and what replaces the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_fields(cls, data: Any) -> Any:
+        """Drop the removed fields that change nothing, which stand in every recipe that a run has written."""
+        if not isinstance(data, dict):
+            return data
+        other = {name: data[name] for name in cls.removed if name in data and data[name] != cls.removed[name][0]}
+        raise_mistakes([f"{name} was removed in 0.3: {cls.removed[name][1]}" for name in other])
+        return {name: value for name, value in data.items() if name not in cls.removed}
 
 
 def without_silent_nulls(value: Any) -> Any:

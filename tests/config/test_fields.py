@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
+import pytest
+from pydantic import ValidationError
 from support.launching import ROOT
 
-from ds_trainer.config.fields import without_silent_nulls
+from ds_trainer.config.fields import Strict, without_silent_nulls
 from ds_trainer.config.recipe import Recipe
 from ds_trainer.files.json_file import read_json
 
@@ -36,3 +39,15 @@ def test_a_null_that_says_something_stays():
     assert value["phases"][0]["techniques"]["prune"]["initial_threshold"] is None
     assert "distill" not in value["phases"][0]["techniques"]
     assert Recipe.model_validate_json(written(recipe)) == recipe
+
+
+class _Newer(Strict):
+    removed: ClassVar = {"uniform": (False, "write a cut")}
+    kept: int = 1
+
+
+def test_a_removed_field_is_read_where_it_changes_nothing():
+    """Recipes that an older version wrote hold every field: one at its default is skipped, another value is an error."""
+    assert _Newer.model_validate({"uniform": False, "kept": 2}).kept == 2
+    with pytest.raises(ValidationError, match="uniform was removed in 0.3: write a cut"):
+        _Newer.model_validate({"uniform": True})
