@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.jobs import DTYPES
+from ds_trainer.config.recipe import Techniques
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
 from ds_trainer.config.trust import trust_in_force
@@ -30,7 +31,7 @@ from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.starting_models import MADE, MadeModels
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder
+from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 
@@ -55,33 +56,38 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         damage = damage_of(saved.path, saved.sums)
         if damage:
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
-        source, teacher = _start_and_teacher(saved)
+        source, techniques = _start_and_techniques(saved)
         task = build_task(saved.task, source, cache_dir)
         task.restore(state["scores"])
         length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
-        built = PhaseModel(phase, phase.techniques.taught_by(teacher), task, source, length)
+        built = PhaseModel(phase, techniques, task, source, length)
         weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
         rebuild = partial(_rebuilt, built, state["techniques"], weights, saved.path)
         results = export_state_dict(weights, rebuild, task, step, folder, built.phase.shrink)
-    if phase.techniques.exits and phase.techniques.exits.calibrated:
-        calibrate_folder(folder, task, phase.per_device_eval_batch_size, phase.techniques.exits)
+    for technique in build_techniques(techniques, length, task):
+        technique.after_export(folder, phase.per_device_eval_batch_size)
     return results
 
 
-def _start_and_teacher(saved: SavedCheckpoint) -> tuple[str, str | None]:
-    """Return the model that the phase started from, and its teacher: their configs and tokenizers are needed again."""
+def _start_and_techniques(saved: SavedCheckpoint) -> tuple[str, Techniques]:
+    """Return the model that the phase started from, and its techniques with the folders of the models that they name.
+
+    The configs and tokenizers of all these models are needed again.
+    """
     models = MadeModels(saved.recipe, saved.run / MADE)
     for phase in saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]:
         models.add(phase.name, saved.run / phase.name / "model")
-    source, teacher = models.start(saved.phase), models.teacher(saved.phase)
+    source, techniques = models.start(saved.phase), models.techniques(saved.phase)
+    needed = {"the model at the start": source}
+    needed |= {f"the {field} of {name}": model for (name, field), model in techniques.models.items()}
     mistakes = [
         f"{saved.path}: {role} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
         f"needed: {mistake}"
-        for role, model in (("the model at the start", source), ("the teacher", teacher))
-        for mistake in (model_mistakes(model, trust_in_force()) if model else ())
+        for role, model in needed.items()
+        for mistake in model_mistakes(model, trust_in_force())
     ]
     raise_mistakes(mistakes)
-    return source, teacher
+    return source, techniques
 
 
 def _rebuilt(

@@ -22,15 +22,13 @@ from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.ranks.failures import raise_mistakes
+from ds_trainer.starting_models import StartingModels
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength, Technique
-
-_MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
-"""Optimizers, in lower case as DeepSpeed reads them, that move a weight by the gradients of other weights."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +162,13 @@ class PhasePlan(PhaseModel):
 
 
 def plan_phase(
-    job: TrainJob, phase: Phase, source: str, teacher: str | None = None, resumed: WholeCheckpoint | None = None
+    job: TrainJob, phase: Phase, models: StartingModels, resumed: WholeCheckpoint | None = None
 ) -> PhasePlan:
-    """Resolve a phase that starts from the model folder `source`: its task, its steps, its engine file.
+    """Resolve a phase: the models that it starts from and learns from, its task, its steps, its engine file.
 
     A phase that goes on from a checkpoint takes the remaining epochs, at the batch size of this run. Raises UserError.
     """
+    source, techniques = models.start(phase), models.techniques(phase)
     recipe, world = job.recipe, job.world or distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, phase, world)
@@ -183,9 +182,6 @@ def plan_phase(
     config = resolve_engine_file(
         job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
     )
-    if phase.techniques.keep_zeros:
-        _check_is_elementwise(config.get("optimizer", {}).get("type", ""))
-    techniques = phase.techniques.taught_by(teacher)
     plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
         check_fits(*resumed, plan.identity(plan.prepare().groups), redacted(task.spec.model_dump()))
@@ -207,12 +203,3 @@ def starting_identity(phase: Phase) -> dict[str, Any]:
 def folder_of(phase: Phase, job: TrainJob) -> Path:
     """Return where a phase writes: the last one into the output folder itself, the others into one of their name."""
     return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
-
-
-def _check_is_elementwise(optimizer: str) -> None:
-    """Refuse optimizers that move a weight whose own gradient is zero."""
-    if optimizer.lower() in _MIXING_OPTIMIZERS:
-        raise UserError(
-            f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight, so zeros would not "
-            f"stay: use AdamW, Adam, Adagrad or SGD"
-        )

@@ -4,68 +4,64 @@ The last phase writes into the output folder itself, the ones before it into a f
 """
 
 import json
-import shutil
-import tempfile
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec
 from ds_trainer.config.fields import without_silent_nulls
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
-from ds_trainer.config.task_specs import greater_is_better
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, check_fits
-from ds_trainer.engine.rank_traffic import describe_traffic
-from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
-from ds_trainer.finished import asked, to_be_lengthened, write_asked
 from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, folder_of, plan_phase, starting_identity
-from ds_trainer.phase_memory import measure_memory
-from ds_trainer.phase_time import measure_time
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named
-from ds_trainer.ranks.progress import progress
 from ds_trainer.ranks.stopping import StopRequests
+from ds_trainer.rehearsal import rehearse_phases
 from ds_trainer.report.dry_run import dry_run_table
 from ds_trainer.report.log import Report, results_table
 from ds_trainer.report.page import tried, write_report
 from ds_trainer.report.run_files import read_object
 from ds_trainer.report.status import RunStatus
-from ds_trainer.run_state import checkpoint_to_go_back_to, go_back, open_run, write_results
-from ds_trainer.starting_models import MADE, RehearsedModels, StartingModels
-from ds_trainer.tasks.cut_folder import CUT_FILE, expected_costs
+from ds_trainer.resuming import (
+    asked_of,
+    checkpoint_to_go_back_to,
+    go_back,
+    open_run,
+    phase_to_lengthen,
+    write_asked,
+    write_results,
+)
+from ds_trainer.starting_models import MADE, StartingModels
+from ds_trainer.tasks.cut_folder import CUT_FILE
 from ds_trainer.tasks.evaluation import decide, evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits import exit_evaluation
-from ds_trainer.techniques.prune import advice
+from ds_trainer.techniques.registry import build_techniques
 
 
 def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
-        rehearsed = rehearse_phases(job)
-        stop.check()  # whoever interrupts it may have seen a mistake: nothing is deleted yet
+        rehearsed = {each["phase"]: each["engine_file"] for each in rehearse_phases(job)}
+        stop.check()  # whoever interrupts the run may have seen a mistake: nothing is deleted yet
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
         named = checkpoint_to_go_back_to(folder, job)
         results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
-        files = {each["phase"]: each["engine_file"] for each in rehearsed}
-        finished = {
-            phase.name: asked(job, phase, files[phase.name]) for phase in job.recipe.phases if phase.name in results
-        }
-        lengthened = distributed.on_main(partial(to_be_lengthened, job, finished))
+        finished = [phase for phase in job.recipe.phases if phase.name in results]
+        asked = {phase.name: asked_of(job, phase, rehearsed[phase.name]) for phase in finished}
+        lengthened = distributed.on_main(partial(phase_to_lengthen, job, asked))
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
@@ -73,10 +69,10 @@ def run(job: TrainJob) -> dict[str, Any]:
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
-                plan = _plan_of(job, phase, folder, models, named, status)
+                plan = _plan(job, phase, folder, models, named, status)
                 distributed.on_main(partial(_claim, folder, job, plan, results))
                 results[phase.name] = _run_phase(job, plan, stop)
-                values = asked(job, phase, plan.engine_config)
+                values = asked_of(job, phase, plan.engine_config)
                 distributed.on_main(partial(write_asked, folder, phase, values))
                 distributed.on_main(partial(write_results, folder, results))
                 plan.checkpoints.drop_passing()
@@ -99,67 +95,7 @@ def dry_run(job: TrainJob) -> str:
     return json.dumps(redacted(whole), indent=2) if job.dry_run == "json" else dry_run_table(phases)
 
 
-def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
-    """Build every phase before any is run, so that a mistake in the last one shows now; return what `dry_run` prints.
-
-    A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
-    Students and new models are made in a temporary folder, and cuts in about their shape. Raises UserError.
-    """
-    aside = Path(distributed.on_main(tempfile.mkdtemp))
-    try:
-        models = RehearsedModels(job.recipe, aside)
-        phases = progress(job.recipe.phases, "checking the phases", "phase")
-        descriptions = [_rehearse_phase(job, phase, models) for phase in phases]
-        distributed.barrier()  # all ranks of a host share its folder
-        return descriptions
-    finally:
-        if distributed.local_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _rehearse_phase(job: TrainJob, phase: Phase, models: StartingModels) -> dict[str, Any]:
-    teacher = models.teacher(phase)
-    plan = plan_phase(job, phase, models.start(phase), teacher)
-    if phase.trains:
-        rehearse(plan.engine_config, plan.base)
-    for split in plan.task.splits:  # a mistake in one would otherwise show after the training
-        plan.task.examples(split)
-    if teacher and not models.is_teacher_trained_first(phase):
-        plan.task.check_trained(teacher)
-    source = models.resolved(phase, phase.start_from)
-    models.add(phase.name, plan.source)
-    metric, specs = phase.metric_for_best_model, [plan.task.spec, *(spec for _, spec in phase.techniques)]
-    if metric and {phase.greater_is_better, greater_is_better(metric, *specs)} == {True, False}:
-        order = "highest" if phase.greater_is_better else "lowest"
-        distributed.warn(f"{phase.name}: greater_is_better lets the checkpoint of the {order} {metric} be the best")
-    prune = phase.techniques.prune
-    if prune and (too_short := advice.of_length(prune, plan.length.total, plan.travel)):
-        distributed.warn(f"{phase.name}: {too_short}")
-    model, groups, objective = plan.prepare()
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    cut = expected_costs(plan.task, source, phase.cut, job.recipe.seed) if phase.cut and job.dry_run else None
-    description = {
-        "phase": phase.name,
-        "starts_from": plan.source,
-        **({"cut": cut} if cut else {}),
-        "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
-        "engine_file": plan.engine_config,
-        "parameter_groups": [
-            {"name": g.name, "parameters": g.size, "learning_rate": g.learning_rate, "weight_decay": g.weight_decay}
-            for g in groups
-        ],
-        "frozen_parameters": frozen,
-    }
-    if job.dry_run and phase.trains:
-        del model, groups, objective  # or they would count as the process's own
-        memory = measure_memory(plan)
-        description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
-        description["traffic_per_step"] = describe_traffic(memory, plan.engine_config)
-        description["time"] = measure_time(plan)
-    return description
-
-
-def _plan_of(
+def _plan(
     job: TrainJob,
     phase: Phase,
     folder: RunFolder,
@@ -181,7 +117,7 @@ def _plan_of(
         check_fits(*resumed, starting_identity(phase))
     else:  # making the model may take long
         status.phase(phase.name, folder_of(phase, job))
-    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), resumed)
+    plan = plan_phase(job, phase, models, resumed)
     if named:
         distributed.on_main(partial(go_back, folder, job, named.path))
     status.phase(phase.name, plan.folder)
@@ -195,7 +131,7 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str,
     take for finished.
     """
     write_results(folder, results)
-    # A cache outside the run's folder is this user's own choice: it is not written down, since recipes are passed on.
+    # a cache outside the run's folder is this user's choice; it is not written down, since recipes are passed on
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
     written = without_silent_nulls(job.recipe.model_copy(update={"cache_dir": cache if inside else None}))
@@ -208,38 +144,33 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str,
 
 
 def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, Any]:
-    phase = plan.phase
-    of_cut = _score_cut(plan) if phase.cut and phase.trains else {}
+    """Train and export a phase, or keep its model as it is; return its results, with those of its techniques."""
+    phase, batch_size = plan.phase, plan.phase.per_device_eval_batch_size
+    of_cut: dict[str, float] = {}
+    if phase.cut and phase.trains:
+        with _evaluating("the cut of ", plan):
+            of_cut = score_folder(plan.task, plan.source, batch_size).scores
+        line = "  ".join(f"{name} {value:.4f}" for name, value in of_cut.items())
+        distributed.info(f"{phase.name}: cut  {line} (before any training)")
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
         results = train(plan, report, stop) if phase.trains else _keep_as_it_is(plan, report)
         for warning in results["warnings"]:
             distributed.warn(f"{phase.name}: {warning}")
-        if phase.techniques.exits:
-            exits = _measure_exits(plan, phase.techniques.exits)
-            scores = exit_evaluation.flat_scores(plan.task, exits)
-            report.write_scores(results["train"]["steps"], scores)
-            results["eval"] |= scores  # of the exported model: they replace those of training's precision
-            results["exits"] = exit_evaluation.without_curves(exits)
+        for technique in build_techniques(plan.techniques, plan.length, plan.task):
+            with _evaluating(f"the {technique.name} of ", plan):
+                technique.after_export(plan.folder / "model", batch_size)
+                measured = technique.measure(plan.folder / "model", batch_size)
+            if measured:
+                file = plan.folder / "eval" / f"{technique.name}.json"
+                distributed.on_main(partial(write_json, file, measured.details))
+                report.write_scores(results["train"]["steps"], measured.scores)
+                results["eval"] |= measured.scores  # of the exported model: they replace those of training's precision
+                results[technique.name] = measured.summary
         if phase.cut:
-            report_of_cut = distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE))
-            results["cut"] = report_of_cut | {"scores": of_cut or results["eval"]}
-        return results
-
-
-def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:
-    """Name the place and the cure where memory does not suffice for an evaluation."""
-    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", plan.phase.per_device_eval_batch_size)
-    return out_of_memory_named(f" in the evaluation of {what}phase {plan.phase.name}", cure)
-
-
-def _score_cut(plan: PhasePlan) -> dict[str, float]:
-    """Score and print the cut model that a phase starts from."""
-    with _evaluating("the cut of ", plan):
-        scores = score_folder(plan.task, plan.source, plan.phase.per_device_eval_batch_size).scores
-    line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-    distributed.info(f"{plan.phase.name}: cut  {line} (before any training)")
-    return scores
+            cut = distributed.on_main(partial(read_object, Path(plan.source) / CUT_FILE))
+            results["cut"] = cut | {"scores": of_cut or results["eval"]}
+    return results
 
 
 def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
@@ -261,16 +192,10 @@ def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
     return results | {"trained_on": report.trained_on} | distributed.on_main(export)
 
 
-def _measure_exits(plan: PhasePlan, spec: ExitsSpec) -> dict[str, Any]:
-    """Calibrate and evaluate the exits of a phase's exported model; the results also go to a file."""
-    model, batch_size = plan.folder / "model", plan.phase.per_device_eval_batch_size
-    with _evaluating("the exits of ", plan):
-        if spec.calibrated:
-            exit_evaluation.calibrate_folder(model, plan.task, batch_size, spec)
-        early = exit_evaluation.load_with_exits(plan.task, model)
-        results = exit_evaluation.evaluate_exits(early, plan.task, batch_size)
-    distributed.on_main(partial(write_json, plan.folder / "eval" / EXITS_FILE, results))
-    return results
+def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:
+    """Name the place and the cure where memory does not suffice for an evaluation."""
+    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", plan.phase.per_device_eval_batch_size)
+    return out_of_memory_named(f" in the evaluation of {what}phase {plan.phase.name}", cure)
 
 
 def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
+from ds_trainer.config.recipe import Phase, Recipe, Techniques, TokenizerSpec, task_of
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.reading import content_hash, folder_hash
 from ds_trainer.files.writing import write_json
@@ -33,7 +33,7 @@ class StartingModels:
     """Gives the model that each phase of a recipe starts from, and its teacher, as folders or hub names.
 
     A missing model is made in `folder` on rank 0, and again on each host that cannot see rank 0's folder: `start` and
-    `teacher` are collective. Phases are to be taken in order, and the model of each is to be added for the later ones.
+    `techniques` are collective. Take the phases in order, and add the model of each for the later ones.
     """
 
     recipe: Recipe
@@ -78,14 +78,10 @@ class StartingModels:
         distributed.info(f"{phase.name}: {cut.summary}")
         return cut
 
-    def teacher(self, phase: Phase) -> str | None:
-        distill = phase.techniques.distill
-        return self.resolved(phase, distill.teacher) if distill else None
-
-    def is_teacher_trained_first(self, phase: Phase) -> bool:
-        """Whether an earlier phase of the run trains the teacher of this one."""
-        distill = phase.techniques.distill
-        return distill is not None and self.recipe.earlier(phase, distill.teacher) is not None
+    def techniques(self, phase: Phase) -> Techniques:
+        """Return the techniques of a phase, with folders or hub names for the models that they name; collective."""
+        named = phase.techniques.models.items()
+        return phase.techniques.with_models({place: self.resolved(phase, model) for place, model in named})
 
     def resolved(self, phase: Phase, reference: str) -> str:
         """Return the folder or hub name that a phase's reference such as "@previous" stands for; collective."""
@@ -137,12 +133,7 @@ def hashes_of_sources(recipe: Recipe, phase: Phase) -> dict[str, str]:
 
     The name of an earlier phase, and one of the hub, stands for itself. One rank can call it alone.
     """
-    distill = phase.techniques.distill
-    names = {
-        "model.name_or_path": recipe.model.name_or_path,
-        "start_from": phase.start_from,
-        "techniques.distill.teacher": distill.teacher if distill else None,
-    }
+    names = {"model.name_or_path": recipe.model.name_or_path, **phase.sources}
     contents = {
         field: folder_hash(Path(name)) if Path(name).is_dir() else name for field, name in names.items() if name
     }

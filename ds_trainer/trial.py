@@ -18,14 +18,15 @@ import torch
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.engine import engine
+from ds_trainer.engine.rank_memory import ModelSizes, PhaseMemory
 from ds_trainer.engine.rehearsal import without_monitors
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train_step
 from ds_trainer.phase import PhasePlan, plan_phase
-from ds_trainer.phase_memory import measure_memory
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.timing import seconds
+from ds_trainer.rehearsal import batches_by_length, begin, measure_memory
 from ds_trainer.report.log import Report
 from ds_trainer.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
@@ -49,11 +50,22 @@ def _plan_of(job: TrainJob, request: TrialRequest) -> PhasePlan:
     models = RehearsedModels(job.recipe, request.models)
     phase: Phase
     for phase in job.recipe.phases:
-        teacher, source = models.teacher(phase), models.start(phase)
         if phase.name == request.phase:
             break
-        models.add(phase.name, source)
-    return plan_phase(job, phase, source, teacher)
+        models.add(phase.name, models.start(phase))
+    return plan_phase(job, phase, models)
+
+
+def measured_memory(plan: PhasePlan) -> PhaseMemory:
+    """Measure what a phase holds, apart from a dry run."""
+    process = distributed.resident_memory()
+    prepared = plan.prepare()
+    sizes = ModelSizes.of(prepared.model, prepared.groups)
+    begin(plan, prepared)
+    memory = measure_memory(plan, prepared, sizes, process)
+    for technique in prepared.objective.techniques:
+        technique.stop()
+    return memory
 
 
 def _foundations(job: TrainJob, plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
@@ -70,7 +82,7 @@ def _foundations(job: TrainJob, plan: PhasePlan, request: TrialRequest) -> dict[
     if request.measure == "facts":
         return facts
     return facts | {
-        "memory": asdict(measure_memory(plan)),
+        "memory": asdict(measured_memory(plan)),
         "hidden_size": task.hidden_size,
         "bytes_of_a_gpu": torch.cuda.mem_get_info()[1] if gpus else 0,
     }
@@ -142,7 +154,5 @@ def trial_batches(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[
     A place's batch has examples of like lengths, as training's batches have (`BatchPlan`). A training set that is
     smaller than a batch is repeated.
     """
-    order = np.resize(np.argsort(-lengths, kind="stable"), max(size, len(lengths)))
-    last = len(order) - size
-    starts = [0, *(round(last * (place + 0.5) / count) for place in range(count))]
-    return [order[start : start + size] for start in starts]
+    longest = np.resize(np.argsort(-lengths, kind="stable"), max(size, len(lengths)))[:size]
+    return [longest, *batches_by_length(lengths, size, count)]

@@ -189,8 +189,7 @@ def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
     mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
-    teachers = [phase.techniques.distill.teacher for phase in recipe.phases if phase.techniques.distill]
-    folders = [recipe.model.name_or_path, *(phase.start_from for phase in recipe.phases), *teachers]
+    folders = [recipe.model.name_or_path, *(name for phase in recipe.phases for name in phase.sources.values())]
     return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder, trust)]
 
 

@@ -128,6 +128,12 @@ class Phase(Strict):
         """Whether the phase has optimizer steps."""
         return bool(self.max_steps or self.num_train_epochs)
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The models that the phase is made of and taught by, as the recipe names them, by the path of the field."""
+        of_techniques = {f"techniques.{name}.{field}": model for (name, field), model in self.techniques.models.items()}
+        return {"start_from": self.start_from, **of_techniques}
+
     def prefers_more(self, metric: str, task: TaskBase) -> bool:
         """Return whether more of a score of the phase, with this task, is better. Raises UserError where it is unknown.
 
@@ -235,11 +241,10 @@ class Recipe(Strict):
                 raise UserError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
             if phase.name in names:
                 raise UserError(f'two phases are named "{phase.name}": rename one')
-            distill = phase.techniques.distill
-            for verb, source in (("starts from", phase.start_from), ("has the teacher", distill and distill.teacher)):
-                if source and source.startswith("@") and source[1:] not in (*names, "previous", "model"):
+            for field, source in phase.sources.items():
+                if source.startswith("@") and source[1:] not in (*names, "previous", "model"):
                     allowed = ", ".join(f'"@{name}"' for name in ("previous", "model", *names))
-                    raise UserError(f'phase "{phase.name}" {verb} "{source}": allowed are {allowed}')
+                    raise UserError(f'{field} of phase "{phase.name}" is "{source}": allowed are {allowed}')
             if phase.histograms and not self.tensorboard:
                 raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
             if phase.techniques.exits:
@@ -249,8 +254,8 @@ class Recipe(Strict):
             name = (phase.task or self.task).name
             if phase.techniques.layer_skip and name != "clm":
                 raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
-            if distill:
-                self._check_family(phase, "teaches", distill.teacher)
+            if phase.techniques.distill:
+                self._check_family(phase, "teaches", phase.techniques.distill.teacher)
             if phase.cut and phase.cut.judges_answers:
                 self._check_family(phase, "is cut for", phase.start_from)
             names.append(phase.name)
@@ -347,8 +352,8 @@ def _in_steps(phase: Phase, previous: str) -> list[Phase]:
     cuts, techniques, max_steps = phase.cut.in_steps, phase.techniques, phase.max_steps
     if max_steps and max_steps < len(cuts):
         raise UserError(f'max_steps of phase "{phase.name}" is {max_steps}: its cut in {len(cuts)} steps needs as many')
-    if techniques.distill and techniques.distill.teacher == "@previous":
-        techniques = techniques.taught_by(previous)
+    named = techniques.models.items()
+    techniques = techniques.with_models({place: previous for place, model in named if model == "@previous"})
     epochs = phase.num_train_epochs and phase.num_train_epochs / len(cuts)
     names = [*(f"{phase.name}_{number}" for number in range(1, len(cuts))), phase.name]
     phases: list[Phase] = []

@@ -7,12 +7,12 @@ weights of the original scripts, `final_lambda` and the `alpha_*`, there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict
+from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.ranks.failures import UserError
 
@@ -36,8 +36,10 @@ def _whole_or_top_k(value: Any) -> Any:
     raise UserError(f'write true, false, or {{"top_k": 64}} with a number of tokens from 1 up{instead}')
 
 
-class DistillSpec(Strict):
+class DistillSpec(TechniqueSpec):
     """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
+
+    models: ClassVar = ("teacher",)
 
     teacher: str = Field(description='a folder, a hub name, "@model", or "@NAME" of an earlier phase')
     terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
@@ -118,11 +120,19 @@ class Techniques(Strict):
             raise UserError("keep_zeros keeps the zeros that are there, and prune makes others: drop one of them")
         return self
 
-    def taught_by(self, teacher: str | None) -> Techniques:
-        """Return these techniques with the teacher's folder in place of its name."""
-        if self.distill is None:
-            return self
-        return self.model_copy(update={"distill": self.distill.model_copy(update={"teacher": teacher})})
+    @property
+    def models(self) -> dict[tuple[str, str], str]:
+        """The models that the techniques name, such as a teacher, by technique and field."""
+        return {
+            (name, field): getattr(spec, field) for name, spec in self if spec for field in getattr(spec, "models", ())
+        }
+
+    def with_models(self, models: Mapping[tuple[str, str], str]) -> Techniques:
+        """Return these techniques with other names of models, such as the folders that the names stand for."""
+        changed: dict[str, Any] = {}
+        for (name, field), model in models.items():
+            changed[name] = (changed.get(name) or getattr(self, name)).model_copy(update={field: model})
+        return self.model_copy(update=changed)
 
 
 class StudentSpec(Strict):

@@ -5,6 +5,8 @@ To write one, subclass `Technique`, override the hooks it needs, and add the cla
 `distill/distill.py` one with loss terms.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,23 @@ class PhaseLength:
     seed: int
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a technique measures of the exported model; the values are JSON values."""
+
+    scores: Mapping[str, float]
+    """By name, such as `early_exit/accuracy`."""
+    summary: Any
+    """What the results of the phase hold under the technique's name."""
+    details: Any
+    """What the folder `eval` holds in a file of the technique's name."""
+
+
 class Technique:
     """A technique of a phase, built as `Class(spec, length, task)`: `spec` is its entry in the recipe, of type `Spec`.
 
     It never sees the loop, the engine or another technique, and no hook decides what the loop does next. An object is
-    made for one of three purposes, and its hooks are called in this order:
+    made for one of four purposes, and its hooks are called in this order:
 
     - training, on all ranks: `attach` and `parameter_rules`, before the engine has the model. Then `resume` if the run
       continues from a checkpoint, and `start`. At every step `on_step`, and `terms` for each micro-batch; for every
@@ -40,9 +54,10 @@ class Technique:
       `resume` and `on_step` if the run goes back to its best checkpoint, `state` for the export, and `stop`.
     - export, on rank 0, the model on the CPU: `attach`, `resume` with that state, `on_step` with the step that is
       exported, `fold` and `save`. There is no `start` before. A checkpoint is exported in this way without a run.
-    - rehearsal, on all ranks, before anything is written: `attach` and `parameter_rules`, and in a dry run `rehearse`,
-      `on_step`, `terms` and `bytes_held`. Where an earlier phase trains the model that this phase starts from, `attach`
-      gets the model that the earlier phase starts from.
+    - rehearsal, on all ranks, before anything is written: `check`, `attach` and `parameter_rules`, and in a dry run
+      `rehearse`, `on_step`, `terms` and `bytes_held`. Where an earlier phase trains the model that this phase starts
+      from, `attach` gets the model that the earlier phase starts from.
+    - measuring, on all ranks, after the export: `after_export` and `measure`, without `attach` before.
     """
 
     name: ClassVar[str]
@@ -56,6 +71,14 @@ class Technique:
 
     def __init__(self, spec: Any, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
+
+    def check(self, optimizer: str, travel: float) -> str | None:
+        """Return a warning about the phase's training, or None; raise UserError for one that cannot work.
+
+        `optimizer` is the type of the engine file. `travel` is the sum of the learning rates of all steps: about the
+        farthest that Adam moves a weight.
+        """
+        return None
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Change the model for training, before the engine takes it. Changing nothing is an error."""
@@ -120,3 +143,10 @@ class Technique:
 
     def save(self, folder: Path) -> None:
         """Write the files that belong beside the folded model into its folder."""
+
+    def after_export(self, folder: Path, batch_size: int) -> None:
+        """Settle in the exported folder what depends on the exported model, such as thresholds; collective."""
+
+    def measure(self, folder: Path, batch_size: int) -> Measured | None:
+        """Return what an evaluation of the exported folder adds to the scores of its model; collective."""
+        return None

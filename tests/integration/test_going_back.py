@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from support.interrupting import status_of
 from support.killing import STEPS, alike, finish, resumed_at, states
 
-from ds_trainer import run_state
+from ds_trainer import resuming
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.run_folder import RunFolder
@@ -112,8 +112,8 @@ def test_going_back_is_done_whole_or_not_at_all(whole, tmp_path, monkeypatch):
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             for (owner, name), call in real.items():
                 patch.setattr(owner, name, lambda *args, call=call, **keywords: counted(call, *args, **keywords))
-            run_state.go_back(RunFolder(folder), job, folder / checkpoint)
-        run_state._end_going_back(RunFolder(folder), job)
+            resuming.go_back(RunFolder(folder), job, folder / checkpoint)
+        resuming._end_going_back(RunFolder(folder), job)
         return len(made)
 
     shutil.copytree(whole, tmp_path / "untouched", ignore=shutil.ignore_patterns("*.pt", "tensorboard", "model"))

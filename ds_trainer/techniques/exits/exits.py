@@ -24,8 +24,9 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
+from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
-from ds_trainer.techniques.technique import PhaseLength, Technique
+from ds_trainer.techniques.technique import Measured, PhaseLength, Technique
 
 _HEADS = "exit_heads"
 
@@ -148,6 +149,17 @@ class Exits(Technique):
             held_out_key=self.task.held_out_key(),
         )
         save_heads(folder, self.heads, saved)
+
+    def after_export(self, folder: Path, batch_size: int) -> None:
+        if self.spec.calibrated:
+            exit_evaluation.calibrate_folder(folder, self.task, batch_size, self.spec)
+
+    def measure(self, folder: Path, batch_size: int) -> Measured:
+        """Score every head, every threshold and the chosen policy, and measure the seconds of the latter."""
+        early = exit_evaluation.load_with_exits(self.task, folder)
+        results = exit_evaluation.evaluate_exits(early, self.task, batch_size)
+        scores = exit_evaluation.flat_scores(self.task, results)
+        return Measured(scores, exit_evaluation.without_curves(results), results)
 
     def _logits(self, forward: Forward) -> dict[int, Tensor]:
         """Run the heads on the states of the model's latest forward, which must have been a forward of this batch."""

@@ -15,6 +15,9 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
+_MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
+"""In lower case, as DeepSpeed reads them."""
+
 
 class KeepZeros(Technique):
     """Keeps the zeros that the linear layers of the encoder have at the start."""
@@ -33,6 +36,14 @@ class KeepZeros(Technique):
             linear.weight.register_hook(partial(_masked, [mask]))
         self.density = kept / total
         return model
+
+    def check(self, optimizer: str, travel: float) -> None:
+        """Raise UserError for an optimizer that moves a weight by the gradients of other weights."""
+        if optimizer.lower() in _MIXING_OPTIMIZERS:
+            raise UserError(
+                f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight, so zeros would "
+                f"not stay: use AdamW, Adam, Adagrad or SGD"
+            )
 
     def start(self, device: torch.device) -> None:
         """Raise UserError where the model has no zeros. `attach` cannot: it also runs on stand-ins for later models."""

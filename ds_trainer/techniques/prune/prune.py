@@ -81,6 +81,9 @@ class Prune(Technique):
         scores = GroupRule(params="*.mask_scores", learning_rate=rate, weight_decay=0.0)
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
+    def check(self, optimizer: str, travel: float) -> str | None:
+        return advice.of_length(self.spec, self.last_step, travel)
+
     def start(self, device: torch.device) -> None:
         if self.spec.mask_init == "cut":  # `attach` cannot check it: it also runs on stand-ins for later models
             check_cut(self.cut_shares, self.together)

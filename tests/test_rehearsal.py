@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ds_trainer import phase_time
-from ds_trainer.phase_time import measure_time
+from ds_trainer import rehearsal
+from ds_trainer.rehearsal import measure_time
 from ds_trainer.report.dry_run import dry_run_table
 
 
@@ -17,10 +17,10 @@ def measured(monkeypatch):
     """The time of a phase of 10 steps of 2 micro-batches of 16, where a forward and backward takes 0.25 s an example,
     and more than `most` examples do not fit; and the number of examples of every forward."""
 
-    def of(most: int) -> tuple[dict, list[int], list[str]]:
-        taken, stopped = [], []
+    def of(most: int) -> tuple[dict, list[int]]:
+        taken: list[int] = []
 
-        def forward_and_backward(plan, model, objective, ids):
+        def forward_and_backward(plan, prepared, ids):
             taken.append(len(ids))
             if len(ids) > most:
                 raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
@@ -29,18 +29,14 @@ def measured(monkeypatch):
             take()
             return 0.25 * taken[-1]
 
-        monkeypatch.setattr(phase_time, "begin", lambda *_: None)
-        monkeypatch.setattr(phase_time, "drop_gradients", lambda *_: None)
-        monkeypatch.setattr(phase_time, "forward_and_backward", forward_and_backward)
-        monkeypatch.setattr(phase_time, "seconds", seconds)
-        objective = SimpleNamespace(techniques=[SimpleNamespace(stop=lambda: stopped.append("teacher"))])
+        monkeypatch.setattr(rehearsal, "_forward_and_backward", forward_and_backward)
+        monkeypatch.setattr(rehearsal, "seconds", seconds)
         plan = SimpleNamespace(
             engine_config={"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2},
             length=SimpleNamespace(total=10),
             task=SimpleNamespace(examples=lambda split: SimpleNamespace(lengths=np.arange(100))),
-            prepare=lambda: (None, None, objective),
         )
-        return measure_time(plan), taken, stopped
+        return measure_time(plan, None), taken
 
     return of
 
@@ -48,17 +44,15 @@ def measured(monkeypatch):
 def test_a_slow_micro_batch_is_measured_by_fewer_examples(measured):
     """Four examples take the second that a batch may take: 16 take 4 s, and 10 steps of two micro-batches 80 s. Every
     batch is taken twice, since the first time loads what is loaded once."""
-    time, taken, stopped = measured(most=99)
+    time, taken = measured(most=99)
     assert (time["seconds"], time["examples"], time["micro_batch"]) == (80.0, 4, 16)
     assert taken == [1, 1] + [4] * 6
-    assert stopped == ["teacher"]
 
 
 def test_where_memory_does_not_suffice_the_cell_is_empty_and_says_why(measured):
     """The other phases have their minutes, with the estimate of a cut; a phase that trains nothing has that alone."""
-    time, _, stopped = measured(most=3)
+    time, _ = measured(most=3)
     assert time == {"seconds": None, "reason": "4 examples do not fit into the memory of this machine"}
-    assert stopped == ["teacher"]
     shared = {"steps": {"total": 10}, "engine_file": {"train_batch_size": 32}, "frozen_parameters": 5}
     shared |= {"parameter_groups": [{"parameters": 1000}, {"parameters": 200}]}
     held = {"memory_per_rank": {"ranks": 2, "peak_of_the_gpu": 2**30, "peak_of_the_host": 2**20}}

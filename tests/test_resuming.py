@@ -11,13 +11,12 @@ from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.checkpoint import TRAINING_DATA, Checkpoints, check_fits
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.finished import asked, to_be_lengthened, write_asked
 from ds_trainer.ranks.failures import StoppedError, UserError
-from ds_trainer.run_state import checkpoint_to_go_back_to
+from ds_trainer.resuming import asked_of, checkpoint_to_go_back_to, phase_to_lengthen, write_asked
 
 
 def resume(folder, names):
-    recipe = SimpleNamespace(phases=[SimpleNamespace(name=name) for name in names])
+    recipe = SimpleNamespace(phases=[SimpleNamespace(name=name, sources={"start_from": "@model"}) for name in names])
     job = SimpleNamespace(output=folder, resume=True, checkpoint=None, recipe=recipe)
     return checkpoint_to_go_back_to(RunFolder(folder), job)
 
@@ -93,7 +92,7 @@ def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, ph
     One that is only to be trained longer is, where it is the last and has a checkpoint.
     """
     names = ["first", "last"]
-    recipe = SimpleNamespace(phases=[SimpleNamespace(name=name) for name in names])
+    recipe = SimpleNamespace(phases=[SimpleNamespace(name=name, sources={"start_from": "@model"}) for name in names])
     job = SimpleNamespace(output=tmp_path, recipe=recipe)
     RunFolder(tmp_path).write_json("all_results.json", {name: {"train": {}} for name in names})
     for name in names:
@@ -101,25 +100,25 @@ def test_what_is_asked_of_a_finished_phase_and_not_done_is_an_error(tmp_path, ph
     now = {name: ASKED | (change if name == phase else {}) for name in names}
     if mistakes:
         with pytest.raises(UserError) as caught:
-            to_be_lengthened(job, now)
+            phase_to_lengthen(job, now)
         *lines, way_out = str(caught.value).splitlines()
         assert len(lines) == len(mistakes)
         assert all(f"phase {phase} is finished, and {text}" in line for text, line in zip(mistakes, lines, strict=True))
         assert "--overwrite_output_dir" in way_out
     else:
-        assert to_be_lengthened(job, now) is None
-    assert to_be_lengthened(job, {"first": ASKED}) is None
+        assert phase_to_lengthen(job, now) is None
+    assert phase_to_lengthen(job, {"first": ASKED}) is None
     (tmp_path / "checkpoint-8").mkdir()
     write_marker(tmp_path / "checkpoint-8", {}, {})
     if change == {"max_steps": 12} and phase == "last":
-        assert to_be_lengthened(job, now) is recipe.phases[1]
+        assert phase_to_lengthen(job, now) is recipe.phases[1]
         RunFolder(tmp_path).write_json("all_results.json", {"last": {"train": {"stopped_early_at": 8}}})
         with pytest.raises(UserError, match="last is finished, and it ended early: raise early_stopping_patience"):
-            to_be_lengthened(job, now)
+            phase_to_lengthen(job, now)
         for name in names:
             write_asked(RunFolder(tmp_path), SimpleNamespace(name=name), ASKED | {"early_stopping_patience": 2})
         more = now | {"first": ASKED | {"early_stopping_patience": 2}}
-        assert to_be_lengthened(job, more) is recipe.phases[1], "without patience it trains to the end"
+        assert phase_to_lengthen(job, more) is recipe.phases[1], "without patience it trains to the end"
 
 
 def test_what_is_kept_is_what_the_files_say(tiny_recipe, write_json, tmp_path):
@@ -131,7 +130,7 @@ def test_what_is_kept_is_what_the_files_say(tiny_recipe, write_json, tmp_path):
     def of(steps: object) -> dict:
         scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": steps}}
         resolved = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9 if steps == "auto" else steps}}}
-        return asked(job.model_copy(update={"engine_config": {"scheduler": scheduler}}), phase, resolved)
+        return asked_of(job.model_copy(update={"engine_config": {"scheduler": scheduler}}), phase, resolved)
 
     values = of(2)
     fields = type(phase).model_fields.keys() & values.keys()
@@ -139,11 +138,11 @@ def test_what_is_kept_is_what_the_files_say(tiny_recipe, write_json, tmp_path):
     assert values["task"].keys() <= tiny_recipe["task"].keys()
     assert values["model"].keys() <= tiny_recipe["model"].keys()
     write_asked(RunFolder(job.output), phase, values)
-    assert to_be_lengthened(job, {phase.name: values}) is None
+    assert phase_to_lengthen(job, {phase.name: values}) is None
     with pytest.raises(UserError, match=r"scheduler\.params\.warmup_num_steps: 2 before, 500 now"):
-        to_be_lengthened(job, {phase.name: of(500)})
+        phase_to_lengthen(job, {phase.name: of(500)})
     write_asked(RunFolder(job.output), phase, of("auto"))
-    assert to_be_lengthened(job, {phase.name: of("auto")}) is None
+    assert phase_to_lengthen(job, {phase.name: of("auto")}) is None
 
 
 class Interrupted(contextlib.nullcontext):
@@ -162,7 +161,7 @@ def test_an_interrupt_during_the_rehearsal_deletes_nothing(tiny_recipe, write_js
     RunFolder(output).write_json("results.json", {"old": "run"})
     words = ["--recipe", write_json("recipe.json", tiny_recipe), "--output_dir", str(output), "--overwrite_output_dir"]
     job = read_train_job(["--deepspeed_config", "ds_configs/zero0.json", *words])
-    monkeypatch.setattr(run, "rehearse_phases", lambda job: None)
+    monkeypatch.setattr(run, "rehearse_phases", lambda job: [])
     monkeypatch.setattr(run, "StopRequests", Interrupted)
     with pytest.raises(StoppedError):
         run.run(job)
