@@ -63,7 +63,10 @@ def mistakes_of(data) -> str:
         (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
         (with_prune(modules=[]), ["modules", "at least 1"]),
         ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
-        ({"phases": [{"max_steps": 1, "start_from": "@nope"}]}, ['start_from of phase "train" is "@nope"', '"@previous"']),
+        (
+            {"phases": [{"max_steps": 1, "start_from": "@nope"}]},
+            ['start_from of phase "train" is "@nope"', '"@previous"'],
+        ),
         ({"phases": [{"max_steps": 1, "name": "model"}]}, ['named "model"', "rename it"]),
         ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
         ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
@@ -90,7 +93,10 @@ def mistakes_of(data) -> str:
         (with_distill(alpha_distil=1, temprature=3), ["distill.temprature", 'did you mean "temperature"?']),
         (with_distill(alpha_distil=1, temperature=0), ["temperature", "greater than 0"]),
         (with_distill(alpha_distil=1, layer_pairs=[[1]]), ["layer_pairs.0", "at least 2"]),
-        (with_distill(alpha_distil=1, teacher="@later"), ['techniques.distill.teacher of phase', 'is "@later"', '"@model"']),
+        (
+            with_distill(alpha_distil=1, teacher="@later"),
+            ["techniques.distill.teacher of phase", 'is "@later"', '"@model"'],
+        ),
         (
             {
                 "task": {"name": "squad"},
