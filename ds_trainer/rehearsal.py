@@ -169,6 +169,18 @@ def measure_time(plan: PhasePlan, prepared: PreparedPhase) -> dict[str, Any]:
     return {"seconds": in_all, "batches": _PLACES, "examples": examples, "micro_batch": micro, **measured_on}
 
 
+def memory_of(plan: PhasePlan) -> PhaseMemory:
+    """Measure what a phase holds, apart from a rehearsal."""
+    process = distributed.resident_memory()
+    prepared = plan.prepare()
+    sizes = ModelSizes.of(prepared.model, prepared.groups)
+    begin(plan, prepared)
+    memory = measure_memory(plan, prepared, sizes, process)
+    for technique in prepared.objective.techniques:
+        technique.stop()
+    return memory
+
+
 def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[ExampleIds]:
     """Return `count` batches from evenly spaced places in the order of the lengths, the longest first.
 

@@ -18,7 +18,6 @@ import torch
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.engine import engine
-from ds_trainer.engine.rank_memory import ModelSizes, PhaseMemory
 from ds_trainer.engine.rehearsal import without_monitors
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train_step
@@ -26,7 +25,7 @@ from ds_trainer.phase import PhasePlan, plan_phase
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.timing import seconds
-from ds_trainer.rehearsal import batches_by_length, begin, measure_memory
+from ds_trainer.rehearsal import batches_by_length, memory_of
 from ds_trainer.report.log import Report
 from ds_trainer.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
@@ -56,18 +55,6 @@ def _plan_of(job: TrainJob, request: TrialRequest) -> PhasePlan:
     return plan_phase(job, phase, models)
 
 
-def measured_memory(plan: PhasePlan) -> PhaseMemory:
-    """Measure what a phase holds, apart from a dry run."""
-    process = distributed.resident_memory()
-    prepared = plan.prepare()
-    sizes = ModelSizes.of(prepared.model, prepared.groups)
-    begin(plan, prepared)
-    memory = measure_memory(plan, prepared, sizes, process)
-    for technique in prepared.objective.techniques:
-        technique.stop()
-    return memory
-
-
 def _foundations(job: TrainJob, plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
     """Return what holds for all trials: the data of all phases, the hardware and the versions, and memory if wanted."""
     recipe = job.recipe
@@ -82,7 +69,7 @@ def _foundations(job: TrainJob, plan: PhasePlan, request: TrialRequest) -> dict[
     if request.measure == "facts":
         return facts
     return facts | {
-        "memory": asdict(measured_memory(plan)),
+        "memory": asdict(memory_of(plan)),
         "hidden_size": task.hidden_size,
         "bytes_of_a_gpu": torch.cuda.mem_get_info()[1] if gpus else 0,
     }

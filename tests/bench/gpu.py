@@ -117,8 +117,7 @@ class Bench:
             techniques = {"distill": techniques["distill"] | {"teacher": whole}}
         phase |= {"logging_steps": LOG_EVERY, "techniques": techniques}
         source = str(self.folder / "half") if variant == "cut" else whole
-        teacher = whole if "distill" in techniques else None
-        return plan_of({"task": self.task, "phases": [phase]}, ENGINE_FILE, out, source, teacher)
+        return plan_of({"task": self.task, "phases": [phase]}, ENGINE_FILE, out, source)
 
     def variants(self) -> list[str]:
         return [name for name in TECHNIQUES if name != "plain" and (name != "exits" or self.case.kind == "bert")]

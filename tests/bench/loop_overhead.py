@@ -36,6 +36,7 @@ from ds_trainer.phase import PhasePlan, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import Report
+from ds_trainer.starting_models import StartingModels
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.task import Batch
@@ -124,16 +125,14 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
     phase: dict[str, Any] = {"max_steps": 10_000, "train_batch_size": rows, "learning_rate": 5e-5}
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     source = str(folder / "initial_model")
-    return plan_of({"task": task, "phases": [phase]}, engine_file, folder, source, distill and distill["teacher"])
+    return plan_of({"task": task, "phases": [phase]}, engine_file, folder, source)
 
 
-def plan_of(
-    words: dict[str, Any], engine_file: Path, folder: Path, source: str, teacher: str | None = None
-) -> PhasePlan:
+def plan_of(words: dict[str, Any], engine_file: Path, folder: Path, source: str) -> PhasePlan:
     """The only phase of a recipe, which starts from the model folder `source` and writes into `folder`."""
-    recipe = parse_recipe(words | {"cache_dir": str(folder / "cache")})
+    recipe = parse_recipe(words | {"cache_dir": str(folder / "cache"), "model": {"name_or_path": source}})
     fields = {"recipe": recipe, "engine_config": read_engine_file(str(engine_file)), "output": folder, "world": None}
-    return plan_phase(TrainJob.model_construct(**fields), recipe.phases[0], source, teacher)
+    return plan_phase(TrainJob.model_construct(**fields), recipe.phases[0], StartingModels(recipe, folder))
 
 
 def record_of(plan: PhasePlan) -> Report:

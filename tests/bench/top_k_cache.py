@@ -52,7 +52,7 @@ def plan(folder: Path, source: str, rate: float, distill: dict[str, Any] | None 
     words = {"task": {"name": "clm", "max_train_samples": 16 if is_quick() else 160} | files, "phases": [phase]}
     out = folder / ("taught" if distill else Path(source).name)
     out.mkdir(exist_ok=True)
-    return plan_of(words, ROOT / "ds_configs/zero0.json", out, source, distill and distill["teacher"])
+    return plan_of(words, ROOT / "ds_configs/zero0.json", out, source)
 
 
 def make_teacher(folder: Path, tokenizer: Any) -> Any:

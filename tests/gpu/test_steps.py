@@ -18,7 +18,7 @@ from support.words import WORDS
 from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.phase import PhasePlan
-from ds_trainer.phase_memory import measure_memory
+from ds_trainer.rehearsal import memory_of
 from ds_trainer.techniques.prune.selection import select_largest
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -51,7 +51,7 @@ def planned(tiny_recipe, tmp_path):
             techniques["distill"] = techniques["distill"] | {"teacher": str(model)}
         phase = {"max_steps": 60, "train_batch_size": 8, "logging_steps": LOG_EVERY, "techniques": techniques}
         recipe = {"task": tiny_recipe["task"], "phases": [phase]}
-        plan = plan_of(recipe, engine_file, tmp_path, str(model), str(model) if "distill" in techniques else None)
+        plan = plan_of(recipe, engine_file, tmp_path, str(model))
         save_folder(plan.task.build_model(model), tokenizer, model)  # with a head, as a teacher must have one
         return plan
 
@@ -91,7 +91,7 @@ def test_a_dry_run_foretells_the_peak_of_the_gpu(stage, precision, planned, devi
     if device.type == "cpu" and (stage, precision) == (0, "fp32"):
         pytest.skip("on a CPU the weights stay where they were loaded, and are not counted")
     plan = planned(SMALL, engine_words(stage, precision))
-    described = replace(measure_memory(plan), on_gpu=True).describe(plan.engine_config, False)
+    described = replace(memory_of(plan), on_gpu=True).describe(plan.engine_config, False)
     gc.collect()
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0

@@ -17,6 +17,7 @@ from ds_trainer.engine.engine_file import settled_numbers
 from ds_trainer.files.json_file import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.phase import plan_phase
+from ds_trainer.starting_models import StartingModels
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import PhaseLength
@@ -235,8 +236,9 @@ def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
     words = [*files, *places, *write_task(tmp_path / "data", SMALL)]
     job = read_train_job(words)
     teacher, prune = job.recipe.phases
-    source = str(tmp_path / "model")
-    plan = plan_phase(job, prune, source, teacher=source)
+    models = StartingModels(job.recipe, tmp_path / "made")
+    models.add(teacher.name, tmp_path / "model")
+    plan = plan_phase(job, prune, models)
     built, groups, _ = plan.prepare()
     assert plan.length.total == 469  # 6 epochs of 2,500 by 32
     assert plan.length.warmup == 76  # 0.163 of them
@@ -244,7 +246,7 @@ def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
     assert frozen == {name for name, _ in built.named_parameters() if ".embeddings." in name}
     assert len(frozen) == 5  # words, positions, token types, the norm's weight and bias
     assert {group.learning_rate for group in groups} == {3e-5, 1e-2}
-    assert plan_phase(job, teacher, source).length.total == 235
+    assert plan_phase(job, teacher, models).length.total == 235
     assert plan.travel == pytest.approx(3e-5 * 469 / 2, rel=0.01)
     done = run_script("launch/train.py", *words, "--dry_run")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -173,7 +173,7 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     """One phase of the recipe, from its newest checkpoint; its results go to the folder."""
     phase = job.recipe.phases[number]
     checkpoints = Checkpoints(job.output)
-    plan = plan_phase(job, phase, models.start(phase), models.teacher(phase), checkpoints.newest())
+    plan = plan_phase(job, phase, models, checkpoints.newest())
     examples = len(plan.task.examples("train"))
     with Report(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:
         results = loop.train(replace(plan, folder=job.output), report, stop)
