@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
 from ds_trainer.config.recipe import saved_exits
 from ds_trainer.engine import memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
-from ds_trainer.files.writing import write_artifacts
+from ds_trainer.files.run_folder import RunFolder, kept_from_runs
+from ds_trainer.files.tables import aligned
+from ds_trainer.files.writing import write_artifacts, write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
-from ds_trainer.report.checkpoint_scores import CheckpointScores, scores_table, write_scores
+from ds_trainer.report.run_files import encoder_weights, is_detail
 from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
@@ -34,12 +37,13 @@ def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
-    """Score all checkpoints of a phase, print a table of them and write a figure; return the scores by step.
+    """Score all checkpoints of a phase, print a table of them and write `checkpoints.json`; return the scores by step.
 
+    The density is the share of the encoder's weights that are present and not 0, of those before any was cut out.
     Damaged checkpoints are left out.
     """
     with joined():
-        rows = []
+        rows: list[dict[str, Any]] = []
         for saved in job.checkpoints:
             try:
                 with model_of(saved, job.cache_dir) as (folder, exported):
@@ -47,15 +51,31 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
             except DamagedCheckpointError as error:
                 distributed.warn(f"left out: {error}")
                 continue
-            rows.append(CheckpointScores(saved.position["step"], scores, exported["weights"]))
+            kept, whole = encoder_weights(exported) or (1, 1)
+            rows.append({"step": saved.position["step"], "scores": scores, "density": kept / whole})
             distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
             if job.predictions_dir:
                 write_artifacts(job.predictions_dir / saved.path.name, files)
         if not rows:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
-        print(scores_table(rows), flush=True)
-        write_scores(rows, job)
-    return {row.step: dict(row.scores) for row in rows}
+        print(aligned([_table_row(row) for row in rows]), flush=True)
+        newest = job.checkpoints[-1]
+        value = {"phase": newest.phase.name, "checkpoints": rows}
+        if job.output_file:
+            write_json(job.output_file, value)
+        if job.predictions_dir:
+            write_json(job.predictions_dir / "checkpoints.json", value)
+        else:
+            with kept_from_runs(newest.run):
+                relative = newest.path.parent.relative_to(newest.run)
+                RunFolder(newest.run).write_json(str(relative / "checkpoints.json"), value)
+    return {row["step"]: row["scores"] for row in rows}
+
+
+def _table_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a checkpoint; scores of single exit heads and classes are only in the file."""
+    scores = {name: f"{value:.4f}" for name, value in row["scores"].items() if not is_detail(name)}
+    return {"step": f"{row['step']:,}", **scores, "encoder weights": f"{100 * row['density']:.1f}%"}
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
