@@ -34,7 +34,7 @@ from ds_trainer.tasks.evaluation import Evaluation, decide, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
 SETTLE_EVERY = 100
-"""After so many steps the loss terms that wait on the device are summed up, however far the next record is."""
+"""The steps after which the loss terms that wait on the device are summed up, however far the next record is."""
 
 
 def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ds_trainer.tasks.task import Forward
 _ROWS = (1, 2)
 """The examples of the two batches through which the line of the activations is drawn."""
 _PLACES = 3
-"""Batches are timed from so many places in the order of the examples' lengths."""
+"""The places in the order of the examples' lengths from which batches are timed."""
 _SECONDS = 1.0
 """A batch that is timed has fewer examples than a micro-batch where that would take longer than this."""
 
