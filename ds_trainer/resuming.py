@@ -20,13 +20,13 @@ from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, step_of
 from ds_trainer.engine.keys import value_at
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.messages import changes
+from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.phase import folder_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.report.log import drop_later_records
-from ds_trainer.report.run_files import read_object
 from ds_trainer.starting_models import MADE, hashes_of_sources
 from ds_trainer.tasks.registry import build_task
 

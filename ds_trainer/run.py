@@ -13,11 +13,12 @@ from ds_trainer.config.fields import without_silent_nulls
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
+from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
-from ds_trainer.deploy.latency import TimedModel, measure_costs
 from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, check_fits
+from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
@@ -30,8 +31,7 @@ from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.rehearsal import rehearse_phases
 from ds_trainer.report.dry_run import dry_run_table
 from ds_trainer.report.log import Report, results_table
-from ds_trainer.report.page import tried, write_report
-from ds_trainer.report.run_files import read_object
+from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.resuming import (
     asked_of,
@@ -78,7 +78,8 @@ def run(job: TrainJob) -> dict[str, Any]:
                 plan.checkpoints.drop_passing()
             models.add(phase.name, folder_of(phase, job) / "model")
         if job.recipe.report:
-            tried("the models of the run are not measured", partial(_add_costs, job, results))
+            with distributed.as_warning("the models of the run are not measured"):
+                _add_costs(job, results)
             distributed.on_main(partial(write_results, folder, results))
             distributed.on_main(lambda: write_report(job.output))
         distributed.on_main(partial(write_cards, job.output, job.recipe))
@@ -206,6 +207,6 @@ def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:
         if distributed.on_main((model / "config.json").is_file):  # the user may have deleted an earlier session's
             task = build_task(task_of(phase, job.recipe), model, job.recipe.cache_dir)
             task.examples(task.splits[0])  # collective, unlike the measurement
-            subjects[phase.name] = TimedModel(model, task)
+            subjects[phase.name] = (model, task)
     for name, costs in distributed.on_main(lambda: measure_costs(subjects)).items():
         results[name] |= costs

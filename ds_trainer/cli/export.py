@@ -15,21 +15,16 @@ from typing import Any
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_model_flags, add_push_flag, names_task, output_path, read_task, trust_of
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.config.jobs import ExportJob
-from ds_trainer.config.prune_specs import BY_SHARE
+from ds_trainer.config.jobs import INT8, INT8_FILE, ONNX_FILE, WEIGHTS, ExportJob
 from ds_trainer.config.recipe import parse_cut
 from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, WEIGHTS, read_report
 from ds_trainer.files.messages import shown
-from ds_trainer.files.reading import read_value
 from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.files.writing import is_aside
-from ds_trainer.models.model_folder import COMPACT_FILE, VALUES, folder_mistakes
+from ds_trainer.models.model_folder import COMPACT_FILE, folder_mistakes
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
-
-MASKING_METHODS = ("topK", "magnitude", "threshold", "sigmoied_threshold", "l0")
 
 
 def export_command(arguments: Sequence[str]) -> None:
@@ -92,12 +87,10 @@ def export_parser() -> argparse.ArgumentParser:
     add("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
     add("--cut", metavar="SHARE", help="keep this share of heads and neurons, or a phase's cut as JSON; needs a task")
     add("--onnx", action="store_true", help=f"write {ONNX_FILE}, never compact, and check it in onnxruntime")
-    add("--quantize", choices=("int8",), help=f"with --onnx: also write {INT8_FILE}")
-    add("--compact", choices=VALUES, help=f"write {COMPACT_FILE} in the place of the weights")
+    add("--quantize", choices=(INT8,), help=f"with --onnx: also write {INT8_FILE}")
+    add("--compact", choices=("fp16",), help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
-    add("--import_from", choices=("masked_bert", "deebert"), help="written by movement pruning's scripts or DeeBERT's")
     add_push_flag(parser)
-    add("--threshold", type=float, help="with --import_from masked_bert: the final threshold of its run")
     return parser
 
 
@@ -122,24 +115,18 @@ def _read_cut(text: str) -> CutSpec:
 
 def _writes(flags: argparse.Namespace) -> bool:
     """Whether anything is to be written, and not only sent."""
-    named = ("shrink", "cut", "onnx", "compact", "unpack", "import_from")
+    named = ("shrink", "cut", "onnx", "compact", "unpack")
     return is_checkpoint(flags.model) or any(getattr(flags, name) for name in named)
 
 
 def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Report the flags that do not go together."""
-    of_checkpoint, others = is_checkpoint(flags.model), flags.shrink or flags.cut or flags.onnx or flags.compact
     if not (_writes(flags) or flags.push_to_hub):
-        yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack, --import_from or --push_to_hub"
-    for flag in ("unpack", "import_from"):
-        if getattr(flags, flag) and of_checkpoint:
-            yield f"--{flag}: {flags.model} is a checkpoint of this program, whose weights are whole: drop the flag"
-        elif getattr(flags, flag) and (others or names_task(flags) or (flags.unpack and flags.import_from)):
-            yield f"--{flag} goes with --output_dir alone: export the folder that it writes by a second command"
+        yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --push_to_hub"
+    if flags.unpack and (flags.shrink or flags.cut or flags.onnx or flags.compact or names_task(flags)):
+        yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
     if flags.shrink and flags.cut:
         yield "--shrink and --cut: a cut of heads and neurons also takes out those that are zero: drop --shrink"
-    if flags.threshold is not None and flags.import_from != "masked_bert":
-        yield "--threshold goes with --import_from masked_bert: drop it"
     if flags.quantize and not flags.onnx:
         yield f"--quantize {flags.quantize} is for an ONNX file: give --onnx, too"
     if flags.onnx:
@@ -148,36 +135,9 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    folder, trust = Path(flags.model), trust_of(flags)
-    if flags.import_from:
-        # whoever names the program that wrote the folder permits its pickle, which is read as weights only
-        mistakes = folder_mistakes(folder, replace(trust, allow_pickle=True))
-        yield from mistakes or _foreign_mistakes(flags, read_value(folder / "config.json"))
-        return
-    yield from folder_mistakes(folder, trust)
-    if flags.unpack and not os.path.isfile(folder / COMPACT_FILE):
-        yield f"--unpack: {folder} has no {COMPACT_FILE}: there is nothing to unpack"
-
-
-def _foreign_mistakes(flags: argparse.Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Say why the program that --import_from names did not write a folder, or what is wrong with --threshold."""
-    kind, method, threshold = config.get("model_type"), config.get("pruning_method"), flags.threshold
-    if flags.import_from == "deebert":
-        if kind not in (None, "bert", "roberta"):  # the oldest configs have no model_type
-            yield f"--import_from deebert: the config of {flags.model} says model_type {shown(kind)} instead of bert"
-    elif kind != "masked_bert":
-        yield f"--import_from masked_bert: the config of {flags.model} says model_type {shown(kind)}"
-    elif method not in MASKING_METHODS:
-        yield f"the config of {flags.model} says pruning_method {shown(method)}: known are {', '.join(MASKING_METHODS)}"
-    elif method == "l0":
-        if threshold is not None:
-            yield "--threshold does not go with pruning_method l0, whose gates decide what is kept: drop it"
-    elif threshold is None:
-        yield "--threshold is missing, and the folder does not hold it: give the final one of its run"
-    elif method in BY_SHARE and not 0 < threshold <= 1:
-        yield f"--threshold is {threshold:g}: {method} takes the share to keep, above 0 and up to 1"
-    elif method == "sigmoied_threshold" and not 0 <= threshold < 1:
-        yield f"--threshold is {threshold:g}: {method} compares it with probabilities, from 0 to below 1"
+    yield from folder_mistakes(Path(flags.model), trust_of(flags))
+    if flags.unpack and not os.path.isfile(os.path.join(flags.model, COMPACT_FILE)):
+        yield f"--unpack: {flags.model} has no {COMPACT_FILE}: there is nothing to unpack"
 
 
 def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
@@ -207,12 +167,6 @@ def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     model = next((name for name in names if any(fnmatchcase(name, pattern) for pattern in kept)), None)
     if model and not itself:
         yield f"--output_dir: {output} holds another model ({model}) than the .onnx file would: give another"
-    if flags.overwrite:
-        return
     existing = [name for name in (ONNX_FILE, INT8_FILE) if name in names]
-    if existing:
+    if existing and not flags.overwrite:
         yield f"{output} has {' and '.join(existing)} already: give another --output_dir, or --overwrite"
-    try:
-        read_report(output)
-    except UserError as error:
-        yield f"{error}: give another --output_dir, or --overwrite"

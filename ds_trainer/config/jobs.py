@@ -16,6 +16,7 @@ from ds_trainer.config.recipe import Phase, Recipe
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.config.trust import Trust
+from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.ranks.failures import UserError
 
 OF_THE_TASK: Literal["task"] = "task"
@@ -26,8 +27,13 @@ BACKENDS = ("torch", "compile", "onnxruntime")
 DEVICES = ("cpu", "cuda")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Our names of dtypes, and those of torch. Onnxruntime has fp32, and "int8": weights quantised dynamically."""
+"""Our names of dtypes, and those of torch. Onnxruntime has fp32, and INT8: weights quantised dynamically."""
+INT8 = "int8"
 
+ONNX_FILE, INT8_FILE, EXPORT_REPORT = "model.onnx", "model.int8.onnx", "export.json"
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "model*.onnx")
+REPLACED = (*WEIGHTS, *MODEL_FILES, EXPORT_REPORT)
+"""The files that an export deletes where it writes another model in the place of one."""
 
 _DISTINCT = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -212,12 +218,8 @@ class ExportJob(CommandJob):
     quantize: str | None
     """ "int8", or None; only with `onnx`."""
     compact: str | None
-    """How the values of a compact file are stored, or None."""
+    """ "fp16", the type of the values of a compact file, or None."""
     unpack: bool
-    import_from: str | None
-    """The program that wrote the folder, where it is neither this one nor transformers."""
-    threshold: float | None
-    """The threshold at which a masked BERT is folded."""
     task: TaskBase | None
     """The task to take inputs from, to score on, and to fit a cut to."""
     batch_size: Count
@@ -236,7 +238,7 @@ class ExportJob(CommandJob):
     @property
     def writes_folder(self) -> bool:
         """Whether the output is a model folder."""
-        return self.shrink or self.unpack or self.compact is not None or self.import_from is not None or self.plain
+        return self.shrink or self.unpack or self.compact is not None or self.plain
 
     @property
     def adds_onnx(self) -> bool:

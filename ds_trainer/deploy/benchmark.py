@@ -6,27 +6,38 @@ All ratios are relative to the first folder. Everything is measured in one proce
 import copy
 import importlib.metadata
 import inspect
+import itertools
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ds_trainer.config.jobs import DTYPES, OF_THE_TASK, BenchmarkJob
-from ds_trainer.deploy.benchmark_cases import BenchmarkCase, benchmark_cases
-from ds_trainer.deploy.benchmark_page import show, write, write_numbers
-from ds_trainer.deploy.latency import Inference, batches, bytes_by_form, eager, fit_in_memory, in_turns, summary
+from ds_trainer.config.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
+from ds_trainer.deploy.benchmark_page import show, write_page
+from ds_trainer.deploy.latency import (
+    FOR_P95,
+    Inference,
+    batches,
+    bytes_by_form,
+    bytes_on_disk,
+    chosen_examples,
+    eager,
+    fit_in_memory,
+    in_turns,
+    summary,
+)
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models import pretrained
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of
-from ds_trainer.models.model_folder import INT8
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
 from ds_trainer.ranks.joining import silence_transformers
@@ -39,14 +50,24 @@ from ds_trainer.techniques.exits.heads import has_exits
 
 CALLS = 200
 """How often each model is called in a case, where the time allows."""
-_TRACED = 8
-"""The length of the batch that an .onnx file is made with; the file takes any length."""
-_CHECKED = 21
-"""The length of the batch that an .onnx file is checked with, where the model has so many positions."""
+BATCH_SIZES = (1, 32)
+"""Those of the report of a run."""
+_SECONDS = 60.0
+"""The time limit for all models and batch sizes of a report together."""
+_SAME_DATA = ("name", "data_dir", "dataset", "validation_file")
+"""Fields of a task's spec that decide which texts it reads."""
+_EARLY = ", early exit"
+ONLY = "onnxruntime runs here on the CPU in fp32 and int8, torch in all types but int8"
+_TRACED, _CHECKED = 8, 21
+"""The lengths of the batches that an .onnx file is made with and checked with; the file takes any length."""
+
+CASE = ("backend", "device", "dtype", "threads", "length", "batch_size")
+Case: TypeAlias = dict[str, Any]
+"""What all models are timed under together, by these names."""
 
 
 @dataclass
-class BenchmarkModel:
+class MeasuredModel:
     """A folder, its model on the CPU in fp32, the task that reads texts as it needs them, and its early exits."""
 
     folder: Path
@@ -55,7 +76,6 @@ class BenchmarkModel:
     early: EarlyExitModel | None = None
     onnx_files: dict[str, Path] = field(default_factory=dict)
     """By the type of their weights."""
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def inputs(self, length: int | str, size: int) -> list[dict[str, Tensor]]:
         """The batches to time it on: whole batches of the task's texts, or one of random tokens."""
@@ -64,8 +84,8 @@ class BenchmarkModel:
         assert self.task is not None, "the command has checked it"
         return [batch.inputs for batch in batches(self.task, size)]
 
-    def mean_flops(self, lengths: Sequence[int]) -> float | None:
-        """The mean over these lengths of the encoder's FLOPs for an example; None for a family that is not known.
+    def mean_flops(self, length: int | str) -> float | None:
+        """The mean of the encoder's FLOPs for an example of this length; None for a family that is not known.
 
         A family is known if all its layers can be counted: each has an attention block, or is DeBERTa's.
         """
@@ -75,7 +95,8 @@ class BenchmarkModel:
             or (blocks_of(layer) and any(hasattr(module, "pos_att_type") for module in layer.modules()))
             for layer in layers
         )
-        return sum(encoder_flops(self.model, length) for length in lengths) / len(lengths) if layers and known else None
+        tokens = [batch["input_ids"].shape[1] for batch in self.inputs(length, 1)]
+        return statistics.mean(encoder_flops(self.model, each) for each in tokens) if layers and known else None
 
 
 def benchmark(job: BenchmarkJob) -> None:
@@ -83,44 +104,111 @@ def benchmark(job: BenchmarkJob) -> None:
     silence_transformers()
     distributed.keep_freed_memory()  # as this library does in training and evaluation
     with leaving():
-        for results in measure(job):
-            if job.output:
-                write_numbers(results, job.output)
+        results = measure(job)
     show(results)
     if job.output:
-        write(results, job.output)
+        write_page(results, job.output)
     if not any(measured["folders"] for measured in results["measurements"]):
         raise UserError("nothing could be measured: the lines above say why")
 
 
-def measure(job: BenchmarkJob) -> Iterator[dict[str, Any]]:
-    """Yield the content of `benchmark.json` after each case; the last one is `finished`.
+def measure(job: BenchmarkJob) -> dict[str, Any]:
+    """Return what a benchmark measures: `base`, `conditions`, `folders` by label, `measurements` and `notes`.
 
-    Keys: `finished`, `base`, `conditions`, `folders` by label, `measurements`, `notes`. What a backend cannot do is a
-    note in the place of its times. Raises UserError where a folder cannot be loaded, has fewer positions than a length
-    or no trained head for the task, where the models do not fit into memory together, and where no case can be run.
+    What a backend cannot do is a note in the place of its times. Raises UserError where a folder cannot be loaded, has
+    fewer positions than a length or no trained head for the task, where the models do not fit into memory together,
+    and where no case can be run.
     """
-    devices = _devices(job)
-    cases, notes = benchmark_cases(job, devices)
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = list(job.devices or available)
+    if missing := [device for device in devices if device not in available]:
+        raise UserError(f"--devices {missing[0]}: torch has no such device here: give {' '.join(available)}")
+    cases, notes = cases_of(job, devices)
+    if not all(fit_in_memory([*job.folders.values()], torch.device(device)) for device in devices):
+        raise UserError(
+            f"the {len(job.folders)} models are measured in turns, and would take more than half of the free memory "
+            f"together, in fp32: give fewer folders"
+        )
+    models = {label: _load(folder, job) for label, folder in job.folders.items()}
+    longest = max((int(length) for length in job.lengths if length != OF_THE_TASK), default=0)
+    for label, model in models.items():
+        positions = pretrained.positions_of(model.model)
+        if positions is not None and longest > positions:
+            raise UserError(f"--lengths {longest}: {label} has {positions} positions: give {positions} at most")
+        if OF_THE_TASK in job.lengths and not model.inputs(OF_THE_TASK, max(job.batch_sizes)):
+            raise UserError(f"--batch_sizes {max(job.batch_sizes)}: the task has fewer texts to measure on: lower it")
+    versions = machine.versions()
+    if "onnxruntime" in job.backends:
+        versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
+    cores = len(os.sched_getaffinity(0))
+    conditions = {"cpu": machine.cpu_name(), "cores": cores, "versions": versions, "seconds": job.seconds}
+    conditions |= {"gpu": torch.cuda.get_device_name()} if "cuda" in devices else {}
+    conditions |= {"task": job.task.model_dump(mode="json")} if job.task else {}
     with tempfile.TemporaryDirectory() as aside:
-        models = _load(job, devices)
-        _check_lengths(job, models)
         if "onnxruntime" in job.backends:
-            notes += _export(models, Path(aside), INT8 in job.dtypes)
-        if job.task:
-            _score(models, job.eval_batch_size)
-        results: dict[str, Any] = {
-            "finished": False,
+            for number, (label, model) in enumerate(models.items()):
+                notes += [f"{label}: {note}" for note in _export(model, Path(aside, str(number)), INT8 in job.dtypes)]
+        return {
             "base": next(iter(models)),
-            "conditions": _conditions(job, devices),
-            "folders": {label: _described(model, job.lengths) for label, model in models.items()},
-            "measurements": [],
+            "conditions": conditions,
+            "folders": {label: _described(label, model, job) for label, model in models.items()},
+            "measurements": [_measured(models, case, job.seconds, CALLS) for case in cases],
             "notes": notes,
         }
-        for case in cases:
-            results["measurements"].append(_measured(models, case, job.seconds))
-            results["finished"] = case is cases[-1]
-            yield results
+
+
+def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str, Any]]:
+    """Measure for the report of a run each model's `size`, its `latency`, and with exit heads its `early_exit_latency`.
+
+    `models` has the folders by phase, and the task that reads its evaluation texts as each model needs them. Latency is
+    by batch size, `{"batch_1": {"median_ms", "p95_ms", "calls", ...}}`, in fp32, without `p95_ms` where there are few
+    calls; `measured_on` says on which device and texts. Only models with the last one's task and data are timed, for at
+    most a minute in all. Latencies are missing for batch sizes that were not reached, and for all models where these
+    are too large to be held together. Folders that do not exist are left out. To be called on one rank.
+    """
+    models = {name: each for name, each in models.items() if each[0].is_dir()}
+    costs: dict[str, dict[str, Any]] = {n: {"size": {"bytes": bytes_on_disk(path)}} for n, (path, _) in models.items()}
+    data = {name: [getattr(task.spec, field) for field in _SAME_DATA] for name, (_, task) in models.items()}
+    timed = {name: each for name, each in models.items() if data[name] == list(data.values())[-1]}
+    if not fit_in_memory([path for path, _ in timed.values()]):
+        distributed.info("latency: the models of the run are too large to be held in memory together")
+        return costs
+    loaded = {name: load_measured(*each) for name, each in timed.items()}
+    end, device, threads = time.perf_counter() + _SECONDS, distributed.device(), torch.get_num_threads()
+    for remaining, size in zip(range(len(BATCH_SIZES), 0, -1), BATCH_SIZES, strict=True):
+        case = dict(zip(CASE, ("torch", device.type, "fp32", threads, OF_THE_TASK, size), strict=True))
+        times = _measured(loaded, case, (end - time.perf_counter()) / remaining, FOR_P95)["folders"]
+        for name, (_, task) in timed.items():
+            for way, label in (("latency", name), ("early_exit_latency", f"{name}{_EARLY}")):
+                if label in times:
+                    costs[name].setdefault(way, {})[f"batch_{size}"] = times[label]
+                    chosen = chosen_examples(task, max(BATCH_SIZES))
+                    costs[name]["measured_on"] = {
+                        "threads": threads,
+                        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                        "dtype": "float32",
+                        "examples": len(chosen),
+                        "mean_tokens": float(task.examples(task.splits[0]).lengths[chosen].mean()),
+                    }
+    return costs
+
+
+def cases_of(job: BenchmarkJob, devices: Sequence[str]) -> tuple[list[Case], list[str]]:
+    """Return every combination that can be run, and a note where others were requested. UserError where none can be.
+
+    A GPU is measured with the first number of threads alone, since they are the host's.
+    """
+    fields = (job.backends, devices, job.dtypes, job.threads, job.lengths, job.batch_sizes)
+    requested: list[Case] = [dict(zip(CASE, values, strict=True)) for values in itertools.product(*fields)]
+    requested = [case for case in requested if case["device"] == "cpu" or case["threads"] == job.threads[0]]
+    places = {"onnxruntime": [("cpu", "fp32"), ("cpu", INT8)]}
+    by_torch = [(device, dtype) for device in devices for dtype in DTYPES]
+    cases = [case for case in requested if (case["device"], case["dtype"]) in places.get(case["backend"], by_torch)]
+    if not cases:
+        raise UserError(
+            f"there is nothing to measure: {ONLY}: give --dtypes fp32 and --devices cpu, or another backend"
+        )
+    return cases, [f"not all combinations were measured: {ONLY}"] if len(cases) < len(requested) else []
 
 
 def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
@@ -140,23 +228,140 @@ def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if name in accepted}
 
 
-def add_ratios(
-    times: Mapping[str, dict[str, float]],
-    taken: Mapping[str, Sequence[float]],
-    flops: Mapping[str, float | None],
-    base: str,
-) -> None:
-    """Add to the times of each model its `speed_up` relative to the base, and that over the ratio of their FLOPs.
+def add_speed_ups(times: Mapping[str, dict[str, float]], taken: Mapping[str, Sequence[float]], base: str) -> None:
+    """Add to the times of each model its `speed_up` relative to the base.
 
-    A speed-up is the median over the turns of the ratio of two calls in one turn: what disturbs the machine for some
-    turns does not change it.
+    It is the median over the turns of the ratio of two calls in one turn: what disturbs the machine for some turns does
+    not change it.
     """
     for label, each in times.items() if base in times else ():
         turns = zip(taken[base], taken[label], strict=False)  # the time limit may cut the last turn short
         each["speed_up"] = statistics.median(first / second for first, second in turns)
-        of_model, of_base = flops.get(label), flops.get(base)
-        if of_model and of_base:
-            each["speed_up_per_flop_ratio"] = each["speed_up"] * of_model / of_base
+
+
+def _tokens(value: Any) -> list[int]:
+    """The tokens in a field of a config, which holds one, several or none."""
+    return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
+
+
+def _load(folder: Path, job: BenchmarkJob) -> MeasuredModel:
+    if job.task:
+        task = build_task(job.task, folder, job.cache_dir)
+        task.check_trained(folder)
+        return load_measured(folder, task)
+    model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
+    pretrained.set_padding(model, 0)
+    return MeasuredModel(folder, model.eval())
+
+
+def load_measured(folder: Path, task: Task) -> MeasuredModel:
+    """Load the model of a folder for a task, on the CPU and in fp32."""
+    model = task.build_model(folder).eval()
+    early = with_exits(copy.deepcopy(model), folder).eval() if has_exits(folder) else None
+    return MeasuredModel(folder, model, task, early)
+
+
+def _export(model: MeasuredModel, stem: Path, int8: bool) -> Iterator[str]:
+    """Write the .onnx file of a model, and a copy in int8 if requested; yield notes on what is not as in torch."""
+    path, small = stem.with_suffix(".onnx"), stem.with_suffix(f".{INT8}.onnx")
+    try:
+        write_onnx(model.model, random_inputs(model.model, _TRACED, 2), path)
+        checked = random_inputs(model.model, min(_CHECKED, pretrained.positions_of(model.model) or _CHECKED), 2)
+        if "attention_mask" in checked:  # half of the second text is padding
+            checked["attention_mask"][1, _CHECKED // 2 :] = 0
+        check_onnx(model.model, path, [checked])
+        model.onnx_files["fp32"] = path
+        if int8:
+            quantise(path, small)
+            model.onnx_files[INT8] = small
+    except Exception as error:  # noqa: BLE001 - exporters raise many kinds of errors; other backends are measured
+        yield f"no ONNX file: {_in_a_line(error)}"
+    if model.task and model.task.own_inputs:
+        yield "onnxruntime runs the head at every token, torch on texts only where it is scored"
+
+
+def _described(label: str, model: MeasuredModel, job: BenchmarkJob) -> dict[str, Any]:
+    """The measures of a model that need no clock; scores are by the way to run it."""
+    weights, files, device = count_weights(model.model), bytes_by_form(model.folder), distributed.device()
+    ways: dict[str, Predict] = {}
+    for name, forward in (("torch", model.model), ("torch, early exit", model.early)):
+        if forward:
+            ways[name] = _predictor(_placed(forward, device, torch.float32))
+    for dtype, path in model.onnx_files.items():
+        name = "" if dtype == "fp32" else f", {dtype}"
+        files[f"onnx{name}"] = path.stat().st_size
+        ways[f"onnxruntime{name}"] = predictor(session(path, torch.get_num_threads()))
+    scores = {}
+    if task := model.task:
+        distributed.info(f"{label}: scoring")
+        scores = {way: evaluate(predict, task, job.eval_batch_size).scores for way, predict in ways.items()}
+    return {
+        "folder": str(model.folder),
+        "parameters": weights["model"],
+        "encoder": weights["encoder"],
+        "flops_per_example": {str(length): model.mean_flops(length) for length in job.lengths},
+        "bytes": files,
+        "scores": scores,
+    }
+
+
+def _predictor(model: Any) -> Predict:
+    return lambda batch: model(**batch.inputs)
+
+
+def _placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model, which is on the CPU and in fp32, or a copy elsewhere or in another type."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return model
+    return copy.deepcopy(model).to(device, dtype)
+
+
+def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, least: int) -> dict[str, Any]:
+    """The times of all models in a case, of `least` calls or more each, and notes on those that have none."""
+    inputs = {label: model.inputs(case["length"], case["batch_size"]) for label, model in models.items()}
+    calls: dict[str, list[partial[Any]]] = {}
+    notes: dict[str, str] = {}
+    torch.set_num_threads(case["threads"])
+    if case["backend"] == "compile":
+        compile_anew()
+    for label, model in models.items():
+        for name, build in _ways(label, model, case).items():
+            try:
+                forward = build()
+                placed = [{key: value.to(case["device"]) for key, value in batch.items()} for batch in inputs[label]]
+                calls[name] = [partial(forward, batch) for batch in placed]
+                for call in calls[name][: 1 if case["backend"] == "torch" else None]:  # others plan for each shape
+                    call()
+            except Exception as error:  # noqa: BLE001, PERF203 - compilers raise many kinds of errors
+                calls.pop(name, None)
+                notes[name] = _in_a_line(error)
+    taken = in_turns(calls, limit, torch.device(case["device"]), least)
+    times = {
+        label: summary(each) | {"examples_per_s": case["batch_size"] * len(each) / sum(each)}
+        for label, each in taken.items()
+        if each
+    }
+    notes |= {label: "not reached: raise --seconds" for label, each in taken.items() if not each}
+    base = next(iter(models))
+    add_speed_ups(times, taken, base)
+    tokens = statistics.mean(batch["input_ids"].shape[1] for batch in inputs[base])
+    return case | {"mean_tokens": tokens, "folders": times, "notes": notes}
+
+
+def _ways(label: str, model: MeasuredModel, case: Case) -> dict[str, Callable[[], Inference]]:
+    """The ways to run a model in a case: functions that build its forward, by the label of the row."""
+    if case["backend"] == "onnxruntime":
+        path = model.onnx_files.get(case["dtype"])
+        return {label: lambda: partial(outputs, session(path, case["threads"]))} if path else {}
+    place = torch.device(case["device"]), getattr(torch, DTYPES[case["dtype"]])
+    of_the_task = case["length"] == OF_THE_TASK
+    if case["backend"] == "compile":  # for inputs of one shape, or of any
+        dynamic = None if of_the_task else False
+        return {label: lambda: eager(torch.compile(_placed(model.model, *place), dynamic=dynamic))}
+    ways: dict[str, Callable[[], Inference]] = {label: lambda: eager(_placed(model.model, *place))}
+    if model.early and of_the_task:  # where random tokens leave would mean nothing
+        ways[f"{label}{_EARLY}"] = lambda: eager(_placed(model.early, *place))
+    return ways
 
 
 def compile_anew() -> None:
@@ -170,189 +375,7 @@ def compile_anew() -> None:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
 
 
-def _tokens(value: Any) -> list[int]:
-    """The tokens in a field of a config, which holds one, several or none."""
-    return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
-
-
-def _devices(job: BenchmarkJob) -> list[str]:
-    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    missing = [device for device in job.devices or () if device not in available]
-    if missing:
-        raise UserError(f"--devices {missing[0]}: torch has no such device here: give {' '.join(available)}")
-    return list(job.devices or available)
-
-
-def _load(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, BenchmarkModel]:
-    folders = list(job.folders.values())
-    if not all(fit_in_memory(folders, torch.device(device)) for device in devices):
-        raise UserError(
-            f"the {len(folders)} models are measured in turns, and would take more than half of the free memory "
-            f"together, in fp32: give fewer folders"
-        )
-    return {label: _load_one(folder, job) for label, folder in job.folders.items()}
-
-
-def _load_one(folder: Path, job: BenchmarkJob) -> BenchmarkModel:
-    if job.task is None:
-        model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
-        pretrained.set_padding(model, 0)
-        return BenchmarkModel(folder, model.eval())
-    task = build_task(job.task, folder, job.cache_dir)
-    task.check_trained(folder)
-    model = task.build_model(folder).eval()
-    early = with_exits(copy.deepcopy(model), folder).eval() if has_exits(folder) else None
-    return BenchmarkModel(folder, model, task, early)
-
-
-def _check_lengths(job: BenchmarkJob, models: Mapping[str, BenchmarkModel]) -> None:
-    """Refuse lengths that a model has no positions for, and batches that the task has too few texts for."""
-    longest = max((int(length) for length in job.lengths if length != OF_THE_TASK), default=0)
-    largest = max(job.batch_sizes)
-    for label, model in models.items():
-        positions = pretrained.positions_of(model.model)
-        if positions is not None and longest > positions:
-            raise UserError(f"--lengths {longest}: {label} has {positions} positions: give {positions} at most")
-        if OF_THE_TASK in job.lengths and not model.inputs(OF_THE_TASK, largest):
-            raise UserError(f"--batch_sizes {largest}: the task has fewer texts to measure on: lower it")
-
-
-def _export(models: Mapping[str, BenchmarkModel], aside: Path, int8: bool) -> Iterator[str]:
-    """Write the .onnx file of each model, and a copy in int8 if requested; yield a line for each that has none."""
-    for number, (label, model) in enumerate(models.items()):
-        path = aside / f"{number}.onnx"
-        try:
-            write_onnx(model.model, random_inputs(model.model, _TRACED, 2), path)
-            checked = random_inputs(model.model, min(_CHECKED, pretrained.positions_of(model.model) or _CHECKED), 2)
-            if "attention_mask" in checked:  # half of the second text is padding
-                checked["attention_mask"][1, _CHECKED // 2 :] = 0
-            check_onnx(model.model, path, [checked])
-            model.onnx_files["fp32"] = path
-            if int8:
-                quantise(path, aside / f"{number}.{INT8}.onnx")
-                model.onnx_files[INT8] = aside / f"{number}.{INT8}.onnx"
-        except Exception as error:  # noqa: BLE001 - exporters raise many kinds of errors; other backends are measured
-            yield f"{label}: no ONNX file: {_named(error)}"
-        if model.task and model.task.own_inputs:
-            yield f"{label}: onnxruntime runs the head at every token, torch on texts only where it is scored"
-
-
-def _score(models: Mapping[str, BenchmarkModel], batch_size: int) -> None:
-    """Score each model on the task: by torch, also with early exits, and by onnxruntime where it has files."""
-    for label, model in models.items():
-        assert model.task is not None, "all models have one or none has"
-        distributed.info(f"{label}: scoring")
-        device = distributed.device()
-        ways: dict[str, Predict] = {"torch": _predictor(_placed(model.model, device, torch.float32))}
-        if model.early:
-            ways["torch, early exit"] = _predictor(_placed(model.early, device, torch.float32))
-        for dtype, path in model.onnx_files.items():
-            ways[_named_with("onnxruntime", dtype)] = predictor(session(path, torch.get_num_threads()))
-        for way, predict in ways.items():
-            model.scores[way] = evaluate(predict, model.task, batch_size).scores
-
-
-def _predictor(model: Any) -> Predict:
-    return lambda batch: model(**batch.inputs)
-
-
-def _named_with(name: str, dtype: str) -> str:
-    """The name of a score or a size, with its type where that is not fp32."""
-    return name if dtype == "fp32" else f"{name}, {dtype}"
-
-
-def _placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model, which is on the CPU and in fp32, or a copy elsewhere or in another type."""
-    if device.type == "cpu" and dtype == torch.float32:
-        return model
-    return copy.deepcopy(model).to(device, dtype)
-
-
-def _measured(models: Mapping[str, BenchmarkModel], case: BenchmarkCase, limit: float) -> dict[str, Any]:
-    """The times of all models in a case, and notes on those that have none."""
-    distributed.info(str(case))
-    inputs = {label: model.inputs(case.length, case.batch_size) for label, model in models.items()}
-    calls: dict[str, list[partial[Any]]] = {}
-    notes: dict[str, str] = {}
-    torch.set_num_threads(case.threads)
-    if case.backend == "compile":
-        compile_anew()
-    for label, model in models.items():
-        for name, build in _ways(label, model, case).items():
-            try:
-                calls[name] = _warm_calls(build(), inputs[label], case.device)
-            except Exception as error:  # noqa: BLE001, PERF203 - compilers raise many kinds of errors
-                notes[name] = _named(error)
-    taken = in_turns(calls, limit, torch.device(case.device), CALLS)
-    times = {
-        label: summary(each) | {"examples_per_s": case.batch_size * len(each) / sum(each)}
-        for label, each in taken.items()
-        if each
-    }
-    notes |= {label: "not reached: raise --seconds" for label, each in taken.items() if not each}
-    lengths = {label: [batch["input_ids"].shape[1] for batch in each] for label, each in inputs.items()}
-    flops = {label: models[label].mean_flops(each) for label, each in lengths.items()}
-    add_ratios(times, taken, flops, next(iter(models)))
-    tokens = next(iter(lengths.values()))
-    return asdict(case) | {"mean_tokens": sum(tokens) / len(tokens), "folders": times, "notes": notes}
-
-
-def _warm_calls(forward: Inference, inputs: Sequence[Mapping[str, Tensor]], device: str) -> list[partial[Any]]:
-    """A call for each batch, already made once."""
-    calls = [partial(forward, {name: value.to(device) for name, value in batch.items()}) for batch in inputs]
-    for call in calls:
-        call()
-    return calls
-
-
-def _ways(label: str, model: BenchmarkModel, case: BenchmarkCase) -> dict[str, Callable[[], Inference]]:
-    """The ways to run a model in a case: functions that build its forward, by the label of the row."""
-    if case.backend == "onnxruntime":
-        path = model.onnx_files.get(case.dtype)
-        return {label: lambda: partial(outputs, session(path, case.threads))} if path else {}
-    place = torch.device(case.device), getattr(torch, DTYPES[case.dtype])
-    of_the_task = case.length == OF_THE_TASK
-    if case.backend == "compile":  # for inputs of one shape, or of any
-        dynamic = None if of_the_task else False
-        return {label: lambda: eager(torch.compile(_placed(model.model, *place), dynamic=dynamic))}
-    ways: dict[str, Callable[[], Inference]] = {label: lambda: eager(_placed(model.model, *place))}
-    if model.early and of_the_task:  # where random tokens leave would mean nothing
-        ways[f"{label}, early exit"] = lambda: eager(_placed(model.early, *place))
-    return ways
-
-
-def _described(model: BenchmarkModel, lengths: Sequence[int | str]) -> dict[str, Any]:
-    """The measures of a model that need no clock."""
-    weights = count_weights(model.model)
-    files = bytes_by_form(model.folder)
-    files |= {_named_with("onnx", dtype): path.stat().st_size for dtype, path in model.onnx_files.items()}
-    tokens = {str(length): [batch["input_ids"].shape[1] for batch in model.inputs(length, 1)] for length in lengths}
-    return {
-        "folder": str(model.folder),
-        "parameters": weights["model"],
-        "encoder": weights["encoder"],
-        "flops_per_example": {length: model.mean_flops(each) for length, each in tokens.items()},
-        "bytes": files,
-        "scores": model.scores,
-    }
-
-
-def _conditions(job: BenchmarkJob, devices: Sequence[str]) -> dict[str, Any]:
-    versions = machine.versions()
-    if "onnxruntime" in job.backends:
-        versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
-    cores = len(os.sched_getaffinity(0))
-    conditions = {"cpu": machine.cpu_name(), "cores": cores, "versions": versions, "seconds": job.seconds}
-    if "cuda" in devices:
-        conditions["gpu"] = torch.cuda.get_device_name()
-    if job.task:
-        conditions["task"] = job.task.model_dump(mode="json")
-    return conditions
-
-
-def _named(error: Exception) -> str:
-    """An error in a line."""
+def _in_a_line(error: Exception) -> str:
     if ran_out(error):
         return "out of memory: give smaller --batch_sizes or --lengths"
-    line = first_line(error)[:200]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)[:200]}".removesuffix(": ")

@@ -7,7 +7,6 @@ and stays as it is.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,22 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 import ds_trainer
 from ds_trainer.config.exit_specs import EXITS_FILE
-from ds_trainer.config.jobs import ExportJob
+from ds_trainer.config.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
 from ds_trainer.config.recipe import Phase, Recipe
 from ds_trainer.config.task_specs import TaskBase
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.deploy.onnx_lines import onnx_lines
+from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
-from ds_trainer.files.tables import Row, markdown
+from ds_trainer.files.tables import markdown
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import has_safetensors, is_compact, is_hub_name
 from ds_trainer.ranks import distributed
-from ds_trainer.report.page import notes_on, table_of, tried
-from ds_trainer.report.run_files import read_object, read_run
+from ds_trainer.report.page import notes_on, table_of
+from ds_trainer.report.run_files import read_run
 from ds_trainer.tasks.cut_folder import CUT_FILE
 
 _TASKS = {
@@ -47,25 +46,22 @@ builds them. Without `trust_remote_code=True` transformers ends with "You set `i
 setting it would fill layers with random weights. Where code of a folder may not be run, load it by
 `ds_trainer.load_model`, which does not run that file, export it with `--onnx`, or cut the model to sizes that a plain
 config can say (docs/cuts.md)."""
-_FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack", "import_from", "threshold"}
+_FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack"}
 _PATH = re.compile(r'"/(?:[^"]*/)?([^"/]+)/?"')
 
 
 def write_cards(output: Path, recipe: Recipe) -> None:
     """Write the card of each model of a run, from the files in its output folder; a failure is a warning."""
-    tried("the models have no cards", partial(_write_cards, output, recipe))
-
-
-def _write_cards(output: Path, recipe: Recipe) -> None:
-    run = read_run(output)
-    latency = [note for note in notes_on(run) if note.startswith("Latency")]
-    for phase in recipe.phases:
-        models = f"The models of the run, side by side. This one is `{phase.name}`."
-        sections = ["## Results", models, table_of(run), *latency, *_section(recipe)]
-        task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
-        folder = run.folder_of(phase.name) / "model"
-        if (folder / "config.json").exists():  # otherwise the user has deleted the model
-            _write(folder, _origin(recipe, phase), task, scores, sections)
+    with distributed.as_warning("the models have no cards"):
+        run = read_run(output)
+        latency = [note for note in notes_on(run) if note.startswith("Latency")]
+        for phase in recipe.phases:
+            models = f"The models of the run, side by side. This one is `{phase.name}`."
+            sections = ["## Results", models, table_of(run), *latency, *_section(recipe)]
+            task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
+            folder = run.folder_of(phase.name) / "model"
+            if (folder / "config.json").exists():  # otherwise the user has deleted the model
+                _write(folder, _origin(recipe, phase), task, scores, sections)
 
 
 def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
@@ -74,17 +70,19 @@ def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
         return
     scores = report.get("scores", {})
     made = scores.get("compact", scores.get("cut"))
-    rows = [_row("source", bytes_on_disk(job.model), scores.get("model"))]
-    if job.writes_folder:
-        rows.append(_row("this model", bytes_on_disk(job.output), made))
-    onnx = [name for name in ("onnx", "int8") if name in report]
-    rows += [_row(report[name]["file"], report[name]["bytes"], scores.get(name)) for name in onnx]
+    models = [("source", bytes_on_disk(job.model), scores.get("model"))]
+    models += [("this model", bytes_on_disk(job.output), made)] if job.writes_folder else []
+    models += [(report[n]["file"], report[n]["bytes"], scores.get(n)) for n in ("onnx", "int8") if n in report]
+    rows = [
+        {"": name, "MiB": f"{size / 2**20:,.1f}", **{metric: f"{value:.4f}" for metric, value in (of or {}).items()}}
+        for name, size, of in models
+    ]
     flags = job.model_dump(mode="json", exclude_unset=True, include=_FLAGS)
-    flags = {name: value for name, value in flags.items() if value}
-    saved = job.checkpoint
-    source = _origin(saved.recipe, saved.phase) if saved else str(job.model)
-    recipe = _section(saved.recipe) if saved else []
-    sections = ["## Results", markdown(rows), "## Export", _json(flags), *recipe]
+    sections = ["## Results", markdown(rows), "## Export", _json({name: flags[name] for name in flags if flags[name]})]
+    source: str | None = str(job.model)
+    if saved := job.checkpoint:
+        source = _origin(saved.recipe, saved.phase)
+        sections += _section(saved.recipe)
     _write(job.output, source, job.task, made or scores.get("model", {}), sections)
 
 
@@ -102,13 +100,9 @@ def push_to_hub(folder: Path, repository: str) -> None:
 
     The reports of cuts and exports stay here: they name the folders of this machine.
     """
+    kept, replaced = [".*", EXPORT_REPORT, CUT_FILE], list(REPLACED)
     with as_user_error(f"--push_to_hub {repository}: {folder} is whole here, and was not sent"):
-        HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            ignore_patterns=[".*", REPORT, CUT_FILE],
-            delete_patterns=list(REPLACED),
-        )
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=kept, delete_patterns=replaced)
     distributed.info(f"{folder} was sent to {repository}")
 
 
@@ -135,30 +129,25 @@ def _write(
     config, name = read_object(folder / "config.json"), "/".join(folder.absolute().parts[-2:])
     classes = config.get("architectures") or []
     kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
-    does, base = _TASKS.get(kind), _base_of(source)
-    data = (task.dataset or task.name) if task else ""
-    data, config_of_data = data.rsplit("/", 1) if data.count("/") > 1 else (data, None)
-    results = [
-        EvalResult(does, data, task.name, metric, value, dataset_config=config_of_data)
-        for metric, value in scores.items()
-        if does and task and "/" not in metric
-    ]
+    does, base = _TASKS.get(kind), source
+    if source and not is_hub_name(source):  # the base of a folder is that which its own card names
+        base = ModelCard.load(Path(source) / CARD).data.base_model if is_own_card(Path(source) / CARD) else None
     head = ModelCardData(base_model=base, library_name="transformers", pipeline_tag=does, tags=["ds_trainer"])
-    if results:
-        head.model_name, head.eval_results = name, results
+    if does and task:
+        data = task.dataset or task.name
+        data, config_of_data = data.rsplit("/", 1) if data.count("/") > 1 else (data, None)
+        results = [
+            EvalResult(does, data, task.name, metric, value, dataset_config=config_of_data)
+            for metric, value in scores.items()
+            if "/" not in metric
+        ]
+        if results:
+            head.model_name, head.eval_results = name, results
     origin = f"from {base or Path(source).name}" if source else "from new weights"
     text = f"This {config['model_type']} was made by ds_trainer {ds_trainer.__version__} {origin}"
     text += f", for the task {task.name}." if task else "."
     parts = [f"---\n{head.to_yaml()}\n---\n{CARD_MARK}", f"# {name}", text, *sections, "## How to load"]
     write_whole(folder / CARD, "\n\n".join([*parts, *_ways(folder, config, kind)]) + "\n")
-
-
-def _base_of(source: str | None) -> str | None:
-    """Return the hub name of the model that a model was made from, as its own card says; None where nothing does."""
-    if source is None or is_hub_name(source):
-        return source
-    card = Path(source) / CARD
-    return ModelCard.load(card).data.base_model if is_own_card(card) else None
 
 
 def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -176,11 +165,6 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     if (folder / ONNX_FILE).exists():
         int8 = f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else ""
         yield f"```python\n{onnx_lines(config, kind, int8)}```"
-
-
-def _row(name: str, size: int, scores: Mapping[str, float] | None) -> Row:
-    cells = {metric: f"{value:.4f}" for metric, value in (scores or {}).items()}
-    return {"": name, "MiB": f"{size / 2**20:,.1f}", **cells}
 
 
 def _section(recipe: Recipe) -> list[str]:

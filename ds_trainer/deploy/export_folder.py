@@ -1,14 +1,10 @@
 """Make of a model folder what is deployed: shrink or cut it, write it as ONNX, int8 ONNX or compact, each checked.
 
-Folders of other programs are imported by `foreign_folders.py`. Everything is written aside and takes its place once it
-is whole and its numbers agree, so that an error leaves nothing behind. Exit heads are no part of an .onnx file, which
-holds the plain model.
+Everything is written aside and takes its place once it is whole and its numbers agree, so that an error leaves nothing
+behind. Exit heads are no part of an .onnx file, which holds the plain model.
 """
 
-import contextlib
 import copy
-import fcntl
-import os
 import shutil
 import tempfile
 import time
@@ -21,16 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.config.exit_specs import EXITS_FILE
-from ds_trainer.config.jobs import ExportJob
+from ds_trainer.config.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, WEIGHTS, ExportJob
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.card import write_export_card
 from ds_trainer.deploy.export import cut_as_trained
-from ds_trainer.deploy.export_files import INT8_FILE, ONNX_FILE, REPLACED, REPORT, WEIGHTS, read_report
-from ds_trainer.deploy.foreign_folders import import_folder
 from ds_trainer.deploy.latency import bytes_on_disk
+from ds_trainer.files.reading import read_object
 from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
@@ -44,7 +38,6 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
-from ds_trainer.report.page import tried
 from ds_trainer.tasks.cut_folder import cut_of, outline_of
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
@@ -67,56 +60,27 @@ _SEED = 42
 def export_folder(job: ExportJob) -> dict[str, Any]:
     """Write what a job asks for, and return its report, which is in `export.json` too; UserError where that fails."""
     silence_transformers()
-    with leaving(), _folder_aside(job.output) as aside:
-        made = aside / "made"
-        source = job.checkpoint.path if job.checkpoint else job.model
-        report = {"folder": str(source), **_written(job, made, aside)}
-        if job.adds_onnx:
-            report |= _earlier(job.output)
-        write_json(made / REPORT, report)
-        with held_back():  # no signal may end the command between the removal of the old model and the new one
-            _put_in_place(made, job)
-            tried("the export has no card", partial(write_export_card, job, report))
+    with leaving():
+        with as_user_error(f"the output folder {job.output} cannot be written"):  # on its disk: files are moved there
+            temporary = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=existing_above(job.output))
+        with temporary as name:
+            made = Path(name, "made")
+            made.mkdir()
+            source = job.checkpoint.path if job.checkpoint else job.model
+            report = {"folder": str(source), **_written(job, made, Path(name)), **_earlier(job)}
+            write_json(made / EXPORT_REPORT, report)
+            with held_back():  # no signal may end the command between the removal of the old model and the new one
+                _put_in_place(made, job)
+                with distributed.as_warning("the export has no card"):
+                    write_export_card(job, report)
     return report
 
 
-@contextlib.contextmanager
-def _folder_aside(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that holds an empty folder `made`, and remove those that killed exports left.
-
-    It lies on the disk of the output folder, so that files can be moved there. Its process locks it before it makes
-    `made`, and a lock ends with its process. So a folder that has `made` and no lock was left by a dead process.
-    """
-    place = existing_above(output)
-    for made in place.glob(".export.*.tmp/made"):
-        with contextlib.suppress(OSError), _locked(made.parent):
-            shutil.rmtree(made.parent)
-    with as_user_error(f"the output folder {output} cannot be written"):
-        temporary = tempfile.TemporaryDirectory(prefix=".export.", suffix=".tmp", dir=place)
-    with temporary as name, contextlib.ExitStack() as until_end:
-        with contextlib.suppress(OSError):  # this file system has no locks: nobody will remove what is left here
-            until_end.enter_context(_locked(Path(name)))
-        Path(name, "made").mkdir()
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; OSError where another process has locked it, or where its file system has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _earlier(folder: Path) -> dict[str, Any]:
-    """The report of how the model of a folder was made, which the report of its .onnx files keeps as `earlier`."""
-    try:
-        report = read_report(folder) or {}
-    except UserError:  # a file that the user lets us overwrite
+def _earlier(job: ExportJob) -> dict[str, Any]:
+    """The report of how a model was made, which the report of the .onnx files that it gets keeps as `earlier`."""
+    if not (job.adds_onnx and (job.output / EXPORT_REPORT).exists()):
         return {}
+    report = read_object(job.output / EXPORT_REPORT)
     of_model = {name: value for name, value in report.items() if name not in ("onnx", "int8")}
     earlier = report.get("earlier") or of_model
     return {"earlier": earlier} if earlier.keys() - {"folder", "scores"} else {}
@@ -124,17 +88,17 @@ def _earlier(folder: Path) -> dict[str, Any]:
 
 def _put_in_place(made: Path, job: ExportJob) -> None:
     """Delete the old model, its weights first, and move the new one there, its weights last: a mixture never loads."""
+
+    def among(path: Path, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatchcase(path.name, pattern) for pattern in patterns)
+
     job.output.mkdir(parents=True, exist_ok=True)
     replaced = (ONNX_FILE, INT8_FILE) if job.adds_onnx else REPLACED
-    old = [path for path in job.output.iterdir() if path.is_file() and _matches(path, replaced)]
-    for path in sorted(old, key=lambda path: not _matches(path, WEIGHTS)):
+    old = [path for path in job.output.iterdir() if path.is_file() and among(path, replaced)]
+    for path in sorted(old, key=lambda path: not among(path, WEIGHTS)):
         path.unlink()
-    for path in sorted(made.iterdir(), key=lambda path: _matches(path, WEIGHTS)):
+    for path in sorted(made.iterdir(), key=lambda path: among(path, WEIGHTS)):
         path.replace(job.output / path.name)
-
-
-def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(path.name, pattern) for pattern in patterns)
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
@@ -142,24 +106,16 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
 
     `aside` is a folder for temporary files.
     """
-    if job.import_from:
-        return import_folder(job, made, aside)
     if job.unpack:
         unpack_compact(job.model, made)
         return {"unpacked": count_weights(pretrained.load_trained(made))["model"]}
     report: dict[str, Any] = {}
     scores: dict[str, Any] = {}
     if job.cut:
-        job, report["cut"], scores["model"] = _with_cut(job, job.cut, aside / "cut")
-    model, tokenizer = pretrained.load_trained(job.model).eval(), pretrained.load_tokenizer(job.model)
+        report["cut"], scores["model"] = _cut(job, aside / "cut")
+        job = job.model_copy(update={"model": aside / "cut"})
+    model, tokenizer = _load(job.model)
     pretrained.check_fits(model, tokenizer, max_seq_length=1)
-    folder = job.model
-    if job.shrink:  # before the padding token is set, which the saved model may not have
-        folder = aside / "shrunk" if job.compact else made
-        _write_shrunk(job.model, model, tokenizer, folder)
-    if job.plain:
-        shutil.copytree(job.model, made, dirs_exist_ok=True)
-    model = _padding(model, tokenizer)
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     if task:
         scores["cut" if job.cut else "model"] = score_folder(task, job.model, job.batch_size).scores
@@ -167,13 +123,16 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     if job.checkpoint:
         step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
         report["checkpoint"] = step | {"weights": total_weights(model)}
+    folder = job.model
+    if job.plain:
+        shutil.copytree(folder, made, dirs_exist_ok=True)
     if job.shrink:
-        model, report["shrunk"] = _reload_shrunk(model, tokenizer, batches, folder)
+        folder = aside / "shrunk" if job.compact else made
+        model, report["shrunk"] = _shrunk(job.model, model, batches, folder)
     if job.compact:
-        written = write_compact_folder(folder, model, made, job.compact)
+        written = write_compact_folder(folder, model, made)
         written["bytes"]["folder"] = bytes_on_disk(job.model)
-        packed = _padding(pretrained.load_trained(made).eval(), tokenizer)
-        compared = onnx_file.compare(model, onnx_file.by_torch(packed), batches)
+        compared = onnx_file.compare(model, onnx_file.by_torch(_load(made)[0]), batches)
         report["compact"] = {"file": COMPACT_FILE, **written, **compared}
         if task:
             scores["compact"] = score_folder(task, made, job.batch_size).scores
@@ -188,40 +147,43 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     return report | ({"scores": scores} if task else {})
 
 
-def _with_cut(job: ExportJob, spec: CutSpec, folder: Path) -> tuple[ExportJob, dict[str, Any], dict[str, float]]:
-    """Cut the job's model into a folder; return the job on that folder, the cut's report, and the scores before."""
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Load model and tokenizer, with a padding token where they have none."""
+    model, tokenizer = pretrained.load_trained(folder).eval(), pretrained.load_tokenizer(folder)
+    pretrained.set_padding(model, pretrained.pad_token_id(tokenizer))  # which gives the tokenizer such a token, too
+    return model, tokenizer
+
+
+def _cut(job: ExportJob, folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Cut the job's model into a folder; return the cut's report, and the scores before."""
     if has_exits(job.model):
         raise UserError(
             f"--cut: {job.model} has exit heads, which were trained on the hidden states of the whole model: cut the "
             f'model by a phase with "cut" and train new heads in it, or remove {EXITS_FILE} to cut it without them'
         )
     assert job.task is not None, "read_export_job saw to it"
+    assert job.cut is not None
     task = build_task(job.task, job.model, job.cache_dir)
-    outline_of(task, job.model, spec)  # refuses a family or a share before anything is scored
+    outline_of(task, job.model, job.cut)  # refuses a family or a share before anything is scored
     before = score_folder(task, job.model, job.batch_size).scores
-    cut = cut_of(task, job.model, spec, _SEED)
+    cut = cut_of(task, job.model, job.cut, _SEED)
     cut.save(folder)
     distributed.info(cut.summary)
-    return job.model_copy(update={"model": folder}), cut.report, before
+    return cut.report, before
 
 
-def _padding(model: Any, tokenizer: Any) -> Any:
-    """Give model and tokenizer a padding token where they have none, and return the model."""
-    pretrained.set_padding(model, pretrained.pad_token_id(tokenizer))  # which gives the tokenizer such a token, too
-    return model
+def _shrunk(source: Path, model: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Write the shrunk model in the precision of its source, with the source's exit heads.
 
-
-def _write_shrunk(source: Path, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the shrunk model in the precision of its source, with the source's exit heads."""
-    save_folder(shrink(model).to(pretrained.dtype_of(source)), tokenizer, folder)
+    Returns the model of the folder, and its report, once its outputs are those of the whole model.
+    """
+    # loaded anew: the padding token that the given model got is none of the saved one's
+    whole, tokenizer = pretrained.load_trained(source).eval(), pretrained.load_tokenizer(source)
+    save_folder(shrink(whole).to(pretrained.dtype_of(source)), tokenizer, folder)
     if has_exits(source):
         for name in (EXITS_FILE, HEADS_FILE):  # hidden states are as wide as before
             shutil.copyfile(source / name, folder / name)
-
-
-def _reload_shrunk(model: Any, tokenizer: Any, batches: list[onnx_file.Inputs], folder: Path) -> tuple[Any, Any]:
-    """Load the shrunk folder and report it, once its outputs are those of the whole model."""
-    shrunk = _padding(pretrained.load_trained(folder).eval(), tokenizer)
+    shrunk, _ = _load(folder)
     compared = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
     check_same(compared, tolerance_in(pretrained.dtype_of(folder)), "the shrunk model's outputs")
     return shrunk, compared | {"weights": total_weights(shrunk)}
@@ -242,8 +204,7 @@ def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Pat
     if job.quantize:
         with as_user_error(f"{job.model} cannot be quantised"):
             onnx_file.quantise(target, small)
-        opened = onnx_file.session(small, threads)
-        compared = onnx_file.compare(model, partial(onnx_file.outputs, opened), batches)
+        compared = onnx_file.compare(model, partial(onnx_file.outputs, onnx_file.session(small, threads)), batches)
         report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
     return report
 

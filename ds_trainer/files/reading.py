@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ds_trainer.files.messages import kind_of
 from ds_trainer.ranks.failures import UserError
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -54,6 +55,14 @@ def read_value(path: Path) -> Any:
         return json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: it is not JSON: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON object, in which NaN counts as a number. Raises UserError with the path where it is none."""
+    value = read_value(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds {kind_of(value)}: it must be an object, {{...}}")
+    return value
 
 
 def memory_limit() -> int:

@@ -1,17 +1,15 @@
-"""The compact file: a bit for each weight that says whether it is zero, and the weights that are not, in fp16 or int8.
+"""The compact file: a bit for each weight that says whether it is zero, and the weights that are not, in fp16.
 
 A model that was pruned weight by weight is no faster on ordinary hardware, but it can be small on disk: it takes one
-bit for each weight, and two bytes or one for each weight that is not zero. They are in one safetensors file,
-`model.compact.safetensors`, beside an ordinary config and tokenizer. Every tensor has the smallest of these forms:
+bit for each weight, and two bytes for each weight that is not zero. They are in one safetensors file,
+`model.compact.safetensors`, beside an ordinary config and tokenizer. Every tensor has the smaller of two forms:
 
-- `name`: the tensor as it is, floats in fp16 ("dense"). With int8 values only vectors have this form: biases and norms,
-  which are a hundredth of the weights and act on every token without being averaged. What is no float keeps its type.
-- `name#int8` (its shape) and `name#scale` (rows,), fp32: a matrix in int8, each number times its row's scale.
+- `name`: the tensor as it is, floats in fp16 ("dense"). What is no float keeps its type.
 - `name#mask`, row by row, eight weights to a byte, the first in the highest bit, and `name#values`: the weights that
-  are not zero, in order; with int8 values also `name#scale`.
+  are not zero, in order.
 
-Weights in fp16 are read back as exactly `tensor.half()` (a negative zero as zero), those in int8 at most half of their
-row's scale off.
+Weights are read back as exactly `tensor.half()` (a negative zero as zero). Version 0.2 could also write int8 values,
+with `name#scale` (rows,), fp32, a factor for each row; such files are still read.
 """
 
 import json
@@ -32,24 +30,19 @@ from ds_trainer.files.reading import memory_limit
 from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import COMPACT_FILE, FP16, INT8
+from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.ranks.failures import UserError
 
 _FORMAT, _VERSION = "ds_trainer.compact", "1"
 """The marks in the files' headers since version 0.1, whatever this module is called."""
-_ERRORS = {FP16: "that of rounding to fp16", INT8: "at most half of the scale of a weight's row; fp16 in vectors"}
-"""What the file's header states about the error of each type of values."""
 _MOST_OF_FP16 = 65504.0
-_MOST_OF_INT8 = 127
-_SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""Below this a scale in fp32 would lose digits."""
 _PARTS = {
     "dense": ("",),
-    "int8": ("#int8", "#scale"),
     "mask": ("#mask", "#values"),
+    "int8": ("#int8", "#scale"),
     "mask_int8": ("#mask", "#values", "#scale"),
 }
-"""The tensors of each form, by what follows the weight's name."""
+"""The tensors of each form, by what follows the weight's name. The last two are those of version 0.2."""
 _WEIGHTS = ("model*.safetensors", "*.index.json")
 _BESIDE = (*MODEL_FILES, "*.py", "*.jinja", "*.spm", "*.tiktoken")
 """The files of a model folder that a compact folder has, too, except for those of its weights."""
@@ -57,32 +50,31 @@ _BESIDE = (*MODEL_FILES, "*.py", "*.jinja", "*.spm", "*.tiktoken")
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-def write_compact(state: Mapping[str, Tensor], path: Path, values: str = FP16) -> dict[str, Any]:
+def write_compact(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     """Write the compact file of a state dict, on the CPU, and return its report.
 
-    `values` is "fp16" or "int8". The report has:
+    The report has:
 
-    - `values`, and how many `numbers` the weights have
+    - how many `numbers` the weights have
     - `kept`: how many numbers of the file are not zero
-    - `became_zero`: how many numbers are zero in the file alone, since they are too small for it
+    - `became_zero`: how many numbers are zero in the file alone, since they are too small for fp16
     - `max_error` of all weights
     - `bytes` of the `compact` file, and of the same weights in fp32 (`dense`)
 
-    UserError for weights that are not finite, or beyond 65,504 where fp16 is to hold them.
+    UserError for weights that are not finite, or beyond 65,504, the largest number of fp16.
     """
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in state.items():
-        form, parts = _packed(name, tensor, values)
+        form, parts = _packed(name, tensor)
         tensors |= {f"{name}{part}": value for part, value in parts.items()}
         entries[name] = {"form": form, "shape": list(tensor.shape)}
-    header = {"format": _FORMAT, "version": _VERSION, "values": values, "error": _ERRORS[values]}
+    header = {"format": _FORMAT, "version": _VERSION, "values": "fp16", "error": "that of rounding to fp16"}
     save_file(tensors, path, header | {"tensors": json.dumps(entries)})
     read = read_compact(path)
     errors = [(tensor.double() - read[name].double()).abs() for name, tensor in state.items() if tensor.numel()]
     kept = sum(int(tensor.count_nonzero()) for tensor in read.values())
     return {
-        "values": values,
         "numbers": sum(tensor.numel() for tensor in state.values()),
         "kept": kept,
         "became_zero": sum(int(tensor.count_nonzero()) for tensor in state.values()) - kept,
@@ -100,14 +92,19 @@ def read_compact(path: Path) -> dict[str, Tensor]:
     A file of a few bytes may unpack to 32 times as many: one that this host's memory cannot hold is refused.
     """
     with as_user_error(f"{path} is no sound compact file"), safe_open(path, framework="np") as file:
-        entries = _entries(file)
+        header = file.metadata() or {}
+        if header.get("format") != _FORMAT:
+            raise UserError(f"its header does not name the format {_FORMAT}")
+        if header.get("version") != _VERSION:
+            raise UserError(f"its version is {quoted(header.get('version'))}, and {_VERSION} is known")
+        entries: dict[str, dict[str, Any]] = json.loads(header["tensors"])
         room, wanted = memory_limit(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
         if wanted > room:
             raise UserError(f"it unpacks to more than this host's memory: {wanted:,} bytes on the way, of {room:,}")
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}
 
 
-def write_compact_folder(folder: Path, model: nn.Module, target: Path, values: str) -> dict[str, Any]:
+def write_compact_folder(folder: Path, model: nn.Module, target: Path) -> dict[str, Any]:
     """Write a compact folder: config, tokenizer, exit heads and code, and the compact file; returns its report.
 
     `target` is an empty folder, `model` is that of `folder`.
@@ -117,7 +114,7 @@ def write_compact_folder(folder: Path, model: nn.Module, target: Path, values: s
     first = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
     state = {name: value.cpu().contiguous() for name, value in model.state_dict().items() if name not in tied}
-    return write_compact(state, target / COMPACT_FILE, values)
+    return write_compact(state, target / COMPACT_FILE)
 
 
 def unpack_compact(folder: Path, target: Path) -> None:
@@ -130,50 +127,22 @@ def unpack_compact(folder: Path, target: Path) -> None:
     write_json(target / "config.json", config | {"dtype": "float32"})
 
 
-def _packed(name: str, tensor: Tensor, values: str) -> tuple[str, dict[str, Tensor]]:
-    """Pack a tensor: the name of its smallest form, and the parts of that form."""
+def _packed(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]:
+    """Pack a tensor: the name of its smaller form, and the parts of that form."""
     if not tensor.is_floating_point():
         return "dense", {"": tensor}
     numbers = tensor.float().numpy()
     if not np.isfinite(numbers).all():
         raise UserError(f"{name} holds numbers that are not finite: the model is broken, there is nothing to keep")
-    if values == INT8 and numbers.ndim > 1:
-        quantised, scale = _quantised(numbers)
-        forms = {
-            "int8": {"#int8": quantised, "#scale": scale},
-            "mask_int8": {**_masked(quantised), "#scale": scale},
-        }
-    else:
-        halves = _halves(name, numbers)
-        forms = {"dense": {"": halves}, "mask": _masked(halves)}
-    form = min(forms, key=lambda key: sum(part.nbytes for part in forms[key].values()))
-    return form, {part: torch.from_numpy(value) for part, value in forms[form].items()}
-
-
-def _halves(name: str, numbers: Array) -> Array:
     largest = float(np.abs(numbers).max(initial=0.0))
     if largest > _MOST_OF_FP16:
         raise UserError(f"{name} holds {largest:g}, and fp16 ends at {_MOST_OF_FP16:,.0f}: scale the model down")
-    return np.asarray(numbers.astype(np.float16) + np.float16(0))  # which makes a negative zero one of two equal zeros
-
-
-def _quantised(numbers: Array) -> tuple[Array, Array]:
-    """Round to int8, with an fp32 scale for each row; the error is at most half of the scale, exactly.
-
-    A scale is rounded up to 17 binary digits: then no number is beyond 127 scales, and its product with an int8 number,
-    which has 7 digits, is exact in the 24 digits of fp32.
-    """
-    rows = numbers.reshape(len(numbers), math.prod(numbers.shape[1:])).astype(np.float64)
-    largest = np.abs(rows).max(1, initial=0.0)
-    digits, exponents = np.frexp(np.maximum(largest / _MOST_OF_INT8, _SMALLEST_SCALE))
-    scale = np.ldexp(np.ceil(np.ldexp(digits, 17)), exponents - 17).astype(np.float32)
-    nearest = np.rint(rows / scale[:, None].astype(np.float64))
-    return np.clip(nearest, -_MOST_OF_INT8, _MOST_OF_INT8).astype(np.int8).reshape(numbers.shape), scale
-
-
-def _masked(numbers: Array) -> dict[str, Array]:
-    kept = numbers.ravel() != 0
-    return {"#mask": np.packbits(kept), "#values": numbers.ravel()[kept]}
+    halves = np.asarray(numbers.astype(np.float16) + np.float16(0))  # makes a negative zero one of two equal zeros
+    kept = halves.ravel() != 0
+    masked = {"#mask": np.packbits(kept), "#values": halves.ravel()[kept]}
+    if sum(part.nbytes for part in masked.values()) < halves.nbytes:
+        return "mask", {part: torch.from_numpy(value) for part, value in masked.items()}
+    return "dense", {"": torch.from_numpy(halves)}
 
 
 def _copy_beside(folder: Path, target: Path) -> None:
@@ -181,17 +150,6 @@ def _copy_beside(folder: Path, target: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(map(path.match, _BESIDE)) and not any(map(path.match, _WEIGHTS)):
             shutil.copyfile(path, target / path.name)
-
-
-def _entries(file: Any) -> dict[str, dict[str, Any]]:
-    """The form and the shape of each weight, from the header of an open file; UserError for another kind of file."""
-    header = file.metadata() or {}
-    if header.get("format") != _FORMAT:
-        raise UserError(f"its header does not name the format {_FORMAT}")
-    if header.get("version") != _VERSION:
-        raise UserError(f"its version is {quoted(header.get('version'))}, and {_VERSION} is known")
-    entries: dict[str, dict[str, Any]] = json.loads(header["tensors"])
-    return entries
 
 
 def _unpacked(name: str, file: Any, form: str, shape: list[int]) -> Array:

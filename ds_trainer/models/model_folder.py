@@ -23,8 +23,6 @@ from ds_trainer.ranks.failures import UserError
 
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` writes and reads."""
-FP16, INT8 = VALUES = ("fp16", "int8")
-"""The types in which a compact file can hold weights; an .onnx file can hold int8, too."""
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MOST_BYTES = 256 << 20

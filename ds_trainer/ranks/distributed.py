@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -76,6 +76,21 @@ def warn(message: str) -> None:
     """Log a warning on rank 0."""
     if is_main():
         _LOG.warning(message)
+
+
+@contextlib.contextmanager
+def as_warning(what: str, failures: list[str] | None = None) -> Iterator[None]:
+    """Turn an error raised inside into a warning, and a line of `failures`: `what`, a colon, and its cause.
+
+    For what must not end a run that has trained: its figures, pages and cards.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with them
+        cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        warn(f"{what}: {cause}")
+        if failures is not None:
+            failures.append(f"{what}: {cause}")
 
 
 def start_logging() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_trainer.config.exit_specs import EXITS_FILE
-from ds_trainer.files.messages import kind_of, listed
-from ds_trainer.files.reading import read_file, read_value
+from ds_trainer.files.messages import listed
+from ds_trainer.files.reading import read_file, read_object
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
@@ -70,14 +70,6 @@ class RunFiles:
         file = self.folder_of(phase) / "eval" / EXITS_FILE
         return read_object(file) if file.is_file() else self.results.get(phase, {}).get("exits") or {}
 
-    def calibrated_again(self, phase: str) -> bool:
-        """Return whether the exits of a phase's model were changed after the evaluation."""
-        file, evaluated = self.folder_of(phase) / "model" / EXITS_FILE, self.exits(phase)
-        if not evaluated or not file.is_file():
-            return False
-        now = read_object(file)
-        return any(now.get(name) != evaluated.get(name) for name in ("policy", "calibration"))
-
 
 def read_run(folder: Path) -> RunFiles:
     """Read the small files of an output folder. Raises UserError if it holds no run, or a file is broken."""
@@ -91,14 +83,6 @@ def read_run(folder: Path) -> RunFiles:
         read_object(results) if results.is_file() else {},
         _read_log(log) if log.is_file() else {},
     )
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file that a run has written; NaN is a number there. Raises UserError."""
-    value = read_value(file)
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds {kind_of(value)}: it must be an object, {{...}}")
-    return value
 
 
 def _read_log(file: Path) -> dict[str, LogRecords]:

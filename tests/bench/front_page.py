@@ -24,7 +24,7 @@ from tools.markers import write_between
 
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.tables import markdown
-from ds_trainer.report.drawing import dress, one_panel, save
+from ds_trainer.report.figures import dress, new_figure, save
 
 MODELS = {
     "finetune": "dense",
@@ -98,7 +98,7 @@ def measure(folder: Path, seed: int, data_dir: str) -> Measured:
     results = trained(comparison_of("sst2", data_dir), folder, seed)
     run = cuts_folder(folder, seed)
     file = run / "benchmark" / "benchmark.json"
-    if not (file.is_file() and read_json(file, "the benchmark")["finished"]):
+    if not file.is_file():
         words = [*(run / phase / "model" for phase in list(MODELS)[:-1]), run / "model", "--names", *MODELS]
         words += ["--recipe", run / "recipe.json", "--backends", "torch", "onnxruntime", "--dtypes", "fp32", "int8"]
         words += ["--batch_sizes", *SIZES, "--output_dir", file.parent]
@@ -135,7 +135,7 @@ def served(measured: list[Measured]) -> Iterator[Figure]:
 
 def picture(measured: list[Measured]) -> Any:
     """Draw the front: accuracy over how many times as fast as the dense model in torch one text is answered."""
-    figure, axes = one_panel(880, 420, "SST-2: accuracy and speed of one model, cut")
+    figure, (axes,) = new_figure(880, 420, "SST-2: accuracy and speed of one model, cut")
     base = measured[0].milliseconds("finetune", TORCH, 1)
     for runtime, colour, name in ((TORCH, "#0072b2", "in torch, fp32"), (INT8, "#d55e00", "in onnxruntime, int8")):
         phases = ["finetune", "half", "quarter" if runtime == TORCH else "small", "eighth"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
 from support.exit_folders import make_classifier
 from transformers import (
     AlbertConfig,
@@ -22,7 +23,6 @@ from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.command import run_command
 from ds_trainer.deploy import benchmark, benchmark_page, latency
 from ds_trainer.deploy.benchmark import add_ratios, compile_anew, measure, random_inputs
-from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
 from ds_trainer.deploy.latency import FOR_P95, eager, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from ds_trainer.report.drawing import new_figure, one_panel, pixels, save
 from PIL import Image
 from support.launching import run_python
-
-from ds_trainer.report.drawing import new_figure, one_panel, pixels, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

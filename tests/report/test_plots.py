@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from ds_trainer.report.drawing import pixels
 from support.run_plots import NAMES, pruned_bert, record, synthetic_exits, taught, write_model
 
 from ds_trainer.report import plots
-from ds_trainer.report.drawing import pixels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from ds_trainer.report.size_plots import MeasuredModel, size_speed_score
 
 if TYPE_CHECKING:
