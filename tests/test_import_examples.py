@@ -183,11 +183,12 @@ def test_a_deebert_folder_exits_where_deebert_does(family: str, tmp_path: Path) 
     assert left == {1, 2, 3}
 
 
-def test_the_program_names_what_is_missing(tmp_path: Path) -> None:
-    """A threshold that the folder does not hold; with it the command writes the folder, and never into an old one."""
+def test_the_program_needs_the_threshold_that_a_folder_does_not_hold(tmp_path: Path) -> None:
+    """Without it nothing is written; with it the command writes a folder that loads."""
     source, new = masked_bert(tmp_path / "masked", "topK"), tmp_path / "new"
-    for words, code in (((), 1), (("--threshold", "0.5"), 0), (("--threshold", "0.5"), 2)):
-        done = run_python(PROGRAM, "masked_bert", str(source), str(new), *words)
-        assert done.returncode == code, done.stderr
-        assert {1: "give --threshold", 2: "exists"}.get(code, "") in done.stderr
+    with pytest.raises(SystemExit, match="give --threshold"):
+        runpy.run_path(str(ROOT / PROGRAM))["import_masked_bert"](source, new, None)
+    assert not new.exists()
+    done = run_python(PROGRAM, "masked_bert", str(source), str(new), "--threshold", "0.5")
+    assert done.returncode == 0, done.stderr
     assert load_model(new).config.num_hidden_layers == 2

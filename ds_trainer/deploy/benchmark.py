@@ -344,8 +344,8 @@ def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, lea
     notes |= {label: "not reached: raise --seconds" for label, each in taken.items() if not each}
     base = next(iter(models))
     add_speed_ups(times, taken, base)
-    tokens = statistics.mean(batch["input_ids"].shape[1] for batch in inputs[base])
-    return case | {"mean_tokens": tokens, "folders": times, "notes": notes}
+    tokens = [batch["input_ids"].shape[1] for batch in inputs[base]]
+    return case | {"mean_tokens": sum(tokens) / max(1, len(tokens)), "folders": times, "notes": notes}
 
 
 def _ways(label: str, model: MeasuredModel, case: Case) -> dict[str, Callable[[], Inference]]:

@@ -109,7 +109,8 @@ class _Plot:
 
 def _write(run: RunFiles) -> dict[_Plot, Figure]:
     """Write the figures and both pages; return the figures that were drawn."""
-    folder, failures, drawn = RunFolder(run.folder), list[str](), dict[_Plot, Figure]()
+    folder, failures = RunFolder(run.folder), list[str]()
+    drawn: dict[_Plot, Figure] = {}
     with distributed.as_warning("the report has no figures", failures):
         figures.check_installed()
         for plot in _plots(run, failures):

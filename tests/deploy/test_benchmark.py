@@ -1,6 +1,7 @@
-"""Model folders side by side: measurements, notes, files and errors. No time is asserted."""
+"""Model folders side by side: what is measured, in which turns, notes, files and errors. No time is asserted."""
 
 import json
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,21 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from ds_trainer.deploy.benchmark_cases import ONLY, benchmark_cases
 from support.exit_folders import make_classifier
-from transformers import (
-    AlbertConfig,
-    AlbertModel,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
+from transformers import AlbertConfig, AlbertModel, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.command import run_command
 from ds_trainer.deploy import benchmark, benchmark_page, latency
-from ds_trainer.deploy.benchmark import add_ratios, compile_anew, measure, random_inputs
-from ds_trainer.deploy.latency import FOR_P95, eager, summary
+from ds_trainer.deploy.benchmark import ONLY, add_speed_ups, cases_of, measure, measure_costs, random_inputs
+from ds_trainer.deploy.latency import FOR_P95, bytes_by_form, bytes_on_disk, eager, fit_in_memory, in_turns, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops
 from ds_trainer.models.folders import save_folder
@@ -31,6 +25,8 @@ from ds_trainer.models.layers import layers_of
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.models.shrink import shrink
+from ds_trainer.ranks import timing
+from ds_trainer.tasks.registry import build_task
 
 FAST = ["--batch_sizes", "1", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
 
@@ -64,115 +60,144 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Calls take the times that the test gives, the base's first: no clock is used."""
     times = SimpleNamespace(each=[0.010])
 
-    def in_turns(runs: Any, limit: float, device: Any, calls: int) -> dict[Any, list[float]]:
-        return {key: [times.each[place % len(times.each)]] * calls for place, key in enumerate(runs)}
+    def timed(runs: Any, limit: float, device: Any, calls: int) -> dict[Any, list[float]]:
+        return {key: [times.each[place % len(times.each)]] * calls for place, key in enumerate(runs) if runs[key]}
 
-    monkeypatch.setattr(benchmark, "in_turns", in_turns)
+    monkeypatch.setattr(benchmark, "in_turns", timed)
     return times
 
 
-def found(*arguments: Any) -> dict[str, Any]:
-    """The results of a benchmark, which are yielded anew after each case."""
-    *_, last = measure(read_benchmark_job([str(argument) for argument in arguments]))
-    return last
+def measured(*arguments: Any) -> dict[str, Any]:
+    return measure(read_benchmark_job([str(argument) for argument in arguments]))
 
 
 def test_each_folder_is_measured_at_each_setting(plain: Path, clock: SimpleNamespace) -> None:
-    """Every batch size, length and number of threads, the folders together; throughput counts examples."""
+    """At every batch size and length the folders are timed together; what needs no clock is counted from the files."""
     clock.each = [0.010, 0.004]
-    told = found(plain, plain, "--batch_sizes", 1, 4, "--lengths", 8, 16, "--threads", 1, "--devices", "cpu")
-    at = [(one["length"], one["batch_size"]) for one in told["measurements"]]
+    (plain / COMPACT_FILE).write_bytes(b"123")
+    try:
+        results = measured(plain, plain, "--batch_sizes", 1, 4, "--lengths", 8, 16, "--threads", 1, "--devices", "cpu")
+    finally:
+        (plain / COMPACT_FILE).unlink()
+    at = [(one["length"], one["batch_size"]) for one in results["measurements"]]
     assert at == [(8, 1), (8, 4), (16, 1), (16, 4)]
-    for one in told["measurements"]:
+    for one in results["measurements"]:
         assert (one["backend"], one["mean_tokens"]) == ("torch", one["length"])
         base, other = one["folders"]["model"], one["folders"]["model (2)"]
         assert (base["median_ms"], other["p95_ms"]) == (pytest.approx(10), pytest.approx(4))
         assert other["examples_per_s"] == pytest.approx(250 * one["batch_size"])
         assert (base["speed_up"], other["speed_up"]) == (1, pytest.approx(2.5))
         assert other["calls"] == benchmark.CALLS
-
-
-def test_a_folder_is_described_without_a_clock(plain: Path, clock: SimpleNamespace) -> None:
-    """Weights, FLOPs at each length, and bytes, those of the compact form apart."""
-    (plain / COMPACT_FILE).write_bytes(b"123")
-    try:
-        described = found(plain, *FAST)["folders"]["model"]
-    finally:
-        (plain / COMPACT_FILE).unlink()
-    model = load_trained(plain)
+    described, model = results["folders"]["model"], load_trained(plain)
     assert described["parameters"]["total"] == sum(weight.numel() for weight in model.parameters())
     assert described["encoder"]["total"] == 4 * (4 * 16 * 16 + 2 * 16 * 16)
-    assert described["flops_per_example"] == {"8": encoder_flops(model, 8)}
+    assert described["flops_per_example"] == {str(length): encoder_flops(model, length) for length in (8, 16)}
     assert described["bytes"] == {"safetensors": (plain / "model.safetensors").stat().st_size, "compact": 3}
     assert described["scores"] == {}
-
-
-def test_speed_ups_are_set_against_flops() -> None:
-    """Twice as fast with half the FLOPs is 1, with a quarter 0.5; without the base's times there is no ratio."""
-    taken = {"a": [8.0, 8.0], "b": [4.0, 4.0], "c": [4.0, 4.0]}
-    times: dict[str, dict[str, float]] = {name: {"median_ms": own[0]} for name, own in taken.items()}
-    add_ratios(times, taken, {"a": 100.0, "b": 50.0, "c": 25.0}, "a")
-    assert [found["speed_up"] for found in times.values()] == [1, 2, 2]
-    assert [found["speed_up_per_flop_ratio"] for found in times.values()] == [1, 1, 0.5]
-    alone = {"b": {"median_ms": 4.0}}
-    add_ratios(alone, taken, {"b": 1.0}, "a")
-    assert alone == {"b": {"median_ms": 4.0}}
 
 
 def test_speed_ups_are_of_one_turn() -> None:
     """A machine that slows down in some turns changes no ratio, also where the last turn was cut short."""
     taken = {"a": [8.0, 8.0, 80.0, 80.0, 80.0], "b": [4.0, 4.0, 40.0, 40.0]}
-    times: dict[str, dict[str, float]] = {name: {"median_ms": summary(own)["median_ms"]} for name, own in taken.items()}
-    add_ratios(times, taken, {"a": None, "b": 1.0}, "a")
-    assert [found["speed_up"] for found in times.values()] == [1, 2]
-    assert not [found for found in times.values() if "speed_up_per_flop_ratio" in found]
+    times: dict[str, dict[str, float]] = {"a": {}, "b": {}}
+    add_speed_ups(times, taken, "a")
+    assert times == {"a": {"speed_up": 1}, "b": {"speed_up": 2}}
+    alone: dict[str, dict[str, float]] = {"b": {}}
+    add_speed_ups(alone, taken, "a")
+    assert alone == {"b": {}}
+
+
+def test_runs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each warms up, then A B A B call by call, for five rounds or more where a round has few calls.
+
+    The time is looked at before every call: slow calls end in the middle of a round, and a key may have no times.
+    """
+    called: list[str] = []
+    runs = {name: [lambda name=name, i=i: called.append(f"{name}{i}") for i in range(2)] for name in "ab"}
+    times = in_turns(runs, 60.0)
+    assert called[:6] == ["a0", "b0", "a0", "b0", "a1", "b1"]
+    assert {name: len(each) for name, each in times.items()} == {"a": 20, "b": 20}
+    assert len(in_turns({"a": [lambda: None] * 30}, 60.0)["a"]) == 30 * latency._ROUNDS
+    assert in_turns({"a": []}, 60.0) == {"a": []}
+    now = [0.0]
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
+    slow = {name: [lambda: now.__setitem__(0, now[0] + 10)] * 50 for name in "ab"}
+    assert {name: len(each) for name, each in in_turns(slow, 25).items()} == {"a": 1, "b": 0}
+
+
+def test_times_are_summed_up_and_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer than 20 calls there is no 95th percentile, of 20 it is the last but one; a GPU is idle at both ends."""
+    assert summary([0.001 * n for n in range(1, 20)]) == {"median_ms": pytest.approx(10), "calls": 19}
+    assert summary([0.001 * n for n in range(1, 21)])["p95_ms"] == pytest.approx(19)
+    done: list[str] = []
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda device: done.append(device.type))
+    assert timing.seconds(lambda: done.append("call"), torch.device("cuda", 0)) >= 0
+    assert done == ["cuda", "call", "cuda"]
 
 
 def test_a_task_gives_texts_and_scores(
     plain: Path, exiting: Path, task_flags: list[str], clock: SimpleNamespace
 ) -> None:
-    """By default at the texts' own lengths; a folder that exits early is run, and scored, both ways."""
-    told = found(plain, exiting, "--names", "a", "b", "--batch_sizes", 4, "--threads", 1, *task_flags)
-    (one,) = told["measurements"]
-    assert one["length"] == "task"
+    """By default at the texts' own lengths; a folder that exits early is run, and scored, both ways.
+
+    On random tokens it is run to its end alone, since where these leave would mean nothing.
+    """
+    names = ["--names", "a", "b", "--batch_sizes", 4, "--lengths", "task", 8, "--threads", 1, "--devices", "cpu"]
+    results = measured(plain, exiting, *names, *task_flags)
+    one, of_tokens = results["measurements"]
     assert 4 < one["mean_tokens"] < 24
     assert one["folders"].keys() == {"a", "b", "b, early exit"}
-    assert "speed_up_per_flop_ratio" not in one["folders"]["b, early exit"]
-    scores = {label: folder["scores"] for label, folder in told["folders"].items()}
+    assert of_tokens["folders"].keys() == {"a", "b"}
+    scores = {label: folder["scores"] for label, folder in results["folders"].items()}
     assert scores["a"].keys() == {"torch"}
     assert scores["b"].keys() == {"torch", "torch, early exit"}
     assert scores["a"]["torch"] == scores["b"]["torch"]
-    assert 0 <= scores["b"]["torch, early exit"]["accuracy"] <= 1
-    metric, points = benchmark_page.measured_models(told)
+    metric, models = benchmark_page.scores_and_costs(results)
     assert metric == "accuracy"
-    assert [point.name for point in points] == ["a", "b", "b, early exit"]
+    score, costs = models["b, early exit"]
+    assert score == scores["b"]["torch, early exit"]["accuracy"]
+    size = (exiting / "model.safetensors").stat().st_size + (exiting / "exit_heads.safetensors").stat().st_size
+    assert costs == {
+        "size on disk (MiB)": size / 2**20,
+        "speed-up: torch, cpu, fp32, threads 1, the task's texts, batch 4": 1,
+    }
 
 
-def test_exits_are_not_measured_on_random_tokens(exiting: Path, task_flags: list[str], clock: SimpleNamespace) -> None:
-    """Where they leave would mean nothing."""
-    (one,) = found(exiting, *FAST, *task_flags)["measurements"]
-    assert one["folders"].keys() == {"model"}
+def test_leaving_halfway_runs_fewer_layers(exiting: Path, task_flags: list[str]) -> None:
+    """A sample that leaves after the second of four layers does not run the others."""
+    job = read_benchmark_job([str(exiting), *task_flags])
+    model = benchmark._load(exiting, job)
+    assert model.early is not None
+    calls: list[int] = []
+    for layer in layers_of(model.early.model).values():
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    model.early.policy = model.early.policy.model_copy(update={"thresholds": [0.0, 99.0, 0.0]})
+    case = dict(zip(benchmark.CASE, ("torch", "cpu", "fp32", 1, "task", 1), strict=True))
+    ways = benchmark._ways("a", model, case)
+    ways["a, early exit"]()(model.inputs("task", 1)[0])
+    assert len(calls) == 2
 
 
 def test_what_a_backend_cannot_do_is_a_note(
     plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No compiler, say: its rows say so, all else is measured."""
+    """Without a compiler, and where the exporter fails, a note says so and all else is measured."""
 
-    def compile_nothing(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("No working C++ compiler found\nmore")
 
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    told = found(plain, *FAST, "--backends", "compile", "torch")
-    first, second = told["measurements"]
-    assert first["folders"] == {}
-    assert first["notes"] == {"model": "RuntimeError: No working C++ compiler found"}
-    assert second["folders"].keys() == {"model"}
-    assert "see below" in aligned(benchmark_page.times(told))
-    (line,) = [line for line in benchmark_page.remarks(told) if "compiler" in line]
-    assert line.startswith(
-        "model, compile: RuntimeError: No working C++ compiler found (cpu, fp32, threads 1, 8 tokens"
-    )
+    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setattr(benchmark, "write_onnx", fail)
+    results = measured(plain, *FAST, "--backends", "compile", "torch", "onnxruntime")
+    assert [one["folders"].keys() for one in results["measurements"]] == [set(), {"model"}, set()]
+    assert results["measurements"][0]["notes"] == {"model": "RuntimeError: No working C++ compiler found"}
+    assert results["notes"] == ["model: no ONNX file: RuntimeError: No working C++ compiler found"]
+    assert "see below" in aligned(benchmark_page.times(results))
+    line = "model, compile, cpu, fp32, threads 1, 8 tokens, batch 1: RuntimeError: No working C++ compiler found"
+    assert line in benchmark_page.remarks(results)
+    monkeypatch.undo()
+    monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)  # it is compared with its model
+    assert "differ from the model's" in measured(plain, *FAST, "--backends", "onnxruntime")["notes"][0]
 
 
 def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +217,7 @@ def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.Monke
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    compile_anew()
+    benchmark.compile_anew()
     runs = {size: eager(torch.compile(Scaled(size), dynamic=False)) for size in range(4, 14)}
     for _ in range(2):
         for size, run in runs.items():
@@ -200,287 +225,239 @@ def test_compiled_models_of_one_class_are_all_compiled(monkeypatch: pytest.Monke
     assert len(graphs) == len(runs)
 
 
-def test_onnxruntime_runs_what_was_exported(plain: Path, task_flags: list[str], clock: SimpleNamespace) -> None:
-    """From a temporary file; its outputs are scored as torch's are."""
-    told = found(plain, *FAST, "--lengths", 8, "task", *task_flags, "--backends", "onnxruntime")
-    described = told["folders"]["model"]
-    assert described["bytes"]["onnx"] > described["bytes"]["safetensors"] / 2
-    assert described["scores"]["onnxruntime"] == described["scores"]["torch"]
-    assert [one["folders"].keys() for one in told["measurements"]] == [{"model"}, {"model"}]
-    assert not [one["notes"] for one in told["measurements"] if one["notes"]]
-    assert "onnxruntime" in told["conditions"]["versions"]
-    assert not list(plain.glob("*.onnx"))
-
-
-def test_int8_is_another_model_of_onnxruntime(
+def test_onnxruntime_runs_what_was_exported(
     plain: Path, task_flags: list[str], clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file, score and times are its own, and torch runs none."""
+    """The files are temporary, and scored as torch is; int8 has a file, a score and times for itself."""
     opened = []
     session = benchmark.session
     monkeypatch.setattr(benchmark, "session", lambda path, threads: opened.append(path.name) or session(path, threads))
-    flags = [*FAST, *task_flags, "--backends", "torch", "onnxruntime", "--dtypes", "int8", "fp32"]
-    told = found(plain, *flags)
-    described = told["folders"]["model"]
+    flags = ["--lengths", 8, "task", *task_flags, "--backends", "torch", "onnxruntime", "--dtypes", "int8", "fp32"]
+    results = measured(plain, *FAST, *flags)
+    described = results["folders"]["model"]
+    assert described["bytes"]["onnx"] > described["bytes"]["safetensors"] / 2
     assert described["bytes"]["onnx, int8"] != described["bytes"]["onnx"]
+    assert described["scores"]["onnxruntime"] == described["scores"]["torch"]
     assert described["scores"].keys() == {"torch", "onnxruntime", "onnxruntime, int8"}
-    at = [(one["backend"], one["dtype"], [*one["folders"]]) for one in told["measurements"]]
-    assert at == [(*way, ["model"]) for way in (("torch", "fp32"), ("onnxruntime", "int8"), ("onnxruntime", "fp32"))]
-    assert opened[-2:] == ["0.int8.onnx", "0.onnx"]
-    assert told["notes"] == [f"not all combinations were measured: {ONLY}"]
-
-
-def test_a_folder_that_cannot_be_exported_is_noted(
-    plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are measured by onnxruntime, it by torch."""
-
-    def refuse(*_: Any) -> None:
-        raise ValueError("no such operator")
-
-    monkeypatch.setattr(benchmark, "write_onnx", refuse)
-    told = found(plain, *FAST, "--backends", "torch", "onnxruntime")
-    assert told["notes"] == ["model: no ONNX file: ValueError: no such operator"]
-    assert [one["folders"].keys() for one in told["measurements"]] == [{"model"}, set()]
+    at = [(one["backend"], one["dtype"], one["length"], [*one["folders"]]) for one in results["measurements"]]
+    ways = (("torch", "fp32"), ("onnxruntime", "int8"), ("onnxruntime", "fp32"))
+    assert at == [(*way, length, ["model"]) for way in ways for length in (8, "task")]
+    assert opened[-4:] == ["0.int8.onnx"] * 2 + ["0.onnx"] * 2
+    assert results["notes"] == [f"not all combinations were measured: {ONLY}"]
+    assert "onnxruntime" in results["conditions"]["versions"]
+    assert not list(plain.glob("*.onnx"))
 
 
 def test_cases_are_those_that_can_run(plain: Path) -> None:
     """onnxruntime on the CPU in fp32 and int8, torch in all but int8; a GPU with one number of the CPU's threads."""
     flags = ["--backends", "torch", "onnxruntime", "--dtypes", "fp32", "bf16", "int8", "--batch_sizes", "1"]
     job = read_benchmark_job([str(plain), *flags]).model_copy(update={"threads": (1, 2)})
-    cases, notes = benchmark_cases(job, ["cpu", "cuda"])
-    assert [(case.backend, case.device, case.dtype, case.threads) for case in cases] == [
+    cases, notes = cases_of(job, ["cpu", "cuda"])
+    assert [(case["backend"], case["device"], case["dtype"], case["threads"]) for case in cases] == [
         *[("torch", "cpu", dtype, threads) for dtype in ("fp32", "bf16") for threads in (1, 2)],
         *[("torch", "cuda", dtype, 1) for dtype in ("fp32", "bf16")],
         *[("onnxruntime", "cpu", dtype, threads) for dtype in ("fp32", "int8") for threads in (1, 2)],
     ]
     assert notes == [f"not all combinations were measured: {ONLY}"]
     with pytest.raises(ValueError, match="nothing to measure: onnxruntime"):
-        benchmark_cases(job.model_copy(update={"backends": ("onnxruntime",)}), ["cuda"])
+        cases_of(job.model_copy(update={"backends": ("onnxruntime",)}), ["cuda"])
 
 
 def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """During the calls, whatever OMP_NUM_THREADS says."""
     seen = []
 
-    def in_turns(runs: Any, *_: Any) -> dict[Any, list[float]]:
+    def timed(runs: Any, *_: Any) -> dict[Any, list[float]]:
         ((call,),) = runs.values()
         seen.append((torch.get_num_threads(), call().logits.dtype))
         return {key: [1.0] for key in runs}
 
-    monkeypatch.setattr(benchmark, "in_turns", in_turns)
+    monkeypatch.setattr(benchmark, "in_turns", timed)
     monkeypatch.setattr("ds_trainer.cli.benchmark.os.sched_getaffinity", lambda _: {0, 1, 2})
     before = torch.get_num_threads()
-    found(plain, *FAST, "--threads", 3, 1, "--dtypes", "fp32", "bf16")
+    measured(plain, *FAST, "--threads", 3, 1, "--dtypes", "fp32", "bf16")
     assert seen == [(3, torch.float32), (1, torch.float32), (3, torch.bfloat16), (1, torch.bfloat16)]
     torch.set_num_threads(before)
 
 
-def test_random_tokens_are_ordinary_ones(plain: Path) -> None:
-    """Exactly as long as asked, the same each time, none that means padding or an end, and what the model takes."""
-    model: Any = load_trained(plain)
-    inputs = random_inputs(model, 7, 3)
-    assert inputs.keys() == {"input_ids", "attention_mask", "token_type_ids"}
-    assert all(value.shape == (3, 7) for value in inputs.values())
-    assert inputs["attention_mask"].all()
-    assert model.config.pad_token_id not in inputs["input_ids"]
-    assert torch.equal(inputs["input_ids"], random_inputs(model, 7, 3)["input_ids"])
-
-
 @pytest.mark.parametrize("ends", [3, [3, 4], []])
-def test_ends_may_be_several(plain: Path, ends: Any) -> None:
-    """As in a config of Llama 3: none is an ordinary token, and the first ends a text."""
+def test_random_tokens_are_ordinary_ones(plain: Path, ends: Any) -> None:
+    """Exactly as long as asked and the same each time; none means padding or an end, of which there may be several."""
     model: Any = load_trained(plain)
     model.config.eos_token_id = ends
-    ids = random_inputs(model, 30, 4)["input_ids"]
-    special = [ends] if isinstance(ends, int) else ends
-    assert not set(special) & set(ids[:, :-1].flatten().tolist())
+    inputs = random_inputs(model, 30, 4)
+    assert inputs.keys() == {"input_ids", "attention_mask", "token_type_ids"}
+    assert all(value.shape == (4, 30) for value in inputs.values())
+    assert inputs["attention_mask"].all()
+    ids, special = inputs["input_ids"], [ends] if isinstance(ends, int) else ends
+    assert not {*special, model.config.pad_token_id} & set(ids[:, :-1].flatten().tolist())
     assert not special or set(ids[:, -1].tolist()) == {3}
+    assert torch.equal(ids, random_inputs(model, 30, 4)["input_ids"])
 
 
-def test_a_decoder_that_classifies_is_measured(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Without a padding token too, at any batch size, by torch and onnxruntime."""
+def test_folders_of_other_kinds_are_measured(plain: Path, tmp_path: Path, clock: SimpleNamespace) -> None:
+    """A decoder without a padding token, a model without a head, and one whose FLOPs cannot be counted: a dash."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=40, eos_token_id=[1, 2])
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "gpt2")
-    flags = ["--batch_sizes", "3", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
-    told = found(tmp_path / "gpt2", *flags, "--backends", "torch", "onnxruntime")
-    assert told["notes"] == []
-    assert [one["folders"].keys() for one in told["measurements"]] == [{"gpt2"}, {"gpt2"}]
-
-
-def test_flops_of_unknown_families_are_not_told(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """ALBERT has one layer that runs several times: a dash and a line, not a number."""
-    torch.manual_seed(0)
+    load_trained(plain).base_model.save_pretrained(tmp_path / "bare")
     sizes = {"hidden_size": 16, "embedding_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     AlbertModel(AlbertConfig(**sizes, vocab_size=40, num_hidden_layers=2)).save_pretrained(tmp_path / "albert")
-    told = found(tmp_path / "albert", tmp_path / "albert", *FAST)
-    assert told["folders"]["albert"]["flops_per_example"] == {"8": None}
-    assert "speed_up_per_flop_ratio" not in told["measurements"][0]["folders"]["albert (2)"]
-    assert benchmark_page.sizes(told)[0]["GFLOPs at 8"] == "–"
-    assert any("FLOPs are not counted" in line for line in benchmark_page.remarks(told))
-
-
-def test_a_wrong_file_is_not_measured(plain: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An .onnx file is compared with its model at another length and masked: a note says where they differ."""
-    monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)
-    told = found(plain, *FAST, "--backends", "onnxruntime")
-    assert "differ from the model's" in told["notes"][0]
-    assert told["measurements"][0]["folders"] == {}
-
-
-def test_nothing_measured_is_no_success(
-    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """More than the memory holds, say, at every setting: why stands in the tables, and the code is no 0."""
-
-    def too_large(_: Any) -> Any:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-
-    monkeypatch.setattr(benchmark, "eager", lambda _: too_large)
-    monkeypatch.setattr(benchmark, "_check_lengths", lambda *_: None)
-    assert run_command(benchmark_command, [str(plain), *FAST, "--output_dir", str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert "out of memory: give smaller --batch_sizes or --lengths" in printed.out
-    assert "nothing could be measured" in printed.err
-    assert (tmp_path / "benchmark.md").is_file()
-
-
-def test_what_was_measured_is_kept(
-    plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A benchmark that is stopped half-way says so, beside no page and figure of an earlier one."""
-    out = tmp_path / "out"
-    arguments = [str(plain), *FAST, "--batch_sizes", "1", "2", "--output_dir", str(out)]
-
-    def kept() -> tuple[bool, int]:
-        results = json.loads((out / "benchmark.json").read_text())
-        return results["finished"], len(results["measurements"])
-
-    assert run_command(benchmark_command, arguments) == 0
-    assert kept() == (True, 2)
-    measured = benchmark._measured
-
-    def stopped(models: Any, case: Any, limit: float) -> Any:
-        if case.batch_size == 2:
-            raise KeyboardInterrupt
-        return measured(models, case, limit)
-
-    monkeypatch.setattr(benchmark, "_measured", stopped)
-    assert run_command(benchmark_command, arguments) == 130
-    assert kept() == (False, 1)
-    assert [path.name for path in out.iterdir()] == ["benchmark.json"]
-    monkeypatch.setattr(benchmark, "_measured", measured)
-    monkeypatch.setattr(benchmark_page, "size_speed_score", lambda *_: 1 / 0)
-    assert run_command(benchmark_command, arguments) == 0
-    assert kept() == (True, 2)
-    assert "size_speed_score" not in (out / "benchmark.md").read_text()
-    assert run_command(benchmark_command, [*arguments, "--lengths", "9999"]) == 2
-    assert (out / "benchmark.md").is_file(), "a mistake takes nothing away"
-
-
-def test_a_base_without_an_encoder_has_a_figure() -> None:
-    """Where all of it was cut out, shares are 0 and nothing is divided by zero."""
-    folder = {"encoder": {"total": 0, "kept": 0}, "bytes": {"pickle": 1}, "scores": {}}
-    measured = {"backend": "torch", "device": "cpu", "dtype": "fp32", "threads": 1, "length": 8, "batch_size": 1}
-    measured["folders"] = {name: {"speed_up": 1.0} for name in "ab"}
-    _, points = benchmark_page.measured_models(
-        {"base": "a", "folders": {"a": folder, "b": folder}, "measurements": [measured]}
-    )
-    assert [(point.kept, point.bytes) for point in points] == [(0, 1), (0, 1)]
-
-
-def test_models_that_do_not_fit_are_not_loaded(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error that says what to change."""
-    monkeypatch.setattr(benchmark, "fit_in_memory", lambda *_: False)
-    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(ValueError, match=r"the 2 models are measured in turns.* give fewer folders"):
-        found(plain, plain, *FAST)
-
-
-def test_a_folder_without_a_head_is_measured(plain: Path, tmp_path: Path, clock: SimpleNamespace) -> None:
-    """As pre-trained ones come."""
-    load_trained(plain).base_model.save_pretrained(tmp_path / "bare")
-    assert found(tmp_path / "bare", *FAST)["measurements"][0]["folders"].keys() == {"bare"}
+    names = ["gpt2", "bare", "albert"]
+    flags = [*FAST, "--batch_sizes", 3, "--backends", "torch", "onnxruntime"]
+    results = measured(*(tmp_path / name for name in names), *flags)
+    assert [note for note in results["notes"] if "gpt2" in note or "bare" in note] == []
+    assert set(names) <= results["measurements"][0]["folders"].keys()
+    assert results["folders"]["albert"]["flops_per_example"] == {"8": None}
+    assert benchmark_page.sizes(results)[2]["GFLOPs at 8"] == "–"
 
 
 def test_a_shrunk_folder_is_measured_by_what_is_left(plain: Path, tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Against the one it came from: fewer weights, bytes and FLOPs, by torch and by onnxruntime."""
+    """It has fewer weights, bytes and FLOPs than the one it came from, by torch and by onnxruntime."""
     model: Any = load_trained(plain)
     for layer in layers_of(model).values():
         for weight in layer.get_submodule("intermediate.dense").parameters():
             weight.data[4:] = 0
     save_folder(shrink(model), AutoTokenizer.from_pretrained(plain), tmp_path / "shrunk")
-    told = found(plain, tmp_path / "shrunk", *FAST, "--backends", "torch", "onnxruntime")
-    whole, shrunk = told["folders"].values()
+    results = measured(plain, tmp_path / "shrunk", *FAST, "--backends", "torch", "onnxruntime")
+    whole, shrunk = results["folders"].values()
     assert shrunk["encoder"] == {"kept": 4 * (4 * 16 * 16 + 2 * 16 * 4), "total": 4 * (4 * 16 * 16 + 2 * 16 * 4)}
     assert shrunk["bytes"]["onnx"] < whole["bytes"]["onnx"]
-    share = shrunk["flops_per_example"]["8"] / whole["flops_per_example"]["8"]
-    assert share < 0.8
-    for one in told["measurements"]:  # all calls take as long by this clock
-        assert one["folders"]["shrunk"]["speed_up_per_flop_ratio"] == pytest.approx(share)
+    assert shrunk["flops_per_example"]["8"] / whole["flops_per_example"]["8"] < 0.8
+    assert all("shrunk" in one["folders"] for one in results["measurements"])
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_what_only_shows_with_torch_ends_with_2_too(
+    plain: Path, task_flags: list[str], capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says what to change, and nothing is written; a folder's models that do not fit are not loaded."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(latency, "_EXAMPLES", 8)  # as many texts are taken as the largest batch needs, 61 at most
+    for more, message in (
         (["--lengths", "129"], "--lengths 129: model has 128 positions: give 128 at most"),
         (["--devices", "cuda"], "--devices cuda: torch has no such device here: give cpu"),
-    ],
-)
-def test_what_only_shows_with_torch_ends_with_2_too(
-    plain: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One line, and nothing is written."""
-    if torch.cuda.is_available() and "cuda" in more:
-        pytest.skip("there is one")
-    out = tmp_path / "out"
-    assert run_command(benchmark_command, [str(plain), *FAST, *more, "--output_dir", str(out)]) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {message}"
+        (["--lengths", "task", "--batch_sizes", "62", *task_flags], "--batch_sizes 62: the task has fewer texts"),
+    ):
+        if "cuda" not in more or not torch.cuda.is_available():
+            assert run_command(benchmark_command, [str(plain), *FAST, *more, "--output_dir", str(out)]) == 2
+            assert f"error: {message}" in capsys.readouterr().err.strip().splitlines()[-1]
+    monkeypatch.setattr(benchmark, "fit_in_memory", lambda *_: False)
+    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=r"the 2 models are measured in turns.* give fewer folders"):
+        measured(plain, plain, *FAST)
     assert not out.exists()
 
 
-def test_a_batch_may_be_larger_than_the_texts_that_are_timed_by_default(
-    plain: Path, task_flags: list[str], clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many texts are taken as the largest batch needs; an error says so only where the task has fewer, 61 here."""
-    monkeypatch.setattr(latency, "_EXAMPLES", 8)
-    (one,) = found(plain, "--batch_sizes", 32, "--threads", 1, "--devices", "cpu", *task_flags)["measurements"]
-    assert one["folders"].keys() == {"model"}
-    with pytest.raises(ValueError, match="--batch_sizes 62: the task has fewer texts"):
-        found(plain, "--batch_sizes", 62, *task_flags)
-
-
 def test_the_command_measures_and_writes(
-    plain: Path,
-    exiting: Path,
-    task_flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plain: Path, exiting: Path, task_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Real times, with tables of them on standard output, the same in Markdown, all numbers in JSON, and a figure.
+    """Real times: tables on standard output, the same in Markdown, all numbers in JSON, and a figure.
 
-    What else is in the folder stays.
+    What else is in the folder stays. A figure that cannot be drawn leaves none of an earlier benchmark, and where
+    nothing could be measured the exit code is 2.
     """
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.md").write_text("mine")
     flags = ["--names", "dense", "a|b", "--batch_sizes", "2", "--lengths", "8", "task", "--threads", "1"]
-    more = ["--seconds", "30", "--output_dir", str(out)]
+    words = [str(plain), str(exiting), *flags, "--seconds", "30", "--output_dir", str(out), *task_flags]
     monkeypatch.setattr(benchmark, "CALLS", FOR_P95)
-    assert run_command(benchmark_command, [str(plain), str(exiting), *flags, *more, *task_flags]) == 0
-    told = json.loads((out / "benchmark.json").read_text())
-    assert [one["length"] for one in told["measurements"]] == [8, "task"]
-    assert told["measurements"][1]["folders"].keys() == {"dense", "a|b", "a|b, early exit"}
-    for one in told["measurements"]:
+    assert run_command(benchmark_command, words) == 0
+    results = json.loads((out / "benchmark.json").read_text())
+    assert [one["length"] for one in results["measurements"]] == [8, "task"]
+    assert results["measurements"][1]["folders"].keys() == {"dense", "a|b", "a|b, early exit"}
+    for one in results["measurements"]:
         for times in one["folders"].values():
             assert 0 < times["median_ms"] <= times["p95_ms"]
-    assert told["base"] == "dense"
-    assert told["conditions"]["versions"]["torch"] == torch.__version__
-    assert aligned(benchmark_page.times(told)) in capsys.readouterr().out
+    assert results["base"] == "dense"
+    assert results["conditions"]["versions"]["torch"] == torch.__version__
+    assert aligned(benchmark_page.times(results)) in capsys.readouterr().out
     page = (out / "benchmark.md").read_text()
     assert "| a\\|b, early exit | torch | cpu | fp32 | 1 |" in page
     assert "![sizes, speed-ups and scores](size_speed_score.png)" in page
     names = {path.name for path in out.iterdir()}
     assert names == {"notes.md", "benchmark.json", "benchmark.md", "size_speed_score.png", "size_speed_score.svg"}
+    monkeypatch.setattr(benchmark_page, "score_by_cost", lambda *_: 1 / 0)
+    monkeypatch.setattr(benchmark, "eager", lambda _: 1 / 0)
+    assert run_command(benchmark_command, words) == 2
+    assert "nothing could be measured" in capsys.readouterr().err
+    assert {path.name for path in out.iterdir()} == {"notes.md", "benchmark.json", "benchmark.md"}
+
+
+@pytest.fixture
+def task_of(tiny_recipe: dict[str, Any], cache: Path) -> Any:
+    from ds_trainer.config.recipe import parse_task
+
+    def build(folder: Path, **fields: Any) -> tuple[Path, Any]:
+        return folder, build_task(parse_task(tiny_recipe["task"]).model_copy(update=fields), folder, cache)
+
+    return build
+
+
+def test_a_run_s_models_have_size_and_latency(
+    plain: Path, exiting: Path, task_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both batch sizes, and early where a model has exits; times say what they were measured on.
+
+    A folder that was deleted is left out, and models of other texts are not timed. Batch sizes share the time.
+    """
+    limits: list[float] = []
+
+    def timed(runs: Any, limit: float, device: Any, least: int) -> Any:
+        limits.append(limit)
+        return in_turns(runs, limit, device, least)
+
+    monkeypatch.setattr(benchmark, "in_turns", timed)
+    other = SimpleNamespace(spec=task_of(plain)[1].spec.model_copy(update={"data_dir": "other"}))
+    models = {"other": (plain, other), "gone": (tmp_path / "gone", None)}
+    costs = measure_costs(models | {"early": task_of(exiting), "plain": task_of(plain)})
+    assert costs["early"].keys() == {"size", "latency", "early_exit_latency", "measured_on"}
+    assert costs["plain"].keys() == {"size", "latency", "measured_on"}
+    assert costs["other"].keys() == {"size"}
+    assert "gone" not in costs
+    for name in ("early", "plain"):
+        assert costs[name]["latency"].keys() == {"batch_1", "batch_32"}
+        for times in costs[name]["latency"].values():
+            assert 0 < times["median_ms"] <= times["p95_ms"]
+            assert times["calls"] >= FOR_P95
+    assert costs["plain"]["size"] == {"bytes": (plain / "model.safetensors").stat().st_size}
+    assert costs["early"]["size"]["bytes"] == bytes_on_disk(exiting) > costs["plain"]["size"]["bytes"]
+    assert costs["plain"]["measured_on"] == {
+        "threads": torch.get_num_threads(),
+        "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        "dtype": "float32",
+        "examples": 61,
+        "mean_tokens": pytest.approx(task_of(plain)[1].examples("validation").lengths.mean()),
+    }
+    assert limits[0] <= benchmark._SECONDS / 2 < limits[1] <= benchmark._SECONDS
+    few = measure_costs({"few": task_of(plain, max_eval_samples=31)})["few"]
+    assert few["latency"].keys() == {"batch_1"}, "a part of a batch is no batch"
+    monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
+    assert measure_costs({"a": task_of(plain)})["a"].keys() == {"size"}
+
+
+def test_models_too_large_to_be_held_together_are_not_loaded(
+    plain: Path, task_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is half of the free memory; weights take twice as much in fp32 as on disk, where they may be in fp16.
+
+    Those of a compact file take eight times as much, and a GPU's free memory counts, too.
+    """
+    room = [4 * bytes_on_disk(plain)]
+    monkeypatch.setattr(latency, "free_memory", lambda: room[0])
+    assert fit_in_memory([plain])
+    room[0] -= 1
+    assert not fit_in_memory([plain])
+    monkeypatch.setattr(benchmark, "load_measured", lambda *_: pytest.fail("a model was loaded"))
+    assert measure_costs({"large": task_of(plain)})["large"].keys() == {"size"}
+    (tmp_path / COMPACT_FILE).write_bytes(b"1234")
+    room[0] = 64
+    assert fit_in_memory([tmp_path])
+    assert not fit_in_memory([tmp_path, tmp_path])
+    assert bytes_by_form(tmp_path) == {"compact": 4}
+    (tmp_path / "pytorch_model.bin").write_bytes(b"12")
+    assert bytes_by_form(tmp_path) == {"compact": 4, "pickle": 2}
+    monkeypatch.setattr(latency.torch.cuda, "mem_get_info", lambda _: (10, 10**12))
+    room[0] = math.inf
+    assert fit_in_memory([plain])
+    assert not fit_in_memory([plain], torch.device("cuda", 0))

@@ -55,12 +55,15 @@ def test_only_what_was_measured_is_compared():
 
 
 def test_the_closing_table_ends_in_the_verdict():
-    """Below the rows, whose scores stand together before the costs; a phase without a score of another has a dash."""
+    """Below the rows, whose scores stand together before the costs, which a run without a report has not measured."""
     train = {"train_seconds": 70.0, "examples_per_s": 500.0}
-    half = phase("accuracy", 0.87, 2, eval={"teacher/agreement": 0.98}, train=train)
+    half = phase("accuracy", 0.87, 2, 18.25, eval={"teacher/agreement": 0.98}, train=train, size={"bytes": 3 * 2**20})
     results = {"dense": phase("accuracy", 0.88, 4, train=train), "half": half}
     lines = results_table(results).splitlines()
     assert lines[0].split("  ")[1:3] == ["accuracy", "teacher/agreement"]
     assert lines[1].split()[:3] == ["dense", "0.8800", "–"]
     assert lines[3:] == ["", *verdict(results)]
-    assert results_table({"dense": results["dense"]}).count("\n") == 1
+    first, row = results_table({"half": half}).splitlines()
+    assert first.split("  ")[-5:] == ["MiB", "ms (batch 1)", "ms (batch 32)", "seconds", "examples/s"]
+    assert row.split()[-5:] == ["3.0", "2.00", "18.25", "70", "500"]
+    assert "MiB" not in results_table({"dense": {"train": train, "eval": {}}})
