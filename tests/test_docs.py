@@ -28,6 +28,7 @@ RUN_BY = {
     "launch/train.py": "tests/integration/test_run.py",
     "launch/tune.py": "tests/integration/test_tune.py",
     "ds_trainer.cli.train": "tests/test_installed.py",
+    "examples/import_older_models.py": "tests/test_import_examples.py",
     "examples/serve.py": "tests/test_examples.py",
     "tests/bench/all.sh": "tests/integration/test_bench.py",
     "tests/gpu/run.sh": "tests/integration/test_bench.py",

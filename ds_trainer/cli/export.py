@@ -123,8 +123,9 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Report the flags that do not go together."""
     if not (_writes(flags) or flags.push_to_hub):
         yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --push_to_hub"
-    if flags.unpack and (flags.shrink or flags.cut or flags.onnx or flags.compact or names_task(flags)):
-        yield "--unpack goes with --output_dir alone: export the folder that it writes by a second command"
+    others = flags.shrink or flags.cut or flags.onnx or flags.compact or names_task(flags)
+    if flags.unpack and (others or is_checkpoint(flags.model)):
+        yield "--unpack goes with --output_dir alone, and with a compact folder: export it by a second command"
     if flags.shrink and flags.cut:
         yield "--shrink and --cut: a cut of heads and neurons also takes out those that are zero: drop --shrink"
     if flags.quantize and not flags.onnx:

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.launching import run_deepspeed, run_script
+from support.launching import run_deepspeed
 
 from ds_trainer.checkpoint_model import export_checkpoint
+from ds_trainer.cli.calibrate import calibrate_command
+from ds_trainer.cli.command import run_command
 from ds_trainer.config.saved_checkpoint import read_checkpoint
 from ds_trainer.techniques.exits.early_exit import load_for_inference
 
@@ -48,9 +50,13 @@ def results_of(output: Path) -> dict:
     return json.loads((output / "all_results.json").read_text())
 
 
-def test_the_thresholds_are_those_found_on_held_out_examples(output):
-    """Calibrated on a fifth of the training rows, which no phase has trained on; folder, results and file agree."""
-    exits = results_of(output)["exits"]["exits"]
+def test_the_exits_are_calibrated_on_held_out_examples(output):
+    """On a fifth of the training rows, which no phase has trained on; folder, results and file agree.
+
+    The results have every head's score, counts of all samples and the measured speed-up; the curves lie beside.
+    """
+    results = results_of(output)["exits"]
+    exits = results["exits"]
     assert exits["calibration"]["split"] == "held_out"
     assert exits["calibration"]["examples"] == 48
     saved = json.loads((output / "model" / "exits.json").read_text())
@@ -59,14 +65,9 @@ def test_the_thresholds_are_those_found_on_held_out_examples(output):
     assert load_for_inference(output / "model").policy.thresholds == exits["policy"]["thresholds"]
     best = exits["calibration"]
     assert best["scores"]["accuracy"] >= best["full_scores"]["accuracy"] - 0.05 - 1e-6
-
-
-def test_the_exits_are_in_the_results(output):
-    """Every head's score, counts of all samples, share of layers, measured speed-up; the curves lie beside."""
-    results = results_of(output)["exits"]
-    (found,) = results["exits"]["splits"].values()
-    assert found["heads"].keys() == {"1", "2", "3"}
-    early = found["early_exit"]
+    (split,) = exits["splits"].values()
+    assert split["heads"].keys() == {"1", "2", "3"}
+    early = split["early_exit"]
     assert sum(early["exit_counts"].values()) == 61
     mean = sum(int(layer) * count for layer, count in early["exit_counts"].items()) / 61
     assert early["mean_layers"] == pytest.approx(mean)
@@ -75,23 +76,19 @@ def test_the_exits_are_in_the_results(output):
     for name, value in {"accuracy": early["scores"]["accuracy"], "mean_layers": mean}.items():
         assert results["eval"][f"early_exit/{name}"] == pytest.approx(value)
     assert results["eval"]["early_exit/speedup"] > 0
-    assert "curves" not in found
+    assert "curves" not in split
     curves = json.loads((output / "eval" / "exits.json").read_text())["splits"]["validation"]["curves"]
     assert curves.keys() == {"entropy", "confidence", "patience"}
     full = [point for point in curves["entropy"] if point["mean_layers"] == LAYERS]
-    assert full[0]["scores"]["accuracy"] == pytest.approx(found["heads"]["3"]["accuracy"])
-
-
-def test_what_each_model_costs_is_in_the_results(output):
-    """Size and latency of every phase's model; early-exit latency where there are heads."""
-    for name, found in results_of(output).items():
-        assert found["size"]["bytes"] > 0
-        assert found["latency"]["batch_1"]["median_ms"] > 0
-        assert ("early_exit_latency" in found) == (name == "exits")
+    assert full[0]["scores"]["accuracy"] == pytest.approx(split["heads"]["3"]["accuracy"])
 
 
 def test_the_report_has_every_phase_and_figure(output):
-    """One page with the phases side by side, a figure of each kind, both files and the command."""
+    """One page with what each model costs, the phases side by side, a figure of each kind, and the command."""
+    for name, costs in results_of(output).items():
+        assert costs["size"]["bytes"] > 0
+        assert costs["latency"]["batch_1"]["median_ms"] > 0
+        assert ("early_exit_latency" in costs) == (name == "exits")
     page = (output / "report.md").read_text()
     header = next(line for line in page.splitlines() if line.startswith("|"))
     assert [cell.strip() for cell in header.strip("|").split("|")][1:] == NAMES
@@ -117,47 +114,16 @@ def test_the_exits_of_a_checkpoint_are_calibrated_too(output, tmp_path):
 
 
 def test_a_folder_is_calibrated_again_on_two_ranks(output, tmp_path):
-    """`launch/calibrate.py` on 2 ranks finds what one process does, and the folder has it."""
-    command = ("--recipe", str(output / "recipe.json"), "--target_speedup", "1.2", "--criterion", "confidence")
-    found = []
-    for ranks in (1, 2):
-        model = tmp_path / str(ranks)
-        shutil.copytree(output / "model", model)
-        arguments = ("launch/calibrate.py", str(model), *command)
-        done = run_script(*arguments) if ranks == 1 else run_deepspeed(2, *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
-        saved = json.loads((model / "exits.json").read_text())
-        assert saved["policy"]["criterion"] == "confidence"
-        assert saved["calibration"]["expected_speedup"] >= 1.2
-        found.append(saved["calibration"])
-    one, other = ({name: value for name, value in each.items() if name != "threshold"} for each in found)
-    assert one == other
-    assert found[0]["threshold"] == pytest.approx(found[1]["threshold"], abs=1e-5)
-
-
-def test_overwriting_leaves_nothing_of_the_report_and_the_exits(output, tmp_path):
-    """A run of one phase, without a report, in the same folder: what the first one wrote is gone, and only that."""
-    again = tmp_path / "run"
-    shutil.copytree(output, again)
-    (again / "plots" / "mine.png").write_bytes(b"mine")
-    recipe = json.loads((again / "recipe.json").read_text())
-    path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(recipe | {"phases": recipe["phases"][:1], "report": False}))
-    command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(path))
-    done = run_script(*command, "--output_dir", str(again), "--overwrite_output_dir", "--set", "phases.0.max_steps=2")
+    """`launch/calibrate.py` on 2 ranks sets what one process does, and the folder has it."""
+    flags = ("--recipe", str(output / "recipe.json"), "--target_speedup", "1.2", "--criterion", "confidence")
+    for name in ("one", "two"):
+        shutil.copytree(output / "model", tmp_path / name)
+    assert run_command(calibrate_command, [str(tmp_path / "one"), *flags]) == 0
+    done = run_deepspeed(2, "launch/calibrate.py", str(tmp_path / "two"), *flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    left = {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
-    assert not [name for name in left if "exit" in name or name.startswith(("report", "compress/"))]
-    assert [name for name in left if name.startswith("plots/")] == ["plots/mine.png"]
-    assert "latency" not in results_of(again)["dense"]
-
-
-def test_a_measurement_that_fails_does_not_end_the_run(output, tmp_path):
-    """A phase's model that is gone is left out when a resumed run makes its report again."""
-    again = tmp_path / "run"
-    shutil.copytree(output, again)
-    shutil.rmtree(again / "compress" / "model")
-    command = ("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(again / "recipe.json"))
-    done = run_script(*command, "--output_dir", str(again), "--resume")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (again / "report.md").is_file()
+    one, two = (json.loads((tmp_path / name / "exits.json").read_text()) for name in ("one", "two"))
+    assert one["policy"]["criterion"] == two["policy"]["criterion"] == "confidence"
+    thresholds = [saved["calibration"].pop("threshold") for saved in (one, two)]
+    assert one["calibration"] == two["calibration"]
+    assert one["calibration"]["expected_speedup"] >= 1.2
+    assert thresholds[0] == pytest.approx(thresholds[1], abs=1e-5)
