@@ -22,7 +22,7 @@ from ds_trainer.ranks.failures import UserError
 OF_THE_TASK: Literal["task"] = "task"
 """In place of a length: the task's texts, as long as they are."""
 
-BACKENDS = ("torch", "compile", "onnxruntime")
+BACKENDS = ("torch", "onnxruntime")
 
 DEVICES = ("cpu", "cuda")
 

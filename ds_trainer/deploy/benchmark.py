@@ -322,17 +322,14 @@ def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, lea
     calls: dict[str, list[partial[Any]]] = {}
     notes: dict[str, str] = {}
     torch.set_num_threads(case["threads"])
-    if case["backend"] == "compile":
-        compile_anew()
     for label, model in models.items():
         for name, build in _ways(label, model, case).items():
             try:
                 forward = build()
                 placed = [{key: value.to(case["device"]) for key, value in batch.items()} for batch in inputs[label]]
                 calls[name] = [partial(forward, batch) for batch in placed]
-                for call in calls[name][: 1 if case["backend"] == "torch" else None]:  # others plan for each shape
-                    call()
-            except Exception as error:  # noqa: BLE001, PERF203 - compilers raise many kinds of errors
+                calls[name][0]()  # what does not fit into memory is a note, and the others are timed
+            except Exception as error:  # noqa: BLE001, PERF203 - runtimes raise many kinds of errors
                 calls.pop(name, None)
                 notes[name] = _in_a_line(error)
     taken = in_turns(calls, limit, torch.device(case["device"]), least)
@@ -354,25 +351,10 @@ def _ways(label: str, model: MeasuredModel, case: Case) -> dict[str, Callable[[]
         path = model.onnx_files.get(case["dtype"])
         return {label: lambda: partial(outputs, session(path, case["threads"]))} if path else {}
     place = torch.device(case["device"]), getattr(torch, DTYPES[case["dtype"]])
-    of_the_task = case["length"] == OF_THE_TASK
-    if case["backend"] == "compile":  # for inputs of one shape, or of any
-        dynamic = None if of_the_task else False
-        return {label: lambda: eager(torch.compile(_placed(model.model, *place), dynamic=dynamic))}
     ways: dict[str, Callable[[], Inference]] = {label: lambda: eager(_placed(model.model, *place))}
-    if model.early and of_the_task:  # where random tokens leave would mean nothing
+    if model.early and case["length"] == OF_THE_TASK:  # where random tokens leave would mean nothing
         ways[f"{label}{_EARLY}"] = lambda: eager(_placed(model.early, *place))
     return ways
-
-
-def compile_anew() -> None:
-    """Forget compiled code, since it is for a number of threads, and let torch.compile compile any number of models.
-
-    By default models of one class together are compiled eight times, and then run uncompiled without any message.
-    """
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
 
 
 def _in_a_line(error: Exception) -> str:

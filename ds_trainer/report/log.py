@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,10 @@ class Report:
         self.phase, self.weights, self._training_examples = phase, dict(weights), training_examples
         self._total_steps = total_steps
         self._folder, self._tensorboard = folder, tensorboard
-        self._pending: list[_MicroBatch] = []
+        # of each micro-batch its optimizer step, the ids of its examples (rows,), and its terms (terms,), on the device
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._names: tuple[str, ...] = ()
-        self._sums = _Sums()
+        self._micro_batches, self._sums = 0, list[float]()  # since the last flush, and the sum of each term over them
         self._counts = {"examples": 0, "tokens": 0}
         self._total_examples, self._loss_sum, self._seconds = 0, 0.0, 0.0
         self._since = time.perf_counter()
@@ -78,7 +78,8 @@ class Report:
         Records of later steps and evaluations are dropped from the log, since they will be written again.
         """
         if state is not None:
-            self._names, self._sums = tuple(state["names"]), _Sums(**state["settled"])
+            self._names, settled = tuple(state["names"]), state["settled"]
+            self._micro_batches, self._sums = settled["micro_batches"], list(settled["terms"])
             self._counts = dict(state["counts"])
             self._total_examples, self._loss_sum = state["examples"], state["loss_sum"]
             self._seconds, self._since = state["seconds"], time.perf_counter() - state["since"]
@@ -103,7 +104,7 @@ class Report:
         self._sum_up()
         return {
             "names": list(self._names),
-            "settled": asdict(self._sums),
+            "settled": {"micro_batches": self._micro_batches, "terms": self._sums},
             "counts": self._counts,
             "examples": self._total_examples,
             "loss_sum": self._loss_sum,
@@ -124,7 +125,7 @@ class Report:
     def add(self, step: int, terms: Mapping[str, Tensor], batch: Batch) -> None:
         """Keep one micro-batch's unweighted terms, on the device."""
         self._names = tuple(terms)
-        self._pending.append(_MicroBatch(step, batch.ids, torch.stack(list(terms.values())).float()))
+        self._pending.append((step, batch.ids, torch.stack(list(terms.values())).float()))
         world = distributed.world_size()  # all ranks have equally many examples, and about equally many tokens
         self._counts["examples"] += len(batch.ids) * world
         self._counts["tokens"] += batch.tokens * world
@@ -133,9 +134,7 @@ class Report:
         """Write one record: the mean of every term since the last flush over all ranks, weights, rates and readings."""
         self.check_finite()  # waits for the device, so that the clock is read after the work
         seconds = time.perf_counter() - self._since
-        terms = {
-            name: total / self._sums.micro_batches for name, total in zip(self._names, self._sums.terms, strict=True)
-        }
+        terms = {name: total / self._micro_batches for name, total in zip(self._names, self._sums, strict=True)}
         record = {"train/loss": sum(self.weights[name] * value for name, value in terms.items())}
         record |= {f"train/term/{name}": value for name, value in terms.items()}
         record |= {f"train/weight/{name}": self.weights[name] for name in terms}
@@ -143,7 +142,7 @@ class Report:
         self._loss_sum += record["train/loss"] * self._counts["examples"]
         self._total_examples += self._counts["examples"]
         self._seconds += seconds
-        self._sums, self._counts = _Sums(), dict.fromkeys(self._counts, 0)
+        self._micro_batches, self._sums, self._counts = 0, [], dict.fromkeys(self._counts, 0)
         record |= {**readings, **_memory("memory")}
         self.write(step, record)
         self._show(step, record)
@@ -156,7 +155,7 @@ class Report:
         The terms are then kept as sums, so that memory does not grow until the next flush. With `until`, only the steps
         up to that one (counted from 1) are blamed, since later terms may be a consequence.
         """
-        pending = [micro for micro in self._pending if until is None or micro.step < until]
+        pending = [each for each in self._pending if until is None or each[0] < until]
         if self._sum_up():
             return
         first = distributed.broadcast(distributed.gather(self._first_non_finite(pending)))
@@ -167,17 +166,22 @@ class Report:
     def _sum_up(self) -> bool:
         """Add the pending terms, averaged over the ranks, to the sums; return whether all sums are finite."""
         if self._pending:
-            terms = torch.stack([micro.terms for micro in self._pending]).double()
-            self._sums.add(distributed.mean(terms).tolist())
+            terms = distributed.mean(torch.stack([terms for _, _, terms in self._pending]).double())
+            # one after another: the rounding must not depend on how rows are split into calls, which a stop changes
+            for row in terms.tolist():
+                self._sums = [total + value for total, value in zip(self._sums or [0.0] * len(row), row, strict=True)]
+            self._micro_batches += len(self._pending)
             self._pending = []
-        return all(map(math.isfinite, self._sums.terms))
+        return all(map(math.isfinite, self._sums))
 
-    def _first_non_finite(self, pending: Sequence[_MicroBatch]) -> tuple[int, int, str, float, list[int]] | None:
+    def _first_non_finite(
+        self, pending: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> tuple[int, int, str, float, list[int]] | None:
         """Return the first term of this rank that is not finite: step (from 1), rank, term, value and example ids."""
-        for micro in pending:
-            for name, value in zip(self._names, micro.terms.tolist(), strict=True):
+        for step, ids, terms in pending:
+            for name, value in zip(self._names, terms.tolist(), strict=True):
                 if not math.isfinite(value):
-                    return micro.step + 1, distributed.rank(), name, value, micro.ids.tolist()
+                    return step + 1, distributed.rank(), name, value, ids.tolist()
         return None
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
@@ -252,32 +256,6 @@ class Report:
             left = tqdm.format_interval(seconds / max(1, step - begun) * (self._total_steps - step))
             speed = f"{record['train/examples_per_s']:.1f} examples/s"
             distributed.info(f"{self.phase}: step {step} of {self._total_steps}  {text}  {speed}  {left} left")
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """The optimizer step of a micro-batch, the ids of its examples (rows,), and its terms (terms,), on the device."""
-
-    step: int
-    ids: Tensor
-    terms: Tensor
-
-
-@dataclass
-class _Sums:
-    """The number of micro-batches since the last flush that were summed up, and the sum of each term over them."""
-
-    micro_batches: int = 0
-    terms: list[float] = field(default_factory=list)
-
-    def add(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add the terms of more micro-batches, one after another.
-
-        So the rounding does not depend on how the rows are split into calls, which differs if a run was stopped.
-        """
-        for row in rows:
-            self.terms = [total + value for total, value in zip(self.terms or [0.0] * len(row), row, strict=True)]
-        self.micro_batches += len(rows)
 
 
 def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None:
