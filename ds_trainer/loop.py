@@ -28,7 +28,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
 from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, decide, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
@@ -37,12 +37,12 @@ SETTLE_EVERY = 100
 """The steps after which the loss terms that wait on the device are summed up, however far the next record is."""
 
 
-def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]:
+def train(plan: PhasePlan, log: RunLog, stop: StopRequests) -> dict[str, Any]:
     """Train one phase and export its model; return the results of training, evaluation and export, on every rank.
 
     When a rank is asked to stop, all ranks save what was trained so far and raise StoppedError.
     """
-    training = start_training(plan, report, stop)
+    training = start_training(plan, log, stop)
     try:
         with training.explaining_memory(" in training", plan.memory_cure):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
@@ -59,7 +59,7 @@ def train(plan: PhasePlan, report: Report, stop: StopRequests) -> dict[str, Any]
     return training.finish(step, evaluation)
 
 
-def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Training:
+def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training:
     """Bring a phase to where its next step begins: step 0, or the step of the checkpoint that it goes on from.
 
     The order matters. The engine takes the model with the techniques attached. The checkpoint is loaded before the
@@ -76,11 +76,11 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
             _resume(plan, plan.resumed, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
-    report.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
+    log.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
     order = plan.resumed.state.order_batch_size if plan.resumed else ds_engine.train_batch_size()
     return Training(
         plan=plan,
-        report=report,
+        log=log,
         stop=stop,
         objective=objective,
         engine=ds_engine,
@@ -93,7 +93,7 @@ def start_training(plan: PhasePlan, report: Report, stop: StopRequests) -> Train
     )
 
 
-def train_step(objective: Objective, ds_engine: Engine, indices: ExampleIds, report: Report, seed: int) -> int:
+def train_step(objective: Objective, ds_engine: Engine, indices: ExampleIds, log: RunLog, seed: int) -> int:
     """Take the engine's next optimizer step, on these examples; return how many steps it has now taken."""
     step = ds_engine.global_steps
     # the random state is a function of run, step and rank, so that a resumed run draws what a whole one does
@@ -105,7 +105,7 @@ def train_step(objective: Objective, ds_engine: Engine, indices: ExampleIds, rep
         loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step, shares))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only
-        report.add(step, terms, batch)
+        log.add(step, terms, batch)
     return int(ds_engine.global_steps)
 
 
@@ -154,7 +154,7 @@ class Training:
     """
 
     plan: PhasePlan
-    report: Report
+    log: RunLog
     stop: StopRequests
     objective: Objective
     engine: Engine
@@ -175,21 +175,21 @@ class Training:
         seed, seen = self.plan.length.seed, self.engine.global_samples
         indices = self.batches.between(seen, seen + self.engine.train_batch_size())
         try:
-            self.progress.step = train_step(self.objective, self.engine, indices, self.report, seed)
+            self.progress.step = train_step(self.objective, self.engine, indices, self.log, seed)
         except NonFiniteLossError:  # raised by a technique that looks at weights, which an earlier loss may have spoilt
-            self.report.check_finite()
+            self.log.check_finite()
             raise
         if not self.engine.was_step_applied():
-            self.report.check_finite()  # costs nothing: the engine has waited for the device, to know whether to skip
+            self.log.check_finite()  # costs nothing: the engine has waited for the device, to know whether to skip
         self.watch.after_step()
 
     def log_if_due(self) -> None:
         """Write a log record if one is due; else, every SETTLE_EVERY steps, sum up the terms that are on the device."""
         if self.plan.is_to_log(self.progress.step):
             self.check_finite()
-            flush(self.report, self.objective, self.engine)
+            flush(self.log, self.objective, self.engine)
             if self.histograms:
-                self.report.write_histograms(self.progress.step, self.histograms.take())
+                self.log.write_histograms(self.progress.step, self.histograms.take())
         elif self.progress.step % SETTLE_EVERY == 0:
             self.check_finite()
 
@@ -204,14 +204,14 @@ class Training:
         if metric and metric not in scores:
             self.save()  # the corrected recipe goes on from here
             raise UserError(f'metric_for_best_model is "{metric}"; the scores are {", ".join(scores)}: write one')
-        self.report.write_scores(progress.step, scores)
+        self.log.write_scores(progress.step, scores)
         # answers are large, and only those of the last step are written
         last = progress.step >= self.plan.length.total
         progress.evaluated, progress.evaluation = progress.step, evaluation if last else Evaluation(scores)
         if metric:
             progress.curve = {metric: [*progress.curve.get(metric, ()), scores[metric]]}
         if self.is_over and not last:
-            self.report.write(progress.step, {"train/stopped_early": 1})
+            self.log.write(progress.step, {"train/stopped_early": 1})
             distributed.info(
                 f"{self.plan.phase.name}: ends early at step {progress.step} of {self.plan.length.total}: {metric} was "
                 f"best {self.plan.phase.early_stopping_patience} evaluations before"
@@ -239,12 +239,12 @@ class Training:
             evaluated=progress.evaluated,
             scores=progress.evaluation.scores,
             curve=progress.curve,
-            report=self.report.state(),
+            report=self.log.state(),
             techniques=self.technique_states(),
             total=self.plan.length.total,
             phase=redacted(self.plan.phase.model_dump() | {"task": self.plan.task.spec.model_dump()}),
         )
-        with self.report.paused():
+        with self.log.paused():
             if self.plan.checkpoints.save(self.engine, state):
                 progress.saved = progress.step
 
@@ -263,7 +263,7 @@ class Training:
             technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in techniques if at_end or technique.cheap_views]
-        with self.report.paused(), self.explaining_memory(" in an evaluation", cure):
+        with self.log.paused(), self.explaining_memory(" in an evaluation", cure):
             decide(predict, self.plan.task, batch_size)
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
@@ -286,11 +286,11 @@ class Training:
         """Export the model of a step, stop the engine, and return the results of the phase."""
         plan = self.plan
         evaluation.write(plan.task, plan.folder / "eval")
-        totals = self.report.totals() | {"steps": step}
+        totals = self.log.totals() | {"steps": step}
         if self.progress.step < plan.length.total:
             totals["stopped_early_at"] = self.progress.step
         results: dict[str, Any] = {"train": totals, "eval": evaluation.scores, "warnings": evaluation.warnings}
-        results["trained_on"] = self.report.trained_on
+        results["trained_on"] = self.log.trained_on
         rebuild = partial(plan.rebuild, self.technique_states())
         for technique in self.objective.techniques:
             technique.stop()
@@ -313,7 +313,7 @@ class Training:
 
         The error names the first such step, and its loss if that is not finite, since it is the cause then.
         """
-        self.report.check_finite(until=self.watch.spoilt_step())
+        self.log.check_finite(until=self.watch.spoilt_step())
         self.watch.check()
 
     def technique_states(self) -> dict[str, dict[str, Any]]:
@@ -321,13 +321,13 @@ class Training:
         return {technique.name: technique.state() for technique in self.objective.techniques}
 
 
-def flush(report: Report, objective: Objective, ds_engine: Engine) -> None:
+def flush(log: RunLog, objective: Objective, ds_engine: Engine) -> None:
     """Write a record of the steps since the last one, with what the engine and the techniques read now."""
     distributed.bound_freed_memory()
     readings = engine.readings(ds_engine)
     for technique in objective.techniques:
         readings |= technique.readings()
-    report.flush(ds_engine.global_steps, readings)
+    log.flush(ds_engine.global_steps, readings)
 
 
 def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:

@@ -30,7 +30,7 @@ from ds_trainer.ranks.joining import joined, out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.rehearsal import rehearse_phases
 from ds_trainer.report.dry_run import dry_run_table
-from ds_trainer.report.log import Report, results_table
+from ds_trainer.report.log import RunLog, results_table
 from ds_trainer.report.page import write_report
 from ds_trainer.report.status import RunStatus
 from ds_trainer.resuming import (
@@ -154,8 +154,8 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
         line = "  ".join(f"{name} {value:.4f}" for name, value in of_cut.items())
         distributed.info(f"{phase.name}: cut  {line} (before any training)")
     examples = len(plan.task.examples("train"))
-    with Report(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as report:
-        results = train(plan, report, stop) if phase.trains else _keep_as_it_is(plan, report)
+    with RunLog(job.output, phase.name, plan.length.total, phase.loss, job.recipe.tensorboard, examples) as log:
+        results = train(plan, log, stop) if phase.trains else _keep_as_it_is(plan, log)
         for warning in results["warnings"]:
             distributed.warn(f"{phase.name}: {warning}")
         for technique in build_techniques(plan.techniques, plan.length, plan.task):
@@ -165,7 +165,7 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
             if measured:
                 file = plan.folder / "eval" / f"{technique.name}.json"
                 distributed.on_main(partial(write_json, file, measured.details))
-                report.write_scores(results["train"]["steps"], measured.scores)
+                log.write_scores(results["train"]["steps"], measured.scores)
                 results["eval"] |= measured.scores  # of the exported model: they replace those of training's precision
                 results[technique.name] = measured.summary
         if phase.cut:
@@ -174,23 +174,23 @@ def _run_phase(job: TrainJob, plan: PhasePlan, stop: StopRequests) -> dict[str, 
     return results
 
 
-def _keep_as_it_is(plan: PhasePlan, report: Report) -> dict[str, Any]:
+def _keep_as_it_is(plan: PhasePlan, log: RunLog) -> dict[str, Any]:
     """Score and export the model that a phase without steps starts from; no engine is started.
 
     The results are those that `train` returns.
     """
     task, batch_size = plan.task, plan.phase.per_device_eval_batch_size
-    report.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
+    log.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
     with _evaluating("", plan):
         model: Any = plan.build()[0].to(distributed.device()).eval()
         decide(lambda batch: model(**batch.inputs), task, batch_size)
         evaluation = evaluate(lambda batch: model(**batch.inputs), task, batch_size)
-    report.write_scores(0, evaluation.scores)
+    log.write_scores(0, evaluation.scores)
     evaluation.write(task, plan.folder / "eval")
     state = model.to("cpu", dtype_of(plan.source)).state_dict()
     export = partial(export_state_dict, state, plan.build, task, 0, plan.folder / "model")
-    results = {"train": report.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
-    return results | {"trained_on": report.trained_on} | distributed.on_main(export)
+    results = {"train": log.totals() | {"steps": 0}, "eval": evaluation.scores, "warnings": evaluation.warnings}
+    return results | {"trained_on": log.trained_on} | distributed.on_main(export)
 
 
 def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:

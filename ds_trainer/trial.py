@@ -26,7 +26,7 @@ from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.timing import seconds
 from ds_trainer.rehearsal import batches_by_length, memory_of
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.registry import build_task
@@ -85,12 +85,12 @@ def _timed(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
         technique.rehearse(ds_engine.device)
     lengths, folder = plan.task.examples("train").lengths, request.results.parent
     distributed.on_main(partial(folder.mkdir, parents=True, exist_ok=True))
-    with Report(folder, plan.phase.name, plan.length.total, plan.phase.loss, False, len(lengths)) as report:
-        report.open(0, 0)
+    with RunLog(folder, plan.phase.name, plan.length.total, plan.phase.loss, False, len(lengths)) as log:
+        log.open(0, 0)
 
         def take(batch: ExampleIds, step: int) -> float:
             ds_engine.global_steps = step
-            call = partial(train_step, objective, ds_engine, batch, report, plan.length.seed)
+            call = partial(train_step, objective, ds_engine, batch, log, plan.length.seed)
             return seconds(call, ds_engine.device)
 
         longest, *typical = trial_batches(lengths, ds_engine.train_batch_size(), request.batches)
@@ -98,7 +98,7 @@ def _timed(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
             take(batch, 0)
         first_steps = (0, max(0, plan.length.total - len(typical)))
         rounds = list(_rounds(take, typical, first_steps, request))
-        report.check_finite()
+        log.check_finite()
     peaks = machine.peak_memory()
     rows = distributed.numbers_of_all(list(peaks.values()))
     halves = [half for half in (rounds[::2], rounds[1::2]) if half]  # early steps, and those at the final density

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.config.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
-from ds_trainer.deploy.benchmark_page import show, write_page
+from ds_trainer.deploy.benchmark_page import show, words, write_page
 from ds_trainer.deploy.latency import (
     FOR_P95,
     Inference,
@@ -148,13 +148,13 @@ def measure(job: BenchmarkJob) -> dict[str, Any]:
         if "onnxruntime" in job.backends:
             for number, (label, model) in enumerate(models.items()):
                 notes += [f"{label}: {note}" for note in _export(model, Path(aside, str(number)), INT8 in job.dtypes)]
-        return {
-            "base": next(iter(models)),
-            "conditions": conditions,
-            "folders": {label: _described(label, model, job) for label, model in models.items()},
-            "measurements": [_measured(models, case, job.seconds, CALLS) for case in cases],
-            "notes": notes,
-        }
+        folders = {label: _described(label, model, job) for label, model in models.items()}
+        measurements = []
+        for case in cases:
+            distributed.info(", ".join(words(case).values()))
+            measurements.append(_measured(models, case, job.seconds, CALLS))
+    results = {"base": next(iter(models)), "conditions": conditions, "folders": folders}
+    return results | {"measurements": measurements, "notes": notes}
 
 
 def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str, Any]]:
@@ -328,7 +328,8 @@ def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, lea
                 forward = build()
                 placed = [{key: value.to(case["device"]) for key, value in batch.items()} for batch in inputs[label]]
                 calls[name] = [partial(forward, batch) for batch in placed]
-                calls[name][0]()  # what does not fit into memory is a note, and the others are timed
+                for call in calls[name][:1]:  # what does not fit into memory is a note, and the others are timed
+                    call()
             except Exception as error:  # noqa: BLE001, PERF203 - runtimes raise many kinds of errors
                 calls.pop(name, None)
                 notes[name] = _in_a_line(error)

@@ -33,7 +33,7 @@ from ds_trainer.report.verdict import verdict
 from ds_trainer.tasks.task import Batch
 
 
-class Report:
+class RunLog:
     """The record of one phase. Close it, or use it as a context."""
 
     trained_on: Sequence[Mapping[str, Any]] = ()
@@ -64,7 +64,7 @@ class Report:
         self._bar: Any = None
         self._opened = 0, time.monotonic()
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:

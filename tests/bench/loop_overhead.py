@@ -35,7 +35,7 @@ from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.phase import PhasePlan, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.starting_models import StartingModels
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import training_texts
@@ -50,7 +50,7 @@ ROUNDS, WARMUP = 16, 2
 class Loop:
     """The project's own loop, from what `ds_trainer.loop.train` is given."""
 
-    def __init__(self, plan: PhasePlan, record: Report, stop: StopRequests) -> None:
+    def __init__(self, plan: PhasePlan, record: RunLog, stop: StopRequests) -> None:
         model, groups, self.objective = plan.prepare()
         self.engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         self.engine.train()
@@ -135,8 +135,8 @@ def plan_of(words: dict[str, Any], engine_file: Path, folder: Path, source: str)
     return plan_phase(TrainJob.model_construct(**fields), recipe.phases[0], StartingModels(recipe, folder))
 
 
-def record_of(plan: PhasePlan) -> Report:
-    return Report(
+def record_of(plan: PhasePlan) -> RunLog:
+    return RunLog(
         plan.folder, plan.phase.name, plan.length.total, plan.phase.loss, tensorboard=True, training_examples=EXAMPLES
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.exit_folders import make_classifier
-from transformers import AlbertConfig, AlbertModel, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2ForSequenceClassification
 
 from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.command import run_command
@@ -19,11 +19,8 @@ from ds_trainer.deploy.benchmark import ONLY, add_speed_ups, cases_of, measure, 
 from ds_trainer.deploy.latency import FOR_P95, bytes_by_form, bytes_on_disk, eager, fit_in_memory, in_turns, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.folders import save_folder
-from ds_trainer.models.layers import layers_of
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
-from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import timing
 from ds_trainer.tasks.registry import build_task
 
@@ -162,21 +159,6 @@ def test_a_task_gives_texts_and_scores(
     }
 
 
-def test_leaving_halfway_runs_fewer_layers(exiting: Path, task_flags: list[str]) -> None:
-    """A sample that leaves after the second of four layers does not run the others."""
-    job = read_benchmark_job([str(exiting), *task_flags])
-    model = benchmark._load(exiting, job)
-    assert model.early is not None
-    calls: list[int] = []
-    for layer in layers_of(model.early.model).values():
-        layer.register_forward_hook(lambda *_: calls.append(1))
-    model.early.policy = model.early.policy.model_copy(update={"thresholds": [0.0, 99.0, 0.0]})
-    case = dict(zip(benchmark.CASE, ("torch", "cpu", "fp32", 1, "task", 1), strict=True))
-    ways = benchmark._ways("a", model, case)
-    ways["a, early exit"]()(model.inputs("task", 1)[0])
-    assert len(calls) == 2
-
-
 def test_what_a_backend_cannot_do_is_a_note(
     plain: Path, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,21 +272,6 @@ def test_folders_of_other_kinds_are_measured(plain: Path, tmp_path: Path, clock:
     assert set(names) <= results["measurements"][0]["folders"].keys()
     assert results["folders"]["albert"]["flops_per_example"] == {"8": None}
     assert benchmark_page.sizes(results)[2]["GFLOPs at 8"] == "–"
-
-
-def test_a_shrunk_folder_is_measured_by_what_is_left(plain: Path, tmp_path: Path, clock: SimpleNamespace) -> None:
-    """It has fewer weights, bytes and FLOPs than the one it came from, by torch and by onnxruntime."""
-    model: Any = load_trained(plain)
-    for layer in layers_of(model).values():
-        for weight in layer.get_submodule("intermediate.dense").parameters():
-            weight.data[4:] = 0
-    save_folder(shrink(model), AutoTokenizer.from_pretrained(plain), tmp_path / "shrunk")
-    results = measured(plain, tmp_path / "shrunk", *FAST, "--backends", "torch", "onnxruntime")
-    whole, shrunk = results["folders"].values()
-    assert shrunk["encoder"] == {"kept": 4 * (4 * 16 * 16 + 2 * 16 * 4), "total": 4 * (4 * 16 * 16 + 2 * 16 * 4)}
-    assert shrunk["bytes"]["onnx"] < whole["bytes"]["onnx"]
-    assert shrunk["flops_per_example"]["8"] / whole["flops_per_example"]["8"] < 0.8
-    assert all("shrunk" in one["folders"] for one in results["measurements"])
 
 
 def test_what_only_shows_with_torch_ends_with_2_too(

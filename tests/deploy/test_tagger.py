@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.words import WORDS, tag_of
+from support.words import WORDS
 from transformers import BertConfig, BertForTokenClassification
 
 from ds_trainer.cli.benchmark import read_benchmark_job
 from ds_trainer.cli.command import run_command
-from ds_trainer.cli.evaluate import evaluate_command
 from ds_trainer.cli.export import export_command
 from ds_trainer.deploy.benchmark import measure
 from ds_trainer.models.folders import train_tokenizer
@@ -59,16 +58,3 @@ def test_it_is_shrunk_written_as_onnx_and_measured(tagger, task, tmp_path, capsy
     assert [one["notes"] for one in results["measurements"]] == [{}, {}]
     (described,) = results["folders"].values()
     assert described["scores"]["onnxruntime"] == described["scores"]["torch"]
-
-
-def test_its_predictions_are_written(tagger, task, csv_folder, tmp_path) -> None:
-    """The words and tags of the file, beside predictions that give the accuracy."""
-    places = ["--predictions_dir", str(tmp_path / "out"), "--output_file", str(tmp_path / "scores.json")]
-    assert run_command(evaluate_command, [str(tagger), *task, *places]) == 0
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    rows = [line.split("\t") for line in (tmp_path / "out" / "predictions.conll").read_text().splitlines() if line]
-    words = (csv_folder / "validation.csv").read_text().replace(",", " , ").splitlines()[1:]
-    assert [row[0] for row in rows] == [word for line in words for word in line.split(" , ")[0].split()]
-    assert all(tag == tag_of(word) for word, tag, _ in rows)
-    assert scores["accuracy"] == pytest.approx(sum(tag == predicted for _, tag, predicted in rows) / len(rows))
-    assert len({predicted for *_, predicted in rows}) > 1

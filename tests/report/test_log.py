@@ -14,25 +14,25 @@ import torch
 from ds_trainer.loop import SETTLE_EVERY
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.report import log as module
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.techniques.exits import exits
 
 STEPS = 4 * SETTLE_EVERY + 7
 VALUES = torch.rand(STEPS, generator=torch.Generator().manual_seed(0))
 
 
-def add(report: Report, step: int, value: float | torch.Tensor) -> None:
+def add(report: RunLog, step: int, value: float | torch.Tensor) -> None:
     batch = SimpleNamespace(ids=torch.tensor([step]), tokens=3)
     report.add(step, {"task": torch.as_tensor(value), "other": torch.tensor(2.0)}, batch)
 
 
-def opened(folder, state=None) -> Report:
-    report = Report(folder, "tiny", STEPS, {"task": 1.0, "other": 0.5}, tensorboard=False, training_examples=4)
+def opened(folder, state=None) -> RunLog:
+    report = RunLog(folder, "tiny", STEPS, {"task": 1.0, "other": 0.5}, tensorboard=False, training_examples=4)
     report.open(0, 0, state)
     return report
 
 
-def run(report: Report, steps: range) -> None:
+def run(report: RunLog, steps: range) -> None:
     """What the loop does after each of the steps where no record is due."""
     for step in steps:
         add(report, step, VALUES[step])

@@ -36,7 +36,7 @@ from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import whole_state_dict
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.technique import PhaseLength
@@ -129,7 +129,7 @@ def _training(plan: PhasePlan) -> Iterator[tuple[Any, Any]]:
     for technique in objective.techniques:
         technique.start(ds_engine.device)
     order = BatchPlan(plan.task.examples("train").lengths, EXAMPLES, seed=0)
-    report = Report(plan.folder, "train", 1, plan.phase.loss, tensorboard=False, training_examples=EXAMPLES)
+    report = RunLog(plan.folder, "train", 1, plan.phase.loss, tensorboard=False, training_examples=EXAMPLES)
 
     def steps(first: int, last: int) -> None:
         for step in range(first, last):

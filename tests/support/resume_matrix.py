@@ -29,7 +29,7 @@ from ds_trainer.engine.checkpoint import Checkpoints
 from ds_trainer.phase import plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
-from ds_trainer.report.log import Report
+from ds_trainer.report.log import RunLog
 from ds_trainer.starting_models import StartingModels
 
 STEPS, EVALUATE, SAVE = 18, 6, 5
@@ -175,7 +175,7 @@ def run_phase(job: TrainJob, number: int, models: StartingModels, stop: StopAfte
     checkpoints = Checkpoints(job.output)
     plan = plan_phase(job, phase, models, checkpoints.newest())
     examples = len(plan.task.examples("train"))
-    with Report(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:
+    with RunLog(job.output, phase.name, plan.length.total, phase.loss, False, examples) as report:
         results = loop.train(replace(plan, folder=job.output), report, stop)
         distributed.on_main(lambda: (job.output / "results.json").write_text(json.dumps(results)))
         checkpoints.drop_passing()
