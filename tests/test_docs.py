@@ -23,7 +23,7 @@ RUN_BY = {
     "launch/doctor.py": "tests/integration/test_two_hosts.py",
     "launch/evaluate.py": "tests/integration/test_run.py",
     "launch/export.py": "tests/integration/test_run.py",
-    "launch/report.py": "tests/report/test_report_command.py",
+    "launch/report.py": "tests/report/test_page.py",
     "launch/restart.sh": "tests/integration/test_launched_faults.py",
     "launch/train.py": "tests/integration/test_run.py",
     "launch/tune.py": "tests/integration/test_tune.py",

@@ -40,7 +40,7 @@ from ds_trainer.config.task_specs import LmSpec, SquadSpec, TextSpec, TokenSpec
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.report import page as report_page
+from ds_trainer.report import figures
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.squad import squad_file
@@ -362,7 +362,7 @@ def _without_figures() -> Iterator[None]:
         raise ValueError("no figures here")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "check_installed", absent)
+        patch.setattr(figures, "check_installed", absent)
         yield
 
 

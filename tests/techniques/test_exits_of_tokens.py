@@ -243,7 +243,7 @@ def test_it_is_shrunk_and_measured_with_its_exits(folder: Path, cache: Path, tas
     write_exits(source, read_exits(source).model_copy(update={"policy": policy}))
     export_command([str(source), "--shrink", "--output_dir", shrunk])
     flags = ["--batch_sizes", "8", "--threads", "1", "--devices", "cpu", "--backends", "torch", "--seconds", "0.01"]
-    *_, told = measure(read_benchmark_job([str(source), shrunk, "--names", "a", "b", *flags, *flags_of(folder, cache)]))
+    told = measure(read_benchmark_job([str(source), shrunk, "--names", "a", "b", *flags, *flags_of(folder, cache)]))
     (one,) = told["measurements"]
     assert one["folders"].keys() | one["notes"].keys() == {"a", "a, early exit", "b", "b, early exit"}
     scores, _ = run_early(exiting(task, source), task, "validation")

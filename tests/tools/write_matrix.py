@@ -87,9 +87,9 @@ OF_TASKS = {
         *[_CALIBRATED.format(task) for task in ("squad", "mlm", "clm")],
     ),
     "ONNX": (
-        "tests/cli/test_export_cut.py::test_a_share_is_cut_scored_and_exported_as_onnx",
+        "tests/cli/test_export_command.py::test_a_share_is_cut_scored_and_exported_as_onnx",
         "",
-        "tests/deploy/test_tagger.py::test_it_is_shrunk_and_written_as_onnx",
+        "tests/deploy/test_tagger.py::test_it_is_shrunk_written_as_onnx_and_measured",
         "tests/cli/test_export_command.py::test_squad_is_scored_by_the_files",
         "tests/deploy/test_onnx_file.py::test_families[roberta]",
         "tests/deploy/test_onnx_file.py::test_families[gpt2]",
