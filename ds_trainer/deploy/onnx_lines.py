@@ -47,6 +47,14 @@ _SEVERAL = "print([[labels[str(place)] for place in (row > LEAST).nonzero()[0]] 
 _VALUE = "print(logits[:, 0])\n"
 
 
+_BY_KIND = {
+    "ForTokenClassification": ("import json\nimport re\n\n", "LABELS" + _WORDS, "(logits,)", _TAGS),
+    "ForQuestionAnswering": ("import numpy\n", _PAIR, "start, end", _SPAN),
+    "ForMaskedLM": ("", _MASKED, "(logits,)", _WORD),
+}
+"""By the end of the name of a model's class: imports, what is tokenised, the outputs, and how they are decoded."""
+
+
 def onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
     """Return lines that tokenise, run and decode for a model whose class ends with `kind`.
 
@@ -54,20 +62,14 @@ def onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
     """
     # transformers does not write its default, for which the lines need no file
     labels = _LABELS if "id2label" in config else 'labels = {"0": "LABEL_0", "1": "LABEL_1"}\n'
-    imports, given, end = "", _BEGUN + _NUMPY + "(logits,)" + _RUN, _NEXT
+    imports, given, outputs, end = _BY_KIND.get(kind, ("", _BEGUN, "(logits,)", _NEXT))
     if kind == "ForSequenceClassification":
         problem = config.get("problem_type")
         labels = "" if problem == "regression" else labels
         before = "" if config.get("pad_token_id") is not None else "tokenizer.pad_token = tokenizer.eos_token\n"
-        imports = "import json\n\n" if labels == _LABELS else ""
-        given = before + labels + _TEXTS + _NUMPY + "(logits,)" + _RUN
+        imports, given = "import json\n\n" if labels == _LABELS else "", f"{before}LABELS{_TEXTS}"
         share = config.get("multi_label_threshold", 0.5)  # of a probability, and the lines compare logits
         several = _SEVERAL.replace("LEAST", f"{math.log(share / (1 - share)):.6g}")
         end = {"regression": _VALUE, "multi_label_classification": several}.get(str(problem), _CLASS)
-    elif kind == "ForTokenClassification":
-        imports, given, end = "import json\nimport re\n\n", labels + _WORDS + _NUMPY + "(logits,)" + _RUN, _TAGS
-    elif kind == "ForQuestionAnswering":
-        imports, given, end = "import numpy\n", _PAIR + _NUMPY + "start, end" + _RUN, _SPAN
-    elif kind == "ForMaskedLM":
-        given, end = _MASKED + _NUMPY + "(logits,)" + _RUN, _WORD
-    return _OPEN.format(imports=imports, int8=int8) + given + end
+    lines = _OPEN.format(imports=imports, int8=int8) + given.replace("LABELS", labels)
+    return f"{lines}{_NUMPY}{outputs}{_RUN}{end}"

@@ -34,6 +34,7 @@ KeptCounts: TypeAlias = Mapping[str, Mapping[str, int]]
 INSTALL = "pip install matplotlib markdown-it-py"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 """Colours that colour-blind readers can distinguish too (Okabe and Ito, 2008)."""
+MARKERS = "osD^vP*X"
 LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
 LEGEND |= {"frameon": False, "fontsize": 9}
 """A legend to the right of its panel, where it covers nothing."""
@@ -161,12 +162,10 @@ def score_by_cost(metric: str, models: Mapping[str, tuple[float, Mapping[str, fl
 
     height = 100 + 300 * len(compared)
     figure, panels = new_figure(800, height, f"{metric} against cost", len(compared), sharey=True)
-    looks = dict(zip(models, zip(colours(models), markers(models), strict=True), strict=True))
     for axes, title in zip(panels, compared, strict=True):
-        for name, (score, costs) in models.items():
-            colour, marker = looks[name]
+        for index, (name, (score, costs)) in enumerate(models.items()):
             at = ([costs[title]], [score]) if title in costs else ([], [])  # the legend has every model
-            axes.plot(*at, marker, color=colour, markersize=9, label=label(name))
+            axes.plot(*at, MARKERS[index % 8], color=COLOURS[index % 8], markersize=9, label=label(name))
         most = max(costs[title] for _, costs in models.values() if title in costs)
         axes.set_xlim(0, 1.05 * most)
         if most >= 100_000:  # milliseconds stay as they are
@@ -313,11 +312,6 @@ def label(text: str, most: int = 28) -> str:
 def colours(things: Sized) -> list[str]:
     """Return a colour for each thing; colours repeat after the eighth."""
     return [COLOURS[index % len(COLOURS)] for index in range(len(things))]
-
-
-def markers(things: Sized) -> list[str]:
-    """Return a marker for each thing; markers repeat after the eighth."""
-    return ["osD^vP*X"[index % 8] for index in range(len(things))]
 
 
 def layer_of(name: str) -> str:

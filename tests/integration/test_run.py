@@ -156,8 +156,6 @@ def test_the_results_say_what_every_phase_was_trained_on(output):
         assert session["versions"] == machine.versions()
         assert session["versions"].keys() == {"ds_trainer", "python", "torch", "transformers", "deepspeed", "numpy"}
         assert session["hosts"] == {socket.gethostname(): {machine.device_name(): 2}}
-    note = f"Trained on {socket.gethostname()} (2 x "
-    assert note in (output / "report.md").read_text().replace("\\", "")
 
 
 @whatever_the_stage

@@ -15,7 +15,6 @@ from ds_trainer.loop import SETTLE_EVERY
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.report import log as module
 from ds_trainer.report.log import RunLog
-from ds_trainer.techniques.exits import exits
 
 STEPS = 4 * SETTLE_EVERY + 7
 VALUES = torch.rand(STEPS, generator=torch.Generator().manual_seed(0))
@@ -114,29 +113,3 @@ def test_a_term_that_is_not_finite_is_found_after_settled_ones(tmp_path):
     add(report, SETTLE_EVERY, math.nan)
     with pytest.raises(NonFiniteLossError, match=f"the loss of step {SETTLE_EVERY + 1} is not finite"):
         report.check_finite()
-
-
-def test_the_heads_losses_are_the_same_however_a_run_is_cut():
-    """Exits read the mean of all losses since the last record, also where a checkpoint lies between them."""
-
-    def heads() -> exits.Exits:
-        units = {"loss_unit": "example", "logits_unit": "example"}
-        task = SimpleNamespace(**units, multi_label=False, loss=lambda out, batch: out.logits)
-        made = exits.Exits(SimpleNamespace(terms=["heads"], training="heads"), None, task)
-        made.layers, made._weights = [1, 2], [1.0, 1.0]
-        return made
-
-    whole, second = heads(), None
-    rows = torch.rand(11, 2, generator=torch.Generator().manual_seed(1))
-    for step, row in enumerate(rows):
-        for technique in filter(None, (whole, second)):
-            technique._logits = lambda _, row=row: dict(enumerate(row))
-            technique.terms(SimpleNamespace(batch=None, shares={}))
-        if step == 5:
-            second = heads()
-            second.resume(json.loads(json.dumps(whole.state())))
-    expected = rows.double().mean(0).tolist()
-    readings = whole.readings()
-    assert list(readings.values()) == pytest.approx(expected, rel=1e-12)
-    assert second.readings() == readings
-    assert whole.readings() == {}
