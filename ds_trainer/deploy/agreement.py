@@ -27,7 +27,7 @@ def differences(outputs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
 
 
 def agree(compared: Mapping[str, float], tolerance: float) -> bool:
-    """Whether `differences` are within a tolerance, a share of the largest output where that is more than 1."""
+    """Return whether `differences` are within a tolerance, a share of the largest output where that is more than 1."""
     return compared["max_difference"] <= tolerance * max(1.0, compared["largest"])
 
 

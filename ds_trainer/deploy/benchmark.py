@@ -78,14 +78,14 @@ class MeasuredModel:
     """By the type of their weights."""
 
     def inputs(self, length: int | str, size: int) -> list[dict[str, Tensor]]:
-        """The batches to time it on: whole batches of the task's texts, or one of random tokens."""
+        """Return the batches to time it on: whole batches of the task's texts, or one of random tokens."""
         if length != OF_THE_TASK:
             return [random_inputs(self.model, int(length), size)]
         assert self.task is not None, "the command has checked it"
         return [batch.inputs for batch in batches(self.task, size)]
 
     def mean_flops(self, length: int | str) -> float | None:
-        """The mean of the encoder's FLOPs for an example of this length; None for a family that is not known.
+        """Return the encoder's FLOPs for an example, the mean over this length's; None for a family that is not known.
 
         A family is known if all its layers can be counted: each has an attention block, or is DeBERTa's.
         """
@@ -212,7 +212,7 @@ def cases_of(job: BenchmarkJob, devices: Sequence[str]) -> tuple[list[Case], lis
 
 
 def random_inputs(model: Any, length: int, size: int) -> dict[str, Tensor]:
-    """A batch of random ordinary tokens, (size, length), none padded; the same numbers for every call."""
+    """Return a batch of random ordinary tokens, (size, length), none padded; they are the same for every call."""
     config, vocabulary = model.config, model.get_input_embeddings().num_embeddings
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
     special = {token for name in names for token in _tokens(getattr(config, name, None))}
@@ -240,7 +240,7 @@ def add_speed_ups(times: Mapping[str, dict[str, float]], taken: Mapping[str, Seq
 
 
 def _tokens(value: Any) -> list[int]:
-    """The tokens in a field of a config, which holds one, several or none."""
+    """Return the tokens in a field of a config, which holds one, several or none."""
     return [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
 
 
@@ -281,7 +281,7 @@ def _export(model: MeasuredModel, stem: Path, int8: bool) -> Iterator[str]:
 
 
 def _described(label: str, model: MeasuredModel, job: BenchmarkJob) -> dict[str, Any]:
-    """The measures of a model that need no clock; scores are by the way to run it."""
+    """Return the measures of a model that need no clock; its scores are by the way in which it was run."""
     weights, files, device = count_weights(model.model), bytes_by_form(model.folder), distributed.device()
     ways: dict[str, Predict] = {}
     for name, forward in (("torch", model.model), ("torch, early exit", model.early)):
@@ -310,14 +310,14 @@ def _predictor(model: Any) -> Predict:
 
 
 def _placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model, which is on the CPU and in fp32, or a copy elsewhere or in another type."""
+    """Return the model, which is on the CPU and in fp32, or a copy on another device or in another type."""
     if device.type == "cpu" and dtype == torch.float32:
         return model
     return copy.deepcopy(model).to(device, dtype)
 
 
 def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, least: int) -> dict[str, Any]:
-    """The times of all models in a case, of `least` calls or more each, and notes on those that have none."""
+    """Time all models in a case, by `least` calls or more each; a model that cannot be run gets a note."""
     inputs = {label: model.inputs(case["length"], case["batch_size"]) for label, model in models.items()}
     calls: dict[str, list[partial[Any]]] = {}
     notes: dict[str, str] = {}
@@ -347,7 +347,7 @@ def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, lea
 
 
 def _ways(label: str, model: MeasuredModel, case: Case) -> dict[str, Callable[[], Inference]]:
-    """The ways to run a model in a case: functions that build its forward, by the label of the row."""
+    """Return functions that build a model's forwards in a case, to its end and with early exits, by the row's label."""
     if case["backend"] == "onnxruntime":
         path = model.onnx_files.get(case["dtype"])
         return {label: lambda: partial(outputs, session(path, case["threads"]))} if path else {}

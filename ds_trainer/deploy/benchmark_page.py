@@ -47,7 +47,7 @@ def write_page(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def words(case: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of a case in words, by their names."""
+    """Return the fields of a case in words, by their names."""
     return {
         **{name: case[name] for name in ("backend", "device", "dtype")},
         "threads": f"threads {case['threads']}",
@@ -57,7 +57,7 @@ def words(case: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sizes(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """A row for each folder: the measures that need no clock."""
+    """Return a row for each folder, with the measures that need no clock."""
     rows = []
     whole = max(results["folders"][results["base"]]["encoder"]["total"], 1)
     for label, folder in results["folders"].items():
@@ -76,7 +76,7 @@ def sizes(results: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def times(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """A row for each folder in each case."""
+    """Return a row for each folder in each case."""
     rows = []
     for measured in results["measurements"]:
         case = {name: str(measured[name]) for name in ("backend", "device", "dtype", "threads")}
@@ -90,7 +90,7 @@ def times(results: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
-    """Where and how was measured, and all notes."""
+    """Say where and how the folders were measured, and give all notes."""
     conditions = results["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
     where = f"{conditions['cpu']}, {conditions['cores']} cores"
@@ -109,7 +109,7 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
 
 
 def scores_and_costs(results: Mapping[str, Any]) -> tuple[str, dict[str, tuple[float, dict[str, float]]]]:
-    """The data of the figure: the name of the score, and for each folder and its early exits the score and its costs.
+    """Return what the figure shows: the name of the score, and the score and the costs of each folder and its exits.
 
     A folder's bytes are those of its compact file where it has one.
     """

@@ -77,7 +77,7 @@ def export_folder(job: ExportJob) -> dict[str, Any]:
 
 
 def _earlier(job: ExportJob) -> dict[str, Any]:
-    """The report of how a model was made, which the report of the .onnx files that it gets keeps as `earlier`."""
+    """Return the report of how the model was made, which the report of its .onnx files keeps as `earlier`."""
     if not (job.adds_onnx and (job.output / EXPORT_REPORT).exists()):
         return {}
     report = read_object(job.output / EXPORT_REPORT)
@@ -227,7 +227,7 @@ def _write_beside_onnx(job: ExportJob, model: Any, task: Task | None, made: Path
 
 
 def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
-    """Batches of the built-in sentences as the model takes them: two padded, one alone, all four, and a long one."""
+    """Return batches of the built-in sentences: two that are padded, one alone, all four, and a long one."""
     longest = min(_MOST_TOKENS, pretrained.positions_of(model) or _MOST_TOKENS)
     types = ["token_type_ids"] if getattr(model.config, "type_vocab_size", 0) > 1 else []
     batches: list[onnx_file.Inputs] = []
@@ -239,7 +239,7 @@ def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
 
 
 def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:
-    """Batches of the task's texts: the shortest, the longest, and eight of all lengths, padded to one."""
+    """Yield batches of the task's texts: the shortest, the longest, and eight of all lengths, padded to one."""
     examples = task.examples(task.splits[0])
     order = np.argsort(examples.lengths, kind="stable").tolist()
     for some in (order[:1], order[-1:], order[:: max(1, len(order) // 8)][:8]):

@@ -60,7 +60,7 @@ def in_turns(
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
-    """The median of times in seconds, their number and, where there are enough of them, the 95th percentile."""
+    """Return the median of times in seconds, their number and, where there are enough, the 95th percentile."""
     ordered = sorted(times)
     result = {"median_ms": 1e3 * statistics.median(ordered), "calls": len(ordered)}
     if len(ordered) >= FOR_P95:
@@ -69,19 +69,19 @@ def summary(times: Sequence[float]) -> dict[str, float]:
 
 
 def eager(model: Any) -> Inference:
-    """The forward of a model as torch runs it, without gradients."""
+    """Return the forward of a model as torch runs it, without gradients."""
     return torch.inference_mode()(lambda inputs: model(**inputs))
 
 
 def batches(task: Task, size: int) -> list[Batch]:
-    """Whole batches of the chosen examples; a smaller last batch would not measure this size."""
+    """Return whole batches of the chosen examples; a smaller last batch would not measure this size."""
     examples, chosen = task.examples(task.splits[0]), chosen_examples(task, size)
     parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
     return [task.collate(examples, part).to(distributed.device()) for part in parts]
 
 
 def bytes_by_form(folder: Path) -> dict[str, int]:
-    """The bytes of each form of a folder's weights, with the exit heads; the model is read from the first form."""
+    """Return the bytes of each form of a folder's weights, with exit heads; the model is read from the first form."""
     files = {
         "safetensors": [*folder.glob("model.safetensors"), *folder.glob("model-*.safetensors")],
         "compact": [*folder.glob(COMPACT_FILE)],
@@ -92,12 +92,12 @@ def bytes_by_form(folder: Path) -> dict[str, int]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """The size of the weights that the folder's model is read from, and of its exit heads."""
+    """Return the bytes of the weights that the folder's model is read from, and of its exit heads."""
     return next(iter(bytes_by_form(folder).values()), 0)
 
 
 def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -> bool:
-    """Whether the weights of all folders, in fp32, take at most about half of the memory that is free.
+    """Return whether the weights of all folders, in fp32, take at most about half of the memory that is free.
 
     Free is the least of host, container and device. Weights are taken to be twice as large in fp32 as on disk, where
     they may be in fp16, and eight times as large as a compact file.
@@ -109,5 +109,5 @@ def fit_in_memory(folders: Sequence[Path], device: torch.device | None = None) -
 
 
 def chosen_examples(task: Task, size: int) -> list[int]:
-    """The same examples for each model, evenly spread over the first evaluation split; enough for a batch of `size`."""
+    """Choose the same examples for each model, spread evenly over the first evaluation split, `size` at the least."""
     return list(spread(len(task.examples(task.splits[0])), max(_EXAMPLES, size)))
