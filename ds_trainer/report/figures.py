@@ -82,15 +82,14 @@ def densities(phase: str, records: LogRecords, counts: KeptCounts) -> Figure | N
         return None
     matrices = {name: _series(records, f"prune/density/{name}") for name in _names(records, "prune/density/")}
     figure, panels = new_figure(800, 640, f"{phase}: encoder weights kept", 2, sharex=True)
-    _density_by_layer(figure, panels[0], _means(matrices, counts, layer_of))
-    roles = _means(matrices, counts, role_of)
-    for colour, (role, (at, values)) in zip(colours(roles), roles.items(), strict=True):
-        _line(panels[1], at, 100 * values, color=colour, label=label(role))
-    for axes in panels:
+    for axes, group_of in zip(panels, (lambda name: f"layer {int(layer_of(name) or 0) + 1}", role_of), strict=True):
+        groups = _means(matrices, counts, group_of)
+        for place, (group, (at, values)) in zip(np.linspace(0, 1, len(groups)), groups.items(), strict=True):
+            _line(axes, at, 100 * values, color=_colour_map()(place), label=label(group))
         dress(axes, "optimizer step" if axes is panels[-1] else "", "kept (%)")
         _line(axes, steps, 100 * overall, color="black", linewidth=2, linestyle="--", label="all")
         axes.set_ylim(0, 105)
-    panels[1].legend(**LEGEND)
+        axes.legend(**LEGEND, ncols=1 + len(groups) // 15)
     return figure
 
 
@@ -419,20 +418,6 @@ def _means(matrices: Mapping[str, Series], counts: KeptCounts, group_of: Callabl
         sizes = [counts.get(name, {}).get("total", 1) for name in names]
         means[group] = (matrices[names[0]][0], np.average([matrices[name][1] for name in names], 0, sizes))
     return means
-
-
-def _density_by_layer(figure: Figure, axes: Axes, layers: Mapping[str, Series]) -> None:
-    """Draw a line for each layer; a colour bar shows the layer's number."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm
-    from matplotlib.ticker import MaxNLocator
-
-    norm = BoundaryNorm(np.arange(0.5, max(len(layers), 1) + 1), 256)
-    mapped = ScalarMappable(norm, _colour_map())
-    for number, (steps, values) in enumerate(layers.values(), start=1):
-        _line(axes, steps, 100 * values, color=mapped.to_rgba(np.array(number)), linewidth=1)
-    beside = axes.inset_axes((1.02, 0, 0.025, 1))
-    figure.colorbar(mapped, cax=beside, label="layer", ticks=MaxNLocator(12, integer=True))
 
 
 def _line(axes: Axes, steps: Array, values: Array, **options: Any) -> None:

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 def every_figure(folder: Path) -> dict[str, Figure | None]:
     """Each kind of figure, with as many entries as it is likely to have."""
     counts, deep = pruned_bert(folder / "model"), pruned_bert(folder / "deep", 24, 16)
+    layers = {f"prune/density/layer.{i}.{name}": i / 24 for i in range(24) for name in ("query", "output.dense")}
     costs = [{"encoder weights kept": 10**6 * i, "milliseconds, batch 32": 50.0 / i} for i in range(1, 10)]
     long = {f"a_phase_with_a_rather_long_name_{i}": (0.9 - i / 100, cost) for i, cost in enumerate(costs)}
     return {
         "loss": figures.losses("taught", taught()),
         "long_names": figures.losses("a" * 64, [{**row, f"train/lr/*.{'b' * 64}.*": 1e-3} for row in taught()]),
         "density": figures.densities("taught", taught(), counts),
+        "density_deep": figures.densities(
+            "a", [record(1, prune__density=0.5) | layers, record(2, prune__density=0.4)], {}
+        ),
         "kept": figures.kept_weights("taught", counts, folder / "model"),
         "kept_deep": figures.kept_weights("a" * 64, deep, folder / "deep"),
         "cut": figures.cut_parts("quarter", parts()),
@@ -124,11 +128,11 @@ def test_densities_are_grouped_by_layer_and_by_kind():
     """3 layers and 6 kinds of 18 matrices, each mean by the sizes of its matrices."""
     counts = {name: {"kept": 1, "total": 3 if "query" in name else 1} for name in NAMES}
     figure = figures.densities("taught", taught(), counts)
-    by_layer, by_kind = figure.axes[0].get_lines(), lines(figure, 1)
-    assert len(by_layer) == 3 + 1
+    by_layer, by_kind = lines(figure), lines(figure, 1)
+    assert set(by_layer) == {"layer 1", "layer 2", "layer 3", "all"}
     assert set(by_kind) == {"query", "key", "value", "output", "ff in", "ff out", "all"}
     last = [taught()[-1][f"prune/density/{name}"] for name in NAMES[:6]]
-    assert by_layer[0].get_ydata()[-1] == pytest.approx(100 * (3 * last[0] + sum(last[1:])) / 8)
+    assert by_layer["layer 1"].get_ydata()[-1] == pytest.approx(100 * (3 * last[0] + sum(last[1:])) / 8)
 
 
 def test_kept_weights_have_a_cell_for_each_head(tmp_path):
