@@ -56,7 +56,7 @@ _SECONDS = 60.0
 """The time limit for all models and batch sizes of a report together."""
 _SAME_DATA = ("name", "data_dir", "dataset", "validation_file")
 """Fields of a task's spec that decide which texts it reads."""
-_EARLY = ", early exit"
+_EARLY, _NOT_REACHED = ", early exit", "not reached: raise --seconds"
 ONLY = "onnxruntime runs here on the CPU in fp32 and int8, torch in all types but int8"
 _TRACED, _CHECKED = 8, 21
 """The lengths of the batches that an .onnx file is made with and checked with; the file takes any length."""
@@ -177,7 +177,10 @@ def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str
     end, device, threads = time.perf_counter() + _SECONDS, distributed.device(), torch.get_num_threads()
     for remaining, size in zip(range(len(BATCH_SIZES), 0, -1), BATCH_SIZES, strict=True):
         case = dict(zip(CASE, ("torch", device.type, "fp32", threads, OF_THE_TASK, size), strict=True))
-        times = _measured(loaded, case, (end - time.perf_counter()) / remaining, FOR_P95)["folders"]
+        measured = _measured(loaded, case, (end - time.perf_counter()) / remaining, FOR_P95)
+        times, notes = measured["folders"], measured["notes"]
+        for label in [label for label, note in notes.items() if note != _NOT_REACHED]:
+            distributed.warn(f"the latency of {label} at batch {size} is not measured: {notes[label]}")
         for name, (_, task) in timed.items():
             for way, label in (("latency", name), ("early_exit_latency", f"{name}{_EARLY}")):
                 if label in times:
@@ -339,7 +342,7 @@ def _measured(models: Mapping[str, MeasuredModel], case: Case, limit: float, lea
         for label, each in taken.items()
         if each
     }
-    notes |= {label: "not reached: raise --seconds" for label, each in taken.items() if not each}
+    notes |= {label: _NOT_REACHED for label, each in taken.items() if not each}
     base = next(iter(models))
     add_speed_ups(times, taken, base)
     tokens = [batch["input_ids"].shape[1] for batch in inputs[base]]

@@ -379,8 +379,14 @@ def test_a_run_s_models_have_size_and_latency(
     assert limits[0] <= benchmark._SECONDS / 2 < limits[1] <= benchmark._SECONDS
     few = measure_costs({"few": task_of(plain, max_eval_samples=31)})["few"]
     assert few["latency"].keys() == {"batch_1"}, "a part of a batch is no batch"
+    warnings: list[str] = []
+    monkeypatch.setattr(benchmark.distributed, "warn", warnings.append)
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
     assert measure_costs({"a": task_of(plain)})["a"].keys() == {"size"}
+    assert warnings == []
+    monkeypatch.setattr(benchmark, "eager", lambda _: 1 / 0)
+    measure_costs({"a": task_of(plain)})
+    assert warnings[0] == "the latency of a at batch 1 is not measured: ZeroDivisionError: division by zero"
 
 
 def test_models_too_large_to_be_held_together_are_not_loaded(
