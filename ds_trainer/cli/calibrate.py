@@ -7,7 +7,7 @@ from typing import get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
-from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, SequenceUncertainty, aim_mistakes
+from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
 from ds_trainer.config.jobs import CalibrateJob
 from ds_trainer.config.recipe import TaskSpec, TextSpec, saved_exits
 from ds_trainer.config.trust import trusting
@@ -45,9 +45,6 @@ def calibrate_parser() -> argparse.ArgumentParser:
     aim.add_argument("--max_drop", type=float, metavar="POINTS", help="points below the full model's score, e.g. 0.5")
     parser.add_argument("--criterion", choices=get_args(Criterion), help="by default the folder's")
     parser.add_argument("--patience", type=int, metavar="N", help="for a regression, whose tolerance is picked")
-    parser.add_argument("--per_head", action="store_true", help="calibrate one threshold per head")
-    over = "how the tokens of a sequence decide, by default as in the folder"
-    parser.add_argument("--sequence_uncertainty", choices=get_args(SequenceUncertainty), help=over)
     return parser
 
 
@@ -60,8 +57,7 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
     if saved is None:
         raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
     regression = isinstance(task, TextSpec) and is_regression(task)
-    names = ("patience", "target_speedup", "max_drop", "per_head", "sequence_uncertainty")
-    aim = {name: getattr(flags, name) for name in names}
+    aim = {name: getattr(flags, name) for name in ("patience", "target_speedup", "max_drop")}
     criterion = flags.criterion or saved.policy.criterion
     if regression and criterion == "patience" and flags.patience is None:
         aim["patience"] = saved.policy.patience

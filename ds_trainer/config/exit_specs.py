@@ -18,7 +18,6 @@ MOST_CONFIDENCE = 1 + 1e-6
 """A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
-SequenceUncertainty = Literal["least_certain", "mean"]
 ExitTerm = Literal["heads", "distill"]
 Patience = Annotated[int, Field(strict=True, ge=1, le=1000)]
 
@@ -55,6 +54,7 @@ _CRITERIA: dict[str, Criterion] = {
     "regression_threshold": "patience",
 }
 """The criterion that each threshold field belongs to."""
+_REMOVED_UNCERTAINTY = "least_certain", "a sequence leaves once its least certain token would: drop it, calibrate again"
 
 
 class ExitsSpec(Strict):
@@ -65,19 +65,17 @@ class ExitsSpec(Strict):
         **dict.fromkeys(("mean_layers", "seconds", "full_seconds"), False),
     }
     """Of what an evaluation adds to the scores, as `early_exit/speedup`."""
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "head_weights": (None, "the heads weigh 1 each, and in joint training the number of their layer: drop it"),
+        "per_head": (False, "calibrate one threshold for all heads, or write a list of thresholds, one per head"),
+        "sequence_uncertainty": _REMOVED_UNCERTAINTY,
+    }
 
     layers: LayerNumbers | None = Field(None, description="layers that get a head, counted from 1; by default all")
     training: Literal["heads", "joint"] = Field("heads", description="the heads alone, as in DeeBERT's stage 2, or all")
-    head_weights: list[Rate] | None = Field(
-        None,
-        min_length=1,
-        description="weights of the heads' losses in the term exits.heads: of a sum, by default 1 each; in joint "
-        "training of a mean, which ends with the model's own head, by default the numbers of the layers",
-    )
     terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
-    sequence_uncertainty: SequenceUncertainty | None = Field(None, description="of tagged words; least_certain")
     criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
     early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
     early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
@@ -85,16 +83,11 @@ class ExitsSpec(Strict):
     regression_threshold: Threshold | None = Field(None, description="scores that differ by less agree; by default 0.1")
     target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
     max_drop: Rate | None = Field(None, description="calibrate for at most so many points below the full model")
-    per_head: bool = Field(False, description="calibrate one threshold per head instead of one for all")
 
     @model_validator(mode="after")
     def _consistent(self) -> ExitsSpec:
         if self.target_speedup is not None and self.max_drop is not None:
             raise UserError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
-        if self.per_head and not self.calibrated:
-            raise UserError("per_head refines a calibration: set target_speedup or max_drop, or write a list")
-        if self.sequence_uncertainty == "mean" and self.chosen_criterion == "patience":
-            raise UserError('sequence_uncertainty is "mean", and by patience every token must agree: drop one of them')
         aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
         for name in self._thresholds_set():
             if self.calibrated and name != "patience":  # calibrating a regression picks its tolerance, not its patience
@@ -120,13 +113,13 @@ class ExitPolicy(Strict):
     """The rule by which a sample leaves.
 
     `thresholds` has one entry per head. By patience only a regression has thresholds: the tolerances within which two
-    scores agree. `sequence_uncertainty` is how a sequence is judged by its tokens, where heads classify tokens.
+    scores agree.
     """
 
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {"sequence_uncertainty": _REMOVED_UNCERTAINTY}
     criterion: Criterion
     thresholds: list[Rate] = Field(default_factory=list)
     patience: Patience | None = None
-    sequence_uncertainty: SequenceUncertainty = "least_certain"
 
     @property
     def of_regression(self) -> bool:
@@ -179,8 +172,7 @@ def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
     if value is None:
         value = 0.9 if criterion == "confidence" else 0.1
     thresholds = value if isinstance(value, list) else [value] * heads
-    over = spec.sequence_uncertainty or "least_certain"
-    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience, sequence_uncertainty=over)
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
     check_policy(policy, heads, regression)
     return policy
 
@@ -198,8 +190,6 @@ def aim_mistakes(
     mistakes = []
     if spec.calibrated and spec.patience is not None and not regression:
         mistakes.append(f"patience {spec.patience}: it goes with a regression; for classes it is calibrated: drop it")
-    if spec.per_head and picks_patience:
-        mistakes.append("per_head: patience is the same for all heads: set criterion to entropy or confidence")
     if spec.target_speedup is None or depth is None:
         return mistakes
     # with patience n a sample can leave at head n + 1 at the earliest

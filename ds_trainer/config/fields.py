@@ -53,7 +53,7 @@ class Strict(BaseModel):
         """Drop the removed fields that change nothing, which stand in every recipe that a run has written."""
         if not isinstance(data, dict):
             return data
-        other = {name: data[name] for name in cls.removed if name in data and data[name] != cls.removed[name][0]}
+        other = {name: data[name] for name in cls.removed if data.get(name) not in (None, cls.removed[name][0])}
         raise_mistakes([f"{name} was removed in 0.3: {cls.removed[name][1]}" for name in other])
         return {name: value for name, value in data.items() if name not in cls.removed}
 

@@ -202,8 +202,7 @@ class EvaluateJob(TaskJob):
             raise UserError(f"an exit policy is given, and {self.model} has no {EXITS_FILE}, so no heads to exit at")
         if self.exits.patience is not None and saved.policy.of_regression:  # its tolerances stay
             return saved.policy.model_copy(update={"patience": self.exits.patience})
-        policy = policy_of(self.exits, len(saved.layers), saved.policy.of_regression)
-        return policy.model_copy(update={"sequence_uncertainty": saved.policy.sequence_uncertainty})
+        return policy_of(self.exits, len(saved.layers), saved.policy.of_regression)
 
 
 class ExportJob(CommandJob):

@@ -284,9 +284,8 @@ class Recipe(Strict):
             raise UserError(
                 f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text or tags'
             )
-        unsuited = "pooling" if isinstance(task, TokenSpec) else "sequence_uncertainty"
-        if getattr(exits, unsuited):
-            raise UserError(f'phase "{phase.name}" has exits.{unsuited}, which the heads of {task.name} lack: drop it')
+        if isinstance(task, TokenSpec) and exits and exits.pooling:
+            raise UserError(f'phase "{phase.name}" has exits.pooling, which the heads of {task.name} lack: drop it')
         if exits and exits.calibrated and not task.held_out:
             raise UserError(
                 f'phase "{phase.name}" calibrates its exits, and no training examples are held out for that: set '

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ds_trainer.config.exit_specs import ExitsSpec
 from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.ranks.failures import UserError
 
-Term = Literal["logits", "mse", "cos", "hidden", "attention"]
+Term = Literal["logits", "mse", "cos", "hidden"]
 LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
 _PAIRS = "[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
 
@@ -67,13 +67,21 @@ class DistillSpec(TechniqueSpec):
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillSpec:
-        if "attention" in self.terms and any(0 in pair for pair in self.layer_pairs):
-            raise UserError("layer_pairs has layer 0, the embeddings, which attend to nothing: drop it or the term")
-        if self.cache_teacher and "attention" in self.terms:
-            raise UserError("cache_teacher does not keep attention maps: drop one of them")
         if self.top_k and "mse" in self.terms:
             raise UserError("cache_teacher keeps no logits with top_k, which the term mse compares: drop one of them")
         return self
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _without_attention(cls, value: Any) -> Any:
+        if isinstance(value, list) and "attention" in value:
+            raise UserError("the term distill.attention was removed in 0.3: use distill.hidden, or distill.cos")
+        return value
+
+    @property
+    def compared_layers(self) -> list[LayerPair]:
+        """The `layer_pairs`, if a term compares their states."""
+        return self.layer_pairs if {"cos", "hidden"} & set(self.terms) else []
 
     @property
     def top_k(self) -> int:

@@ -1,6 +1,6 @@
 """Loss terms of distillation and penalties on mask scores, as pure functions of tensors that compute in fp32.
 
-Distillation: cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of hidden states and attention maps (TinyBERT,
+Distillation: cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of hidden states (TinyBERT,
 arXiv 1909.10351). The losses on a teacher's probabilities are in `divergences.py`.
 """
 
@@ -92,19 +92,6 @@ def hidden_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     """Return the squared difference, mean over width and the tokens where mask (rows, length) is 1."""
     difference = (student.float() - teacher.float()).square().mean(-1)
     return (difference * mask).sum() / mask.sum()
-
-
-def attention_mse(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """Return the squared difference of attention maps (rows, heads, length, length), mean over heads and token pairs.
-
-    The maps of models with different numbers of heads are averaged over their heads first. A model in training returns
-    its maps after dropout: set attention_probs_dropout_prob to 0 in its config to avoid that noise.
-    """
-    if student.shape[1] != teacher.shape[1]:
-        student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
-    difference = (student.float() - teacher.float()).square().mean(1)
-    pairs = mask[:, :, None] * mask[:, None, :]
-    return (difference * pairs).sum() / pairs.sum()
 
 
 def soft_target_loss(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import ExampleIds, Examples, cached, fingerprint
 
-Unit = Literal["example", "label", "weight", "token", "pair"]
+Unit = Literal["example", "label", "weight", "token"]
 """What a loss term is a mean over: the examples of a batch, their labels, their classes' weights, their tokens, or the
 pairs of tokens of which one attends to the other.
 
@@ -189,8 +188,7 @@ class Task(ABC):
         The counts come from the memory of the host. So each rank can sum them up over the global batch before its first
         forward, without waiting for another rank or for the device.
         """
-        lengths = examples.lengths[ids]
-        return {"token": int(lengths.sum()), "pair": int(np.square(lengths).sum())}
+        return {"token": int(examples.lengths[ids].sum())}
 
     def check_trained(self, folder: str | Path) -> None:
         """Raise UserError if a model has no trained head for this task, since its score would mean nothing."""

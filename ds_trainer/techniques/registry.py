@@ -16,12 +16,7 @@ TECHNIQUES: dict[str, type[Technique]] = {
     "keep_zeros": KeepZeros,
     "distill": Distill,
 }
-"""The order is that in which techniques are attached, and in which each hook is called for them.
-
-Exits and layer_skip must come before prune. Both find out how the model's own head works, and to check this the model
-is run, before anything is masked. And their views read the hidden states of the model's latest forward, which the view
-of prune replaces when it runs the model at another threshold.
-"""
+"""The order is that in which techniques are attached, and in which each hook is called for them. None depends on it."""
 
 
 def build_techniques(specs: Techniques, length: PhaseLength, task: Task) -> list[Technique]:

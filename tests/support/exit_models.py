@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.models.layers import encoder_layers
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, doubts_of_all, exit_at
 from ds_trainer.techniques.exits.heads import new_heads
-from ds_trainer.techniques.exits.policy import confidence, doubts_of_all, entropy, exit_at
 
 WIDTH, LAYERS, BUCKETS = 32, 4, 8
 SMALL = {
@@ -95,15 +94,14 @@ def split_by(model: EarlyExitModel, criterion: str, ids: Tensor, mask: Tensor) -
         limits = [0.0, *(between(step, 0.4) for step in steps)]
         model.policy = ExitPolicy(criterion="patience", patience=1, thresholds=limits)
         return model
-    measured = entropy(logits) if criterion == "entropy" else confidence(logits)
-    share = 0.35 if criterion == "entropy" else 0.65
-    model.policy = ExitPolicy(criterion=criterion, thresholds=[between(values, share) for values in measured])
+    limits = [abs(between(values, 0.35)) for values in doubts_of_all(criterion, model.all_logits(ids, mask), None)]
+    model.policy = ExitPolicy(criterion=criterion, thresholds=limits)
     return model
 
 
 def left_at(policy: ExitPolicy, logits: Tensor, counted: Tensor | None = None) -> Tensor:
     """The index of the head at which each sample leaves, by the logits of all heads."""
-    return exit_at(policy, doubts_of_all(policy.criterion, policy.sequence_uncertainty, logits, counted))
+    return exit_at(policy, doubts_of_all(policy.criterion, logits, counted))
 
 
 def between(values: Tensor, share: float) -> float:

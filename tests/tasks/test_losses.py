@@ -1,11 +1,11 @@
-"""Distillation terms on logits, states and attention maps against closed forms."""
+"""Distillation terms on logits, and states against closed forms."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ds_trainer.tasks.losses import PAD_LOGIT, attention_mse, hidden_cosine, hidden_mse, logit_mse
+from ds_trainer.tasks.losses import PAD_LOGIT, hidden_cosine, hidden_mse, logit_mse
 
 
 def test_logit_mse_counts_real_places_only():
@@ -23,11 +23,7 @@ def test_cosine_of_states_under_a_mask():
     assert float(hidden_cosine(student, teacher, torch.tensor([[1, 0, 0, 0]]))) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_mse_of_states_and_of_attention_under_a_mask():
-    """States: (1 + 9) / 2 over the width of the one real position; maps: over real pairs, heads averaged if unequal."""
+def test_mse_of_states_under_a_mask():
+    """(1 + 9) / 2 over the width of the one real position."""
     student = torch.tensor([[[1.0, 3.0], [7.0, 7.0]]])
-    mask = torch.tensor([[1, 0]])
-    assert float(hidden_mse(student, torch.zeros(1, 2, 2), mask)) == pytest.approx(5.0)
-    two_heads = torch.tensor([[[[0.2, 0.8], [9.0, 9.0]], [[0.6, 0.4], [9.0, 9.0]]]])
-    assert float(attention_mse(two_heads, torch.zeros(1, 2, 2, 2), mask)) == pytest.approx((0.04 + 0.36) / 2)
-    assert float(attention_mse(two_heads, torch.zeros(1, 1, 2, 2), mask)) == pytest.approx(0.16)
+    assert float(hidden_mse(student, torch.zeros(1, 2, 2), torch.tensor([[1, 0]]))) == pytest.approx(5.0)

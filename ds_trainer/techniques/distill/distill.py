@@ -2,7 +2,7 @@
 
 The teacher is any trained model of the same task with the student's tokens (`teacher.py`). It runs on every batch
 beside the student, or its answers to the training set are computed once and read from disk (`teacher_cache.py`). A
-recipe gives weights to any of these terms. Each is a mean over examples, tokens or pairs of tokens, as its unit says:
+recipe gives weights to any of these terms. Each is a mean over examples or tokens, as its unit says:
 
 | term | compares | source |
 |---|---|---|
@@ -10,7 +10,6 @@ recipe gives weights to any of these terms. Each is a mean over examples, tokens
 | `distill.mse` | logits: squared difference, summed over the classes | DistilBERT, arXiv 1910.01108 |
 | `distill.cos` | hidden states: 1 - cosine | DistilBERT |
 | `distill.hidden` | hidden states: squared difference | TinyBERT, arXiv 1909.10351 |
-| `distill.attention` | attention maps: squared difference | TinyBERT |
 
 The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
 logits term is the squared error. SQuAD has two sets of logits (start and end), and a term is the mean over the sets; a
@@ -32,20 +31,11 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import (
-    ComparedLayers,
-    Outputs,
-    RememberedTeacher,
-    Teacher,
-    compared_layers,
-    teacher_ids,
-)
+from ds_trainer.techniques.distill.teacher import Outputs, Teacher, remembering, teacher_ids
 from ds_trainer.techniques.distill.teacher_cache import announce, cached_teacher
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
-_LAYER_UNITS: dict[str, Unit] = {"cos": "token", "hidden": "token", "attention": "pair"}
-"""The terms that compare layers, and what each is a mean over."""
 _FROZEN = {
     "freeze_pos_embs": ("*position_embeddings*", "*.wpe.*", "*embed_positions*"),
     "freeze_token_type_embds": ("*token_type_embeddings*",),
@@ -58,11 +48,15 @@ class Distill(Technique):
 
     def __init__(self, spec: DistillSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
-        units = {"logits": task.logits_unit, "mse": task.logits_unit} | _LAYER_UNITS
+        units: dict[str, Unit] = {
+            "logits": task.logits_unit,
+            "mse": task.logits_unit,
+            "cos": "token",
+            "hidden": "token",
+        }
         self.term_units = {f"distill.{term}": units[term] for term in spec.terms}
         self.projection: nn.Linear | None = None
-        self._student_layers = self._teacher_layers = ComparedLayers()
-        self._undo: Callable[[], None] = lambda: None
+        self._returned_states = False  # whether the student's config asked for its states before
         self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
@@ -75,14 +69,14 @@ class Distill(Technique):
         if spec.divergence != "forward" and task.regression:
             raise UserError("divergence: a regression has no classes, and compares by the squared error: drop it")
 
-    def attach(self, model: nn.Module) -> nn.Module:
+    def attach(self, model: Any) -> nn.Module:
         """Check that student and teacher can be compared, and have the student return the layers that the terms need.
 
         Where the two differ in width, a projection of the student's states to the teacher's is added and trained
         (TinyBERT).
         """
         self._teacher_ids = teacher_ids(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
-        student: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        student = model.config.get_text_config()
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
         if self.task.over_vocabulary and self._teacher_ids is None and student.vocab_size != teacher.vocab_size:
             # one tokenizer, and a head is padded: both have its tokens, whose numbers are the same
@@ -90,12 +84,17 @@ class Distill(Technique):
         logits = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
         if 0 < logits <= self.spec.top_k:
             raise UserError(f"cache_teacher: top_k {self.spec.top_k} is not below the {logits} tokens of the teacher")
-        self._student_layers = compared_layers(self.spec, student, "student")
-        self._teacher_layers = compared_layers(self.spec, teacher, "teacher")
-        if self._student_layers.hidden and student.hidden_size != teacher.hidden_size:
+        for index, (who, config) in enumerate((("student", student), ("teacher", teacher))):
+            layer, depth = max(pair[index] for pair in self.spec.layer_pairs), config.num_hidden_layers
+            if layer > depth:
+                raise UserError(
+                    f"distill: layer_pairs names layer {layer} of the {who}, which has {depth}: write -1 to {depth}"
+                )
+        if self.spec.compared_layers and student.hidden_size != teacher.hidden_size:
             self.projection = nn.Linear(student.hidden_size, teacher.hidden_size)
             model.add_module(_PROJECTION, self.projection)
-        self._undo = self._student_layers.request(model)
+        self._returned_states = model.config.output_hidden_states
+        model.config.output_hidden_states |= bool(self.spec.compared_layers)
         return model
 
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
@@ -110,13 +109,13 @@ class Distill(Technique):
 
     def start(self, device: torch.device) -> None:
         self.task.check_trained(self.spec.teacher)
-        self._teacher = self._new_teacher(device)
+        self._teacher = Teacher(self.task, self.spec, device, self._teacher_ids)
         self._targets = cached_teacher(self._teacher) if self.spec.cache_teacher else self._teacher
 
     def rehearse(self, device: torch.device) -> None:
-        self._teacher = self._new_teacher(device)
+        self._teacher = Teacher(self.task, self.spec, device, self._teacher_ids)
         # a rehearsal takes its batches again: what it computes once stands for what training reads from the cache
-        self._targets = RememberedTeacher(self._teacher) if self.spec.cache_teacher else self._teacher
+        self._targets = remembering(self._teacher) if self.spec.cache_teacher else self._teacher
         if self.spec.top_k:
             announce(self._teacher)
 
@@ -136,19 +135,22 @@ class Distill(Technique):
         teacher = self._targets(forward.batch)
         # the teacher's logits over a vocabulary are those of the tokens: the student's head may be padded
         tokens = len(self._teacher_ids) if self.task.over_vocabulary and self._teacher_ids is not None else None
-        logits = tuple(each[:, :tokens] for each in self.task.logits(forward.out, forward.batch))
-        student = self._student_layers.outputs(forward.out, logits)
-        pairs = list(zip(student.logits, teacher.logits, strict=True))
-        split = losses.yes_and_no if self.task.multi_label else None
-        self._count_agreement([(split(a), split(b)) for a, b in pairs] if split else pairs)
-        of_layers = [term for term in self.spec.terms if term in _LAYER_UNITS]
-        terms = {f"distill.{term}": self._layer_term(term, student, teacher, forward.batch.mask) for term in of_layers}
+        logits = [each[:, :tokens] for each in self.task.logits(forward.out, forward.batch)]
+        pairs = list(zip(logits, teacher.logits, strict=True))
+        self._count_agreement(pairs)
+        project, mask = self.projection or nn.Identity(), forward.batch.mask
+        states = [(project(forward.out.hidden_states[s]), teacher.hidden[t]) for s, t in self.spec.compared_layers]
+        terms: dict[str, list[Tensor]] = {}
+        if "cos" in self.spec.terms:
+            terms["cos"] = [losses.hidden_cosine(*pair, mask) for pair in states]
+        if "hidden" in self.spec.terms:
+            terms["hidden"] = [losses.hidden_mse(*pair, mask) for pair in states]
         if "mse" in self.spec.terms:
-            terms["distill.mse"] = _mean([losses.logit_mse(*pair) for pair in pairs])
+            terms["mse"] = [losses.logit_mse(*pair) for pair in pairs]
         if "logits" in self.spec.terms:  # comes last: to save memory it overwrites the teacher's logits
             how = self.spec.temperature, self.spec.divergence
-            terms["distill.logits"] = _mean([losses.soft_target_loss(self.task, *pair, *how) for pair in pairs])
-        return terms
+            terms["logits"] = [losses.soft_target_loss(self.task, *pair, *how) for pair in pairs]
+        return {f"distill.{term}": torch.stack(values).mean() for term, values in terms.items()}
 
     def readings(self) -> dict[str, float]:
         """Return the share of rows of logits since the last readings where both choose the same class; collective."""
@@ -168,37 +170,25 @@ class Distill(Technique):
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
 
-    def fold(self, model: nn.Module) -> nn.Module:
-        self._undo()
+    def fold(self, model: Any) -> nn.Module:
+        model.config.output_hidden_states = self._returned_states
         if self.projection is not None:
             delattr(model, _PROJECTION)
         return model
 
-    def _new_teacher(self, device: torch.device) -> Teacher:
-        return Teacher(self.task, self.spec, self._teacher_layers, device, self._teacher_ids)
-
-    def _layer_term(self, term: str, student: Outputs, teacher: Outputs, mask: Tensor) -> Tensor:
-        """Return the mean of a term over the `layer_pairs`; mask (rows, length) is 1 where a token is."""
-        if term == "attention":
-            maps = [(student.attention[s], teacher.attention[t]) for s, t in self.spec.layer_pairs]
-            return _mean([losses.attention_mse(*pair, mask) for pair in maps])
-        distance = losses.hidden_cosine if term == "cos" else losses.hidden_mse
-        project = self.projection or nn.Identity()
-        states = [(project(student.hidden[s]), teacher.hidden[t]) for s, t in self.spec.layer_pairs]
-        return _mean([distance(*pair, mask) for pair in states])
-
     @torch.no_grad()
     def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor | TopK]]) -> None:
         """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
-        for student, teacher in [] if self.task.regression else pairs:
+        if self.task.regression:
+            return
+        for student, teacher in pairs:
             if isinstance(teacher, TopK):  # the largest logit is found faster than its place: a tie counts as the same
-                same = (student.gather(-1, teacher.ids[:, :1])[:, 0] == student.amax(-1)).sum()
+                same = student.gather(-1, teacher.ids[:, :1])[:, 0] == student.amax(-1)
+            elif self.task.multi_label:  # each class by itself
+                same = losses.yes_and_no(student).argmax(-1) == losses.yes_and_no(teacher).argmax(-1)
             else:
-                same = (student.argmax(-1) == teacher.argmax(-1)).sum()
+                same = student.argmax(-1) == teacher.argmax(-1)
             # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
-            counts = torch.stack([same, torch.full_like(same, len(student))])
+            agreed = same.sum()
+            counts = torch.stack([agreed, torch.full_like(agreed, same.numel())])
             self._counts = self._counts.to(same.device) + counts
-
-
-def _mean(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).mean()

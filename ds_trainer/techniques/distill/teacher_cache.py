@@ -6,14 +6,18 @@ all hosts must see the folder.
 
 Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
 by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
-place: its index is -1. Logits of positions are indexed by the position's place among all labels of the split. With
-`top_k` a position has a record of bytes in place of its logits (`top_k_records.py`).
+place: its index is -1. Logits of positions are indexed by the position's place among all labels of the split.
+
+With `top_k` a position has a record of bytes in place of its logits: the log-probabilities of the k likeliest tokens
+and of all others together, in fp16, and then the k ids, the likeliest first, in as many bits each as the vocabulary
+needs, the lowest bit first. These are 250 bytes for 64 of 32,000 tokens.
 """
 
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,94 +29,118 @@ from ds_trainer.models.pretrained import identity_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
-from ds_trainer.tasks.data import Array, Examples, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
+from ds_trainer.tasks.data import Array, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import PAD_LOGIT, Batch
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher
-from ds_trainer.techniques.distill.top_k_records import bytes_per_token, half, pack, unpack
 
 _TOKENS = 2048
 """Tokens in a batch while the cache is filled, at most: with logits for a vocabulary at each they take 400 MB."""
 
-_Values = tuple[Array, Array]
-"""Indices in the first dimension of an array of the cache, and the values that go there."""
 
+def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
+    """Return a function that reads a teacher's outputs for batches of the training set, rounded to fp16, as fp32.
 
-class CachedTeacher:
-    """Gives the teacher's outputs for batches of the training set from disk, in fp32 after a rounding to fp16."""
-
-    def __init__(self, arrays: dict[str, Array], examples: Examples, teacher: Teacher) -> None:
-        self._arrays, self._examples, self._teacher = arrays, examples, teacher
-        self._logit_arrays = [arrays[name] for name in sorted(arrays) if name.startswith("logits")]
-
-    def __call__(self, batch: Batch) -> Outputs:
-        tokens = _token_indices(self._examples, batch)
-        places = _logit_indices(self._teacher, tokens, batch)
-        logits: tuple[Any, ...]
-        if top_k := self._teacher.spec.top_k:
-            records = (torch.from_numpy(array[places]) for array in self._logit_arrays)
-            moved = (record.to(self._teacher.device, non_blocking=True) for record in records)
-            logits = tuple(unpack(record, top_k, self._teacher.vocabulary) for record in moved)
-        else:
-            logits = tuple(self._tensor(array, places, PAD_LOGIT) for array in self._logit_arrays)
-        layers = self._teacher.layers.hidden
-        return Outputs(logits, {layer: self._tensor(self._arrays[f"hidden.{layer}"], tokens, 0.0) for layer in layers})
-
-    def _tensor(self, array: Array, places: Array, padding: float) -> Tensor:
-        """Read the values at these indices of the first dimension, and `padding` where an index is -1."""
-        values = array[places.clip(0)].astype(np.float32)
-        values[places < 0] = padding
-        return torch.from_numpy(values).to(self._teacher.device, non_blocking=True)
-
-
-def cached_teacher(teacher: Teacher) -> CachedTeacher:
-    """Return the cache of a teacher for its task's training set. Collective: all ranks fill it where it is new."""
-    task, examples = teacher.task, teacher.task.examples("train")
+    Collective: all ranks fill the cache where it is new.
+    """
+    task, spec = teacher.task, teacher.spec
     key = fingerprint(
-        *("teacher", task.key("train"), distributed.on_main(lambda: identity_of(teacher.spec.teacher))),
-        *(teacher.layers.hidden, teacher.spec.teacher_dtype, task.label_names),
+        *("teacher", task.key("train"), distributed.on_main(lambda: identity_of(spec.teacher))),
+        *(teacher.layers, spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
         *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
-        *([teacher.spec.top_k, teacher.spec.temperature] if teacher.spec.top_k else []),
+        *([spec.top_k, spec.temperature] if spec.top_k else []),
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
-        if teacher.spec.top_k:
+        if spec.top_k:
             announce(teacher)
-        _fill(teacher, examples, folder)
+        _fill(teacher, folder)
     opened = open_arrays(folder)
     everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
     if opened is None or not everywhere:
         raise UserError(
             f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
         )
-    return CachedTeacher(opened[0], examples, teacher)
+    return partial(_read, opened[0], teacher)
 
 
 def announce(teacher: Teacher) -> None:
     """Log what a cache with `top_k` takes on disk before it is filled."""
-    a_token = bytes_per_token(teacher.spec.top_k, teacher.vocabulary)
-    labels = int(teacher.label_offsets[-1])
-    told = f"{a_token} bytes a token, {a_token * labels / 1e6:,.1f} MB for the {labels:,} labels of the training set"
-    distributed.info(f"cache_teacher: top_k {teacher.spec.top_k} takes {told}")
+    k, labels = teacher.spec.top_k, int(teacher.label_offsets[-1])
+    size = bytes_per_token(k, teacher.vocabulary)
+    total = f"{size * labels / 1e6:,.1f} MB for the {labels:,} labels of the training set"
+    distributed.info(f"cache_teacher: top_k {k} takes {size} bytes a token, {total}")
 
 
-def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
+def bytes_per_token(k: int, vocabulary: int) -> int:
+    """Return the size of a record of the `k` likeliest tokens."""
+    return 2 * (k + 1) + -(-k * _bits(vocabulary) // 8)
+
+
+def pack(top: TopK, vocabulary: int) -> Array:
+    """Return records (rows, bytes) uint8."""
+    bits = top.ids.cpu().numpy()[..., None] >> np.arange(_bits(vocabulary)) & 1
+    ids = np.packbits(bits.astype(np.uint8).reshape(len(bits), -1), axis=-1, bitorder="little")
+    return np.concatenate([_half(top.log_probs).view(np.uint8), ids], -1)
+
+
+def unpack(records: Tensor, k: int, vocabulary: int) -> TopK:
+    """Return what records (rows, bytes) uint8 hold, on their device, with probabilities that sum to 1 again."""
+    split, bits = 2 * (k + 1), _bits(vocabulary)
+    log_probs = records[:, :split].contiguous().view(torch.float16).float()
+    packed = records[:, split:].long()
+    first = torch.arange(k, device=records.device) * bits
+    # an id and the bits before it in its first byte; bytes beyond the record's end have no bit of it
+    spanned = range((bits + 14) // 8)
+    values = sum(packed[:, (first // 8 + n).clamp_(max=packed.shape[1] - 1)] << 8 * n for n in spanned)
+    return TopK(values >> first % 8 & (1 << bits) - 1, log_probs.log_softmax(-1))
+
+
+def _bits(vocabulary: int) -> int:
+    """Return the bits of an id."""
+    return (vocabulary - 1).bit_length()
+
+
+def _half(values: Tensor) -> Array:
+    """Round to fp16; values beyond its range become its largest."""
+    return values.float().clamp(-65504, 65504).half().cpu().numpy()
+
+
+def _read(arrays: dict[str, Array], teacher: Teacher, batch: Batch) -> Outputs:
+    def read(name: str, indices: Array, padding: float) -> Tensor:
+        values = arrays[name][indices.clip(0)].astype(np.float32)
+        values[indices < 0] = padding
+        return torch.from_numpy(values).to(teacher.device, non_blocking=True)
+
+    of_logits, of_tokens = _indices(teacher, batch)
+    names = sorted(name for name in arrays if name.startswith("logits"))
+    logits: tuple[Any, ...]
+    if top_k := teacher.spec.top_k:
+        records = (torch.from_numpy(arrays[name][of_logits]) for name in names)
+        moved = (record.to(teacher.device, non_blocking=True) for record in records)
+        logits = tuple(unpack(record, top_k, teacher.vocabulary) for record in moved)
+    else:
+        logits = tuple(read(name, of_logits, PAD_LOGIT) for name in names)
+    return Outputs(logits, {layer: read(f"hidden.{layer}", of_tokens, 0.0) for layer in teacher.layers})
+
+
+def _fill(teacher: Teacher, folder: Path) -> None:
     """Run the teacher over the training set on all ranks, and write its outputs on rank 0."""
-    started, outputs, arrays = time.monotonic(), _outputs(teacher, examples), dict[str, Any]()
+    started, outputs, arrays = time.monotonic(), _outputs(teacher), dict[str, Any]()
+    examples = teacher.task.examples("train")
+    offsets = {"token": examples.offsets, "example": np.arange(len(examples) + 1)}
 
     def write(aside: Path) -> None:
-        for shards in outputs:
-            for name, (indices, values) in (item for shard in shards for item in shard.items()):
-                if name not in arrays:
-                    kind = teacher.task.logits_of if name.startswith("logits") else "token"
-                    tokens = teacher.label_offsets if kind == "position" else examples.offsets
-                    size = len(examples) if kind == "example" else int(tokens[-1])
-                    shape, path = (size, *values.shape[1:]), aside / f"{name}.npy"
-                    arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=values.dtype, shape=shape)
-                    with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
-                        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-                arrays[name][indices] = values
+        for name, indices, values in (item for shards in outputs for shard in shards for item in shard):
+            if name not in arrays:
+                kind = teacher.task.logits_of if name.startswith("logits") else "token"
+                rows = int((teacher.label_offsets if kind == "position" else offsets[kind])[-1])
+                shape, path = (rows, *values.shape[1:]), aside / f"{name}.npy"
+                arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=values.dtype, shape=shape)
+                with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
+                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            arrays[name][indices] = values
         for array in arrays.values():
             array.flush()
         write_index(aside, arrays, {})
@@ -131,45 +159,37 @@ def _fill(teacher: Teacher, examples: Examples, folder: Path) -> None:
     teacher.close()
 
 
-def _outputs(teacher: Teacher, examples: Examples) -> Iterator[list[dict[str, _Values]]]:
-    """Yield the outputs of all ranks batch by batch on rank 0, elsewhere empty lists; every rank must exhaust it."""
+def _outputs(teacher: Teacher) -> Iterator[list[list[tuple[str, Array, Array]]]]:
+    """Yield the outputs of all ranks batch by batch on rank 0, elsewhere empty lists; every rank must exhaust it.
+
+    Those of a rank are the name of an array, indices in its first dimension, and the values in half precision that go
+    there, without padding.
+    """
+    examples = teacher.task.examples("train")
     size = max(1, _TOKENS // int(examples.lengths.max()))
     shards = evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size)
     for chosen in progress(shards, "cache_teacher: the teacher answers the training set", "forward"):
         batch = teacher.task.collate(examples, chosen)
+        of_logits, of_tokens = _indices(teacher, batch)
         outputs = teacher(batch.to(teacher.device))
-        yield distributed.gather(_without_padding(outputs, batch, examples, teacher))
+        named = [(f"logits.{number}", of_logits, values) for number, values in enumerate(outputs.logits)]
+        named += [(f"hidden.{layer}", of_tokens, values) for layer, values in outputs.hidden.items()]
+        kept = [
+            (name, where, pack(values, teacher.vocabulary) if isinstance(values, TopK) else _half(values))
+            for name, where, values in named
+        ]
+        yield distributed.gather([(name, where[where >= 0], values[where >= 0]) for name, where, values in kept])
 
 
-def _without_padding(outputs: Outputs, batch: Batch, examples: Examples, teacher: Teacher) -> dict[str, _Values]:
-    """Return the outputs for a batch in half precision, by the name of their array, and their indices in it."""
-    tokens = _token_indices(examples, batch)
-    places = _logit_indices(teacher, tokens, batch)
-    indexed = {f"logits.{number}": (places, logits) for number, logits in enumerate(outputs.logits)}
-    indexed |= {f"hidden.{layer}": (tokens, states) for layer, states in outputs.hidden.items()}
-    kept = {
-        name: pack(values, teacher.vocabulary) if isinstance(values, TopK) else half(values).cpu().numpy()
-        for name, (_, values) in indexed.items()
-    }
-    return {name: (where[where >= 0], kept[name][where >= 0]) for name, (where, _) in indexed.items()}
+def _indices(teacher: Teacher, batch: Batch) -> tuple[Array, Array]:
+    """Return the index in the cache of every row of logits of a batch, and of every token: (batch, length).
 
-
-def _token_indices(examples: Examples, batch: Batch) -> Array:
-    """Return (batch, length): the place of each token among all tokens of the split, -1 for padding.
-
-    It is computed from the lengths, which the host has: reading the mask would wait for the device.
+    Padding has -1. They are computed from the lengths, which the host has: reading the mask would wait for the device.
     """
-    ids = batch.ids.numpy()
+    ids, examples = batch.ids.numpy(), teacher.task.examples("train")
     column = np.arange(batch.inputs["input_ids"].shape[1])
-    return np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
-
-
-def _logit_indices(teacher: Teacher, tokens: Array, batch: Batch) -> Array:
-    """Return the index of every row of logits of a batch in the cache, -1 for padding."""
-    ids = batch.ids.numpy()
-    if teacher.task.logits_of == "example":
-        return ids
-    if teacher.task.logits_of == "token":
-        return tokens
-    starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]
-    return np.concatenate([np.arange(*labels) for labels in zip(starts, ends, strict=True)])
+    of_tokens = np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
+    if teacher.task.logits_of == "position":
+        starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]
+        return np.concatenate([np.arange(*labels) for labels in zip(starts, ends, strict=True)]), of_tokens
+    return (ids if teacher.task.logits_of == "example" else of_tokens), of_tokens

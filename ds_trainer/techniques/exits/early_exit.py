@@ -1,15 +1,26 @@
-"""A model that exits early, on batches: samples that are sure leave, and the rest go on as a smaller batch.
+"""When a sample leaves, and a model that exits early on batches: samples that are sure leave, the rest go on.
 
-DeeBERT (arXiv 2004.12993) exits one sample at a time. Here a hook before each layer runs the exit head of the layer
-before, selects the rows of the samples that go on from the layer's arguments, and ends the forward once all have left.
-The model inside is the library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie
-beside the weights.
+With p the probabilities of head j, t_j its threshold and y_j its answer, a sample leaves at the first head where
+
+    entropy      -sum_c p_c ln p_c < t_j (DeeBERT, arXiv 2004.12993)
+    confidence   max_c p_c > t_j
+    patience     y_j = y_{j-1} = ... = y_{j-patience} (PABEE, arXiv 2006.04152); for a regression each
+                 |y_i - y_{i-1}| < t_i
+
+so that its exit depends on its own logits alone. A head of tokens has p and y for each token: a sequence leaves once
+its least certain token would (arXiv 2105.13878), and by patience once all their y agree.
+
+DeeBERT exits one sample at a time. Here a hook before each layer runs the exit head of the layer before, selects the
+rows of the samples that go on from the layer's arguments, and ends the forward once all have left. The model inside is
+the library's own, and its folder is an ordinary one: `exit_heads.safetensors` and `exits.json` lie beside the weights.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +28,92 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_trainer.config.exit_specs import ExitPolicy, check_policy
+from ds_trainer.config.exit_specs import Criterion, ExitPolicy, check_policy
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import load_trained
-from ds_trainer.techniques.exits.heads import ExitHead, LayerStates, after_layer, has_exits, load_heads, model_head
-from ds_trainer.techniques.exits.policy import RunningPolicy
+from ds_trainer.techniques.exits.heads import ExitHead, has_exits, load_heads, model_head
+from ds_trainer.techniques.layer_states import LayerStates, after_layer
 
 _NOT_BY_SAMPLE = frozenset({"rel_embeddings"})
 """Arguments of a layer with a row for each relative position (DeBERTa), of which there may be as many as samples."""
+
+
+def doubt(criterion: Criterion, logits: Tensor, before: Tensor | None, counted: Tensor | None) -> Tensor:
+    """Return the doubt of a head about each sample: (batch, classes) or (batch, length, classes) -> (batch,), fp64.
+
+    A sample is sure where its doubt is below a limit. The doubt is the entropy in nats, the negative confidence, or by
+    patience the distance from the answer of the head before, whose logits are `before`; classes are 0 or 1 apart, and
+    at the first head it is infinite. `counted` (batch, length) has the tokens whose doubts count; None where logits are
+    of whole samples.
+    """
+    # in fp32 the entropies of all confident samples would be equal
+    if criterion == "entropy":
+        values = torch.special.entr(torch.softmax(logits.double(), -1)).sum(-1)
+    elif criterion == "confidence":
+        values = -torch.softmax(logits.double(), -1).amax(-1)
+    elif before is None:
+        values = logits.new_full(logits.shape[:-1], math.inf, dtype=torch.float64)
+    elif logits.shape[-1] == 1:
+        values = (logits.double() - before.double()).squeeze(-1).abs()
+    else:
+        values = (logits.argmax(-1) != before.argmax(-1)).double()
+    return values if counted is None else values.where(counted, -math.inf).amax(-1)
+
+
+def doubts_of_all(criterion: Criterion, logits: Tensor, counted: Tensor | None) -> Tensor:
+    """Return the doubts of all exit heads, (heads - 1, batch), by the logits of all heads, the model's own last.
+
+    NaN, by which no sample leaves, becomes infinity.
+    """
+    pairs = zip(logits[:-1], [None, *logits], strict=False)
+    doubts = torch.stack([doubt(criterion, one, before, counted) for one, before in pairs])
+    return torch.where(doubts.isnan(), math.inf, doubts)
+
+
+class RunningPolicy:
+    """A policy applied to one batch, head after head. It remembers for how long the heads agree, as patience needs.
+
+    The running model applies it to the samples that are still in its batch, calibration to all samples at all heads:
+    so the running model has the scores that calibration promises. It is called once for each exit head, in order; at
+    the model's own head all others leave.
+    """
+
+    def __init__(self, policy: ExitPolicy) -> None:
+        self.policy = policy
+        self._limits = iter(policy.thresholds or repeat(1.0))  # classes that differ are 1 apart
+        self._before: Tensor | None = None  # the logits of the head before
+        self._streak: Tensor | int = 0  # (batch,) heads in a row that agreed with the one before
+
+    def sure(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Return (batch,) booleans: which samples leave at the next head, by its logits and its `counted` tokens."""
+        doubts = doubt(self.policy.criterion, logits, self._before, counted)
+        if self.policy.criterion == "patience":
+            self._before = logits
+        return self.leave(doubts)
+
+    def leave(self, doubts: Tensor) -> Tensor:
+        """Return which samples leave at the next head, (batch,), by how much it doubts each of them."""
+        limit = next(self._limits)
+        below = doubts < (-limit if self.policy.criterion == "confidence" else limit)
+        if self.policy.criterion != "patience":
+            return below
+        assert self.policy.patience is not None, "a policy of patience has one"
+        self._streak = (self._streak + 1) * below
+        return self._streak >= self.policy.patience
+
+    def keep(self, staying: Tensor) -> None:
+        """Go on with these samples of the last call, by their indices, and forget the others."""
+        if self._before is not None and isinstance(self._streak, Tensor):
+            self._before, self._streak = self._before[staying], self._streak[staying]
+
+
+def exit_at(policy: ExitPolicy, doubts: Tensor) -> Tensor:
+    """Return (samples,) the index of the head at which each sample leaves, by the doubts (exit heads, samples)."""
+    running, last = RunningPolicy(policy), len(doubts)
+    exits = torch.full(doubts.shape[1:], last, device=doubts.device)
+    for head, one in enumerate(doubts):
+        exits = torch.where(running.leave(one) & (exits == last), head, exits)
+    return exits
 
 
 @dataclass
@@ -48,20 +137,17 @@ class EarlyExitModel(nn.Module):
         self, model: Any, heads: nn.ModuleDict, policy: ExitPolicy, special_tokens: Sequence[int] = ()
     ) -> None:
         super().__init__()
-        self.model, self.exit_heads, self.policy = model, heads, policy
+        self.model, self.exit_heads, self.policy, self.config = model, heads, policy, model.config
+        self.regression = model.config.num_labels == 1
+        check_policy(policy, len(heads), self.regression)
         last = len(encoder_layers(model))
         self.layers = [*map(int, heads), last]
-        self.regression = model.config.num_labels == 1
         self.register_buffer("special_tokens", torch.tensor(special_tokens, dtype=torch.int64), persistent=False)
         self._model_head = (model_head(model),)  # in a tuple: its modules are registered as the model's already
         # by thread, since the hooks of one model serve all threads; a plain dict, so that the model can be copied
         self._running: dict[int, _RunningBatch] = {}
         for layer in range(1, last + 1):
             after_layer(model, layer, partial(self._after_layer, layer))
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
 
     @property
     def device(self) -> torch.device:
@@ -109,12 +195,11 @@ class EarlyExitModel(nn.Module):
         """Return the logits of all heads, the model's own last, from one forward: (heads, batch, ...)."""
         states = LayerStates(self.model, self.layers)
         try:
-            self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+            out = self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         finally:
             states.remove()
-        hidden = states.take()
         pairs = zip(self.heads, self.layers, strict=True)
-        return torch.stack([head(hidden[layer], attention_mask) for head, layer in pairs])
+        return torch.stack([head(out.layer_states[layer], attention_mask) for head, layer in pairs])
 
     def counted(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | None:
         """Return which tokens count in how sure a head is of a sequence, (batch, length): those of the text.
@@ -139,18 +224,16 @@ def load_for_inference(folder: str | Path) -> nn.Module:
     trained model, or exit heads of another one.
     """
     model = load_trained(folder).eval()
-    return with_exits(model, Path(folder)).eval() if has_exits(folder) else model
+    return with_exits(model, Path(folder)) if has_exits(folder) else model
 
 
 def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    """Give the model the heads of the folder, and the policy given or else the folder's.
+    """Give the model the heads of the folder, and the policy given or else the folder's; in evaluation mode.
 
     ValueError where heads or policy do not fit the model.
     """
     heads, saved = load_heads(model, folder)
-    early = EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens)
-    check_policy(early.policy, len(heads), early.regression)
-    return early
+    return EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens).eval()
 
 
 class _AllLeft(Exception):  # noqa: N818
@@ -168,7 +251,6 @@ class _RunningBatch:
         self.exit_layers = torch.full((self.size,), self.last, device=input_ids.device)
         self.logits: Tensor | None = None
         self._samples = torch.arange(self.size, device=input_ids.device)  # indices of those still in the batch
-        self._next_head = 0
         self._selected: dict[int, tuple[Tensor, Tensor]] = {}
 
     def after(self, layer: int, args: Any, kwargs: Any) -> Any:
@@ -186,17 +268,17 @@ class _RunningBatch:
     def _staying(self, layer: int, hidden: Tensor) -> Tensor:
         """Record the logits of the samples that leave here; return the states of those that stay."""
         logits = self.heads[layer](hidden, self._select(self.mask))
-        head, self._next_head, counted = self._next_head, self._next_head + 1, self._select(self.counted)
-        if layer == self.last or (len(logits) == 1 and self.policy.one_is_sure(head, logits, counted)):
-            self._leave(layer, logits, self._samples)
-            raise _AllLeft
-        if len(logits) == 1:
-            return hidden
-        sure = self.policy.sure(head, logits, counted)
+        if layer == self.last:
+            sure = torch.ones_like(self._samples, dtype=torch.bool)
+        else:
+            sure = self.policy.sure(logits, self._select(self.counted))
         staying = (~sure).nonzero().squeeze(1)
         if len(staying) == len(logits):
             return hidden
-        self._leave(layer, logits[sure], self._samples[sure])
+        if self.logits is None:
+            self.logits = logits.new_empty(self.size, *logits.shape[1:])
+        self.logits[self._samples[sure]] = logits[sure]
+        self.exit_layers[self._samples[sure]] = layer
         if len(staying) == 0:
             raise _AllLeft
         self._samples = self._samples[staying]
@@ -204,22 +286,15 @@ class _RunningBatch:
         self._selected.clear()
         return hidden[staying]
 
-    def _leave(self, layer: int, logits: Tensor, samples: Tensor) -> None:
-        if self.logits is None:
-            self.logits = logits.new_empty(self.size, *logits.shape[1:])
-        self.logits[samples] = logits
-        self.exit_layers[samples] = layer
-
     def _select(self, value: Any) -> Any:
         """Select the rows of the samples still in the batch, from a tensor with a row for each, or a tuple of such.
 
         All else is returned as it is.
         """
-        if len(self._samples) == self.size:
-            return value
         if isinstance(value, tuple):
             return tuple(map(self._select, value))
-        if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != self.size:
+        is_whole = isinstance(value, Tensor) and value.dim() > 1 and len(value) == self.size
+        if not is_whole or len(self._samples) == self.size:
             return value
         # all layers get the same tensors, which are reduced once; keeping the tensor keeps its id from being reused
         if id(value) not in self._selected:

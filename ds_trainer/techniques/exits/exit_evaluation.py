@@ -1,57 +1,185 @@
 """Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy, run and timed.
 
-One pass over a split gives the doubts and the answers of all heads, from which `curves.py` scores any threshold.
+One pass over a split gives the doubts and the answers of all heads, from which any threshold is scored, and runs the
+model under its policy. A sample leaves at the first head whose doubt u_j is below the threshold t: it is still in the
+batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one of these running
+minima: sorted, those of all samples give every threshold that makes a difference.
+
 Thresholds are chosen on the held-out part of the training set, never on a split that is evaluated.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.ranks import distributed, timing
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.data import spread
-from ds_trainer.tasks.evaluation import evaluation_batches, load_on_device, split_prefix
-from ds_trainer.tasks.task import Batch, Task
-from ds_trainer.techniques.exits.curves import AllHeads, choose, choose_per_head, curve
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
+from ds_trainer.tasks.evaluation import Answers, answers_of, load_on_device, split_prefix
+from ds_trainer.tasks.task import Batch, Forward, Predict, Task
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, exit_at, with_exits
 from ds_trainer.techniques.exits.heads import has_exits, read_exits, write_exits
-from ds_trainer.techniques.exits.policy import doubts_of_all
 
 _ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time at batch size 1, and at that of the evaluation
 _SECONDS = 60.0  # time limit for each split and batch size
 _FINE = 400  # points of the curve that a threshold is chosen from
+_ROUNDING = 1e-6  # scores are computed in fp32, and a drop of exactly max_drop is allowed
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """A threshold, the mean number of layers that a sample goes through, and the scores, the main one first."""
+
+    threshold: float
+    mean_layers: float
+    scores: dict[str, float]
+
+    @property
+    def main_score(self) -> float:
+        return next(iter(self.scores.values()))
+
+
+@dataclass(frozen=True)
+class AllHeads:
+    """What every head says about the same examples, numbered from 0: its doubts and its answers.
+
+    `doubts` are (heads - 1, examples) fp64 by criterion, without the model's own head; `answers` are by head, the
+    model's own last, and then by example. `layers` has the layer of each head; the last is the depth of the model.
+    `score` turns an answer for each example into scores. `patience` is that of a regression, whose thresholds are
+    tolerances; for classes it is the threshold. `exits` and `early` are the layers at which the examples left, and
+    their answers, when the model was run under its policy.
+    """
+
+    doubts: Mapping[Criterion, Tensor]
+    answers: Sequence[Answers]
+    layers: Sequence[int]
+    score: Callable[[Answers], dict[str, float]]
+    regression: bool = False
+    patience: int = DEFAULT_PATIENCE
+    exits: Sequence[int] = ()
+    early: Answers = field(default_factory=dict)
+
+    def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
+        """Return the policy with this threshold at every head. That of a classification by patience is the patience."""
+        if criterion == "patience" and not self.regression:
+            return ExitPolicy(criterion=criterion, patience=int(threshold))
+        patience = self.patience if criterion == "patience" else None
+        return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
+
+    def point(self, criterion: Criterion, threshold: float) -> OperatingPoint:
+        """Return the point of that policy."""
+        heads = exit_at(self.policy(criterion, threshold), self.doubts[criterion]).tolist()
+        chosen = {id: self.answers[head][id] for id, head in enumerate(heads)}
+        return OperatingPoint(threshold, sum(self.layers[head] for head in heads) / len(heads), self.score(chosen))
+
+
+def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
+    """Return a point for each threshold that changes an exit, from nobody leaving to the earliest exits.
+
+    Where there are more than `most`, about so many are returned, evenly spaced by mean layers, with both ends. For the
+    patience of a classification the thresholds are 1 to the number of exit heads. A threshold survives JSON exactly.
+    """
+    doubts = heads.doubts[criterion]
+    if criterion == "patience" and not heads.regression:
+        return [heads.point(criterion, float(patience)) for patience in range(len(doubts), 0, -1)]
+    if criterion == "patience":
+        # a sample leaves where its last `patience` differences are below t, that is where the largest of them is
+        before = doubts.new_full((heads.patience - 1, doubts.shape[1]), math.inf)  # the first heads have too few
+        doubts = torch.cat([before, doubts]).unfold(0, heads.patience, 1).amax(-1)
+    least = doubts.cummin(0).values
+    finite = least.isfinite()
+    values, index = least[finite].unique(return_inverse=True)
+    thresholds = _between(values)
+    if len(thresholds) > most:
+        # a threshold above the minimum at a head saves the sample the layers up to the next head
+        steps = torch.tensor(heads.layers).diff().double()[:, None].expand_as(least)
+        saved = torch.cat([steps.new_zeros(1), torch.bincount(index, steps[finite]).cumsum(0)])
+        even = torch.linspace(0, float(saved[-1]), most, dtype=saved.dtype)
+        thresholds = thresholds[torch.searchsorted(saved, even).unique()]
+    return [heads.point(criterion, abs(threshold)) for threshold in thresholds.tolist()]
+
+
+def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> OperatingPoint:
+    """Return the best point under the `target_speedup` or the `max_drop` of the specification.
+
+    `target_speedup`: the point of the best score, and of equal ones of the fewest layers, among those whose speed-up
+    `depth` / mean_layers reaches it. `max_drop`: the point of the fewest layers, and of equal ones of the best score,
+    among those that score at most so many hundredths less than the point of most layers, which is the full model.
+    Scores are main scores. A point whose score is NaN is never chosen; UserError where no point can be.
+    """
+    valid = [point for point in points if not math.isnan(point.main_score)]
+    full = max(points, key=lambda point: point.mean_layers)
+    if not valid or (spec.max_drop is not None and full not in valid):
+        raise UserError("exits: the score of the full model, or of all thresholds, is NaN: there is nothing to choose")
+    if spec.max_drop is not None:
+        least = full.main_score - spec.max_drop / 100 - _ROUNDING
+        allowed = [point for point in valid if point.main_score >= least]
+        return min(allowed, key=lambda point: (point.mean_layers, -point.main_score))
+    assert spec.target_speedup is not None, "one of the two is set"
+    fast = [point for point in valid if depth / point.mean_layers >= spec.target_speedup]
+    if not fast:
+        fastest = math.floor(100 * max(depth / point.mean_layers for point in valid)) / 100
+        raise UserError(
+            f"exits: no threshold reaches target_speedup {spec.target_speedup:g}: set it to {fastest} or less, or add "
+            "heads after earlier layers"
+        )
+    return max(fast, key=lambda point: (point.main_score, -point.mean_layers))
 
 
 def evaluate_exits(model: EarlyExitModel, task: Task, batch_size: int) -> dict[str, Any]:
     """Evaluate heads, curves, policy and speed on every split, as JSON values; collective, the same on every rank.
 
     `model` is on the rank's device, in evaluation mode. In the result "early_exit" comes from running the model under
-    its policy, "heads" and "curves" from one pass through all layers. "calibration" is the folder's record of it, or
-    None where the model runs under another policy than the folder's.
+    its policy, "heads" and "curves" from running all its layers. "calibration" is the folder's record of it, or None
+    where the model runs under another policy than the folder's.
     """
-    folder = Path(model.model.name_or_path)
+    folder, depth = Path(model.model.name_or_path), model.layers[-1]
+
+    def of_split(split: str, heads: AllHeads | None) -> dict[str, Any]:
+        assert heads is not None, "rank 0 has them"
+        mean = sum(heads.exits) / len(heads.exits)
+        limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
+        return {
+            "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.answers, strict=True)},
+            "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
+            "early_exit": {
+                "scores": heads.score(heads.early),
+                "mean_layers": mean,
+                "expected_saving": mean / depth,
+                "expected_speedup": depth / mean,
+                "exit_counts": {str(layer): heads.exits.count(layer) for layer in model.layers},
+                "measured": {
+                    f"batch_{size}": measured_speed(model, task, split, size, limit) for size, limit in limits.items()
+                },
+            },
+        }
+
+    splits = {}
+    for split in task.splits:
+        heads = all_heads(model, task, split, batch_size, model.policy.patience)
+        splits[split] = distributed.on_main(partial(of_split, split, heads))
     saved = distributed.on_main(lambda: read_exits(folder) if has_exits(folder) else None)
     return {
         "layers": model.layers,
-        "num_layers": model.layers[-1],
+        "num_layers": depth,
         "policy": model.policy.model_dump(mode="json"),
-        "splits": {split: _evaluate_split(model, task, split, batch_size) for split in task.splits},
+        "splits": splits,
         "calibration": saved.calibration if saved and saved.policy == model.policy else None,
     }
 
 
 def without_curves(results: dict[str, Any]) -> dict[str, Any]:
     """Return the results of `evaluate_exits` without the curves, which are their bulk."""
-    splits = {split: dict(values) for split, values in results["splits"].items()}
+    splits = {split: values.copy() for split, values in results["splits"].items()}
     for values in splits.values():
         del values["curves"]
     return results | {"splits": splits}
@@ -78,95 +206,86 @@ def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
 
 def load_with_exits(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
     """Load the model of a folder with its exit heads, and this policy or the folder's, as `load_on_device` does."""
-    return with_exits(load_on_device(task, folder), folder, policy).eval()
+    return with_exits(load_on_device(task, folder), folder, policy)
 
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
-    """Choose thresholds on held-out examples, rewrite the `exits.json` of a folder, return the record. Collective."""
-    saved = read_exits(folder)
+    """Choose the thresholds of a folder on held-out examples, write them into it, return the record; collective.
+
+    The specification gives `target_speedup` or `max_drop`, the criterion (by default the folder's) and, for a
+    regression, the patience. UserError where no threshold reaches the target, the criterion does not suit the task, or
+    the held-out examples are others than in training.
+    """
+    saved, model = read_exits(folder), load_with_exits(task, folder)
     if saved.held_out_key != distributed.on_main(task.held_out_key):
         raise UserError(
             f"the examples held out now are not those that were held out in training {folder}: give the same data file "
             "and columns, and the same task.held_out"
         )
-    policy, calibration = calibrate(load_with_exits(task, folder), task, batch_size, spec)
-    saved = saved.model_copy(update={"policy": policy, "calibration": calibration})
-    distributed.on_main(partial(write_exits, folder, saved))
-    return calibration
-
-
-def calibrate(model: EarlyExitModel, task: Task, batch_size: int, spec: ExitsSpec) -> tuple[ExitPolicy, dict[str, Any]]:
-    """Return the policy that reaches the target on the held-out examples, and a record of the choice; collective.
-
-    The specification gives `target_speedup` or `max_drop`, `per_head`, the criterion and the `sequence_uncertainty` (by
-    default those of the model's policy) and, for a regression, the patience. ValueError where no threshold reaches the
-    target, the criterion does not suit the task, or nothing is held out.
-    """
-    criterion = spec.chosen_criterion or model.policy.criterion
+    criterion = spec.chosen_criterion or saved.policy.criterion
     if model.regression and spec.patience is None:
-        spec = spec.model_copy(update={"patience": model.policy.patience})
+        spec = spec.model_copy(update={"patience": saved.policy.patience})
     *layers, depth = model.layers
     mistakes = aim_mistakes(spec, criterion, layers, depth, model.regression)
     raise_mistakes(f"exits: {mistake}" for mistake in mistakes)
-    over_tokens = spec.sequence_uncertainty or model.policy.sequence_uncertainty
-    rule = model.policy.model_copy(update={"patience": spec.patience, "sequence_uncertainty": over_tokens})
-    heads = all_heads(model, task, task.held_out_split, batch_size, rule)
+    heads = all_heads(model, task, task.held_out_split, batch_size, spec.patience)
 
-    def chosen() -> tuple[ExitPolicy, dict[str, Any]]:
+    def calibrate() -> dict[str, Any]:
         assert heads is not None, "rank 0 has them"
-        points = curve(criterion, heads, _FINE)
-        best = choose(points, depth, spec)
-        policy = heads.policy(criterion, best.threshold)
-        if spec.per_head:
-            policy = choose_per_head(criterion, heads, points, spec)
-            best = heads.point_of(policy, best.threshold)
-        return policy, {
+        best = choose(curve(criterion, heads, _FINE), depth, spec)
+        calibration = {
             "split": task.held_out_split,
             "examples": len(heads.answers[-1]),
             "criterion": criterion,
             "target_speedup": spec.target_speedup,
             "max_drop": spec.max_drop,
-            "threshold": None if spec.per_head else best.threshold,
-            **({"thresholds": policy.thresholds} if spec.per_head else {}),
-            "scores": best.scores,
+            **asdict(best),
             "full_scores": heads.score(heads.answers[-1]),
-            "mean_layers": best.mean_layers,
             "expected_speedup": depth / best.mean_layers,
         }
+        policy = heads.policy(criterion, best.threshold)
+        write_exits(folder, saved.model_copy(update={"policy": policy, "calibration": calibration}))
+        return calibration
 
-    return distributed.on_main(chosen)
+    return distributed.on_main(calibrate)
 
 
-def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, rule: ExitPolicy) -> AllHeads | None:
+def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, patience: int | None) -> AllHeads | None:
     """Return what every head says about every example of a split; one pass, collective; only rank 0 gets it.
 
-    All criteria have the patience and the `sequence_uncertainty` of `rule`.
+    A regression is judged by this `patience`.
     """
     criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
-    over_tokens = rule.sequence_uncertainty
+    by_example: dict[int, Any] = {}  # doubts (criteria, heads - 1), and the layer at which it leaves
 
-    def run(batch: Batch) -> Iterable[Any]:
-        """Return for each example its doubts (criteria, heads - 1), and its answers by head."""
-        logits = model.all_logits(**batch.inputs)
-        counted = model.counted(batch.inputs["input_ids"], batch.inputs.get("attention_mask"))
-        doubts = torch.stack([doubts_of_all(name, over_tokens, logits, counted) for name in criteria])
-        answers = [task.answers(SimpleNamespace(logits=one), batch) for one in logits]
-        by_example = ([answer[id] for answer in answers] for id in batch.ids.tolist())
-        return zip(doubts.permute(2, 0, 1).tolist(), by_example, strict=True)
+    def predict(batch: Batch) -> Any:
+        return model(**batch.inputs)
 
-    rows = _by_example(run, task, split, batch_size)
-    if rows is None:
+    def heads(forward: Forward, predict: Predict) -> dict[str, Any]:
+        inputs = forward.batch.inputs
+        logits = model.all_logits(**inputs)
+        counted = model.counted(inputs["input_ids"], inputs.get("attention_mask"))
+        doubts = torch.stack([doubts_of_all(name, logits, counted) for name in criteria]).permute(2, 0, 1)
+        values = zip(doubts.tolist(), forward.out.exit_layers.tolist(), strict=True)
+        by_example.update(zip(forward.batch.ids.tolist(), values, strict=True))
+        outs = {str(layer): SimpleNamespace(logits=one) for layer, one in zip(model.layers, logits, strict=True)}
+        return outs | {"early": forward.out}
+
+    answers = answers_of(predict, task, split, batch_size, [heads])
+    merged = {id: values for part in distributed.gather(by_example) for id, values in part.items()}
+    if not distributed.is_main():
         return None
-    doubts, answers = zip(*rows, strict=True)
+    doubts, exits = zip(*(merged[id] for id in range(len(merged))), strict=True)
     by_criterion = torch.tensor(doubts, dtype=torch.float64).permute(1, 2, 0)
     return AllHeads(
         doubts=dict(zip(criteria, by_criterion, strict=True)),
-        answers=[dict(enumerate(of_head)) for of_head in zip(*answers, strict=True)],
+        answers=[answers[str(layer)] for layer in model.layers],
         layers=model.layers,
         score=partial(task.score, split),
         regression=model.regression,
-        patience=rule.patience or DEFAULT_PATIENCE,
-        over_tokens=over_tokens,
+        patience=patience or DEFAULT_PATIENCE,
+        exits=exits,
+        early=answers["early"],
     )
 
 
@@ -194,48 +313,15 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
     return {"examples": measured, **taken, "speedup": taken["full_seconds"] / taken["seconds"]}
 
 
-def _evaluate_split(model: EarlyExitModel, task: Task, split: str, batch_size: int) -> dict[str, Any]:
-    heads = all_heads(model, task, split, batch_size, model.policy)
-
-    def run(batch: Batch) -> Iterable[Any]:
-        """Return for each example its exit layer, and its answer."""
-        out = model(**batch.inputs)
-        answers = task.answers(out, batch)
-        return zip(out.exit_layers.tolist(), map(answers.get, batch.ids.tolist()), strict=True)
-
-    rows = _by_example(run, task, split, batch_size)
-
-    def results() -> dict[str, Any]:
-        assert heads is not None and rows is not None, "rank 0 has them"  # noqa: PT018
-        exits, answers = zip(*rows, strict=True)
-        mean, depth = sum(exits) / len(exits), model.layers[-1]
-        limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
-        return {
-            "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.answers, strict=True)},
-            "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
-            "early_exit": {
-                "scores": heads.score(dict(enumerate(answers))),
-                "mean_layers": mean,
-                "expected_saving": mean / depth,
-                "expected_speedup": depth / mean,
-                "exit_counts": {str(layer): exits.count(layer) for layer in model.layers},
-                "measured": {
-                    f"batch_{size}": measured_speed(model, task, split, size, limit) for size, limit in limits.items()
-                },
-            },
-        }
-
-    return distributed.on_main(results)
-
-
-def _by_example(run: Callable[[Batch], Iterable[Any]], task: Task, split: str, batch_size: int) -> list[Any] | None:
-    """Run every batch of a split, a part of them on each rank; `run` gives a value for each example. Collective.
-
-    Rank 0 gets the values in the order of the split, the other ranks None. They must pickle.
-    """
-    shard: dict[int, Any] = {}
-    for batch in evaluation_batches(task, split, batch_size):
-        shard |= zip(batch.ids.tolist(), run(batch), strict=True)
-    distributed.give_back_freed_memory()
-    merged = {id: value for part in distributed.gather(shard) for id, value in part.items()}
-    return [merged[id] for id in range(len(merged))] if distributed.is_main() else None
+def _between(values: Tensor) -> Tensor:
+    """Return k + 1 thresholds for k ascending values: at most the first, one between any two, one above the last."""
+    if not len(values):
+        return values.new_zeros(1)
+    negative = bool(values[0] < 0)  # these are negative confidences: at least -1 and below 0
+    start = values[:1].clamp(max=-1.0 if negative else 0.0)
+    middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in the precision in which they are compared
+    # where no number lies between two neighbouring floats the upper one serves, since a value is not below itself
+    middle = torch.where(middle > values[:-1], middle, values[1:])
+    above = values[-1:].nextafter(values.new_tensor(math.inf))
+    end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)
+    return torch.cat([start, middle, end])

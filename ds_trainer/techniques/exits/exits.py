@@ -5,8 +5,8 @@ With L_j the loss of the head after layer j, and n the last layer, which has the
     DeeBERT (arXiv 2004.12993) freezes the trained model, and trains the heads on sum_{j<n} L_j
     PABEE (arXiv 2006.04152) trains all together, on sum_{j<=n} j * L_j / sum_{j<=n} j
 
-With `exits.distill` the model's own head teaches the others. `policy.py` decides where a sample leaves, and
-`early_exit.py` has the model that runs so.
+With `exits.distill` the model's own head teaches the others. `early_exit.py` decides where a sample leaves, and has the
+model that runs so; `exit_evaluation.py` scores it and picks its thresholds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits import exit_evaluation
-from ds_trainer.techniques.exits.heads import LayerStates, has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.exits.heads import has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import Measured, PhaseLength, Technique
 
 _HEADS = "exit_heads"
@@ -43,22 +44,26 @@ class Exits(Technique):
         if task.multi_label:
             raise UserError("exits: a text with several labels has no point at which all are sure: drop exits")
         self.layers: list[int] = []
+        self.depth = 0
         self.heads = nn.ModuleDict()
         """The heads by the number of their layer."""
-        self._weights: list[float] = []  # one per head, and in joint training one for the model's own
         self._source = self._news = ""  # the folder of the model, and where its heads come from
-        self._states: LayerStates | None = None
         # fp64 sums fp32 numbers exactly, so a run that is stopped and resumed logs the same
         self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Add the heads: those of the folder that the model comes from, or copies of the model's own head."""
-        depth = len(encoder_layers(model))
-        self.layers = self._layers_below(depth)
+        self.depth = len(encoder_layers(model))
+        requested = self.spec.layers or range(1, self.depth + 1)
+        self.layers = [layer for layer in requested if layer < self.depth]  # the last has the model's own head
+        if requested[-1] > self.depth or not self.layers:
+            raise UserError(
+                f"exits: layers are {list(requested)}, and the model has {self.depth}, the last with the model's own "
+                f"head: name layers before the last"
+            )
         policy = policy_of(self.spec, len(self.layers), self.task.regression)
-        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, depth, self.task.regression)
+        mistakes = aim_mistakes(self.spec, policy.criterion, self.layers, self.depth, self.task.regression)
         raise_mistakes(f"exits: {mistake}" for mistake in mistakes)
-        self._weights = self._head_weights(depth)
         self._source = str(getattr(model, "name_or_path", ""))
         self.heads = self._heads_for(model)
         model.add_module(_HEADS, self.heads)
@@ -88,27 +93,27 @@ class Exits(Technique):
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the heads' losses: `exits.heads` on the labels, `exits.distill` on the logits of the model's own head.
 
-        Each is the weighted sum over the exit heads. In joint training it is the weighted mean, and `exits.heads` has
+        Each is the sum over the exit heads. In joint training it is the mean weighted by layer, and `exits.heads` has
         the loss of the model's own head in it.
         """
-        logits = self._logits(forward)
+        outs = list(self._outs(forward).values())
         terms = {}
         if "heads" in self.spec.terms:
-            values = [self.task.loss(SimpleNamespace(logits=one), forward.batch) for one in logits.values()]
-            weighted = torch.stack(values).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
+            losses = [self.task.loss(out, forward.batch) for out in outs]
+            weighted = torch.stack(losses).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
             self._loss_sums = self._loss_sums + weighted.double()
             self._loss_count += 1
-            if self.spec.training == "joint":
-                values.append(self.task.loss(forward.out, forward.batch))
-            terms["exits.heads"] = self._weighted(values)
+            own = [self.task.loss(forward.out, forward.batch)] if self.spec.training == "joint" else []
+            terms["exits.heads"] = self._total([*losses, *own])
         if "distill" in self.spec.terms:
             (teacher,) = self.task.logits(forward.out, forward.batch)
-            values = []
-            for one in logits.values():
-                (rows,) = self.task.logits(SimpleNamespace(logits=one), forward.batch)
-                # each head has a copy of the teacher's logits, which the loss overwrites
-                values.append(soft_target_loss(self.task, rows, teacher.detach().clone(), self.spec.temperature))
-            terms["exits.distill"] = self._weighted(values)
+            logits = [self.task.logits(out, forward.batch)[0] for out in outs]
+            # each head has a copy of the teacher's logits, which the loss overwrites
+            copies = [teacher.detach().clone() for _ in outs]
+            pairs = zip(logits, copies, strict=True)
+            terms["exits.distill"] = self._total(
+                [soft_target_loss(self.task, *pair, self.spec.temperature) for pair in pairs]
+            )
         return terms
 
     def readings(self) -> dict[str, float]:
@@ -128,10 +133,9 @@ class Exits(Technique):
         self._loss_count = state["summed"]
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
-        return {f"exit_{layer}": SimpleNamespace(logits=one) for layer, one in self._logits(forward).items()}
+        return {f"exit_{layer}": out for layer, out in self._outs(forward).items()}
 
     def fold(self, model: nn.Module) -> nn.Module:
-        assert self._states is not None, "attach() comes first"
         self._states.remove()
         delattr(model, _HEADS)
         return model
@@ -161,53 +165,34 @@ class Exits(Technique):
         scores = exit_evaluation.flat_scores(self.task, results)
         return Measured(scores, exit_evaluation.without_curves(results), results)
 
-    def _logits(self, forward: Forward) -> dict[int, Tensor]:
-        """Run the heads on the states of the model's latest forward, which must have been a forward of this batch."""
-        assert self._states is not None, "attach() comes first"
-        states, mask = self._states.take(), forward.batch.mask
+    def _outs(self, forward: Forward) -> dict[int, SimpleNamespace]:
+        """Run each head on the states of its layer; return the outputs by layer, with `logits` as the model's has."""
         dtype = next(self.heads.parameters()).dtype
-        return {layer: self.heads[str(layer)](states[layer].to(dtype), mask) for layer in self.layers}
+        states = {layer: forward.out.layer_states[layer].to(dtype) for layer in self.layers}
+        heads = {layer: self.heads[str(layer)] for layer in self.layers}
+        return {n: SimpleNamespace(logits=head(states[n], forward.batch.mask)) for n, head in heads.items()}
 
-    def _weighted(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the weighted sum of one value per head, or in joint training their weighted mean."""
-        weights = self._weights[: len(values)]  # plain numbers: making a tensor of them would wait for the device
-        total = torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum()
-        return total / sum(weights) if self.spec.training == "joint" else total
-
-    def _layers_below(self, depth: int) -> list[int]:
-        """Return the layers that get an exit head: those requested except the last, which has the model's own."""
-        requested = self.spec.layers or range(1, depth + 1)
-        if requested[-1] > depth:
-            raise UserError(f"exits: layers names layer {requested[-1]}, and the model has {depth}: write 1 to {depth}")
-        inner = [layer for layer in requested if layer < depth]
-        if not inner:
-            raise UserError(f"exits: the last layer, {depth}, has the model's own head: name layers before it")
-        return inner
-
-    def _head_weights(self, depth: int) -> list[float]:
-        given, heads, joint = self.spec.head_weights, len(self.layers), self.spec.training == "joint"
-        if given is None:
-            return [*map(float, self.layers), float(depth)] if joint else [1.0] * heads
-        if len(given) != heads + joint or not any(given[:heads]):
-            raise UserError(
-                f"exits: head_weights are {given}: give {heads + joint} numbers, one per head (after layers "
-                f"{self.layers}) and in joint training one for the model's own, not all of them 0"
-            )
-        return given
+    def _total(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the sum of a value per head, or in joint training their mean weighted by the numbers of the layers."""
+        if self.spec.training == "heads":
+            return torch.stack(list(values)).sum()
+        weights = [*self.layers, self.depth][: len(values)]
+        # plain numbers: making a tensor of them would wait for the device
+        weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
+        return torch.stack(weighted).sum() / sum(weights)
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
         """Return the heads of the model's folder where they suit this phase, else new ones."""
         folder = Path(model.name_or_path)
-        if not has_exits(folder):
-            return new_heads(model, self.layers, self.spec.pooling)
-        saved = read_exits(folder)
-        fits = saved.layers == self.layers and self.spec.pooling in (None, saved.pooling)
-        try:
-            self.task.check_trained(folder)
-        except ValueError:  # the model's own head is for other classes, and so are the exit heads
-            fits = False
-        if fits:
-            self._news = f"{folder}: its exit heads are trained further"
-            return load_heads(model, folder)[0]
-        self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
+        if has_exits(folder):
+            saved = read_exits(folder)
+            fits = saved.layers == self.layers and self.spec.pooling in (None, saved.pooling)
+            try:
+                self.task.check_trained(folder)
+            except ValueError:  # the model's own head is for other classes, and so are the exit heads
+                fits = False
+            if fits:
+                self._news = f"{folder}: its exit heads are trained further"
+                return load_heads(model, folder)[0]
+            self._news = f"{folder}: new exit heads, since its own are for other layers or classes, or pool otherwise"
         return new_heads(model, self.layers, self.spec.pooling)

@@ -1,13 +1,11 @@
 """Exit heads: classifiers of the same form as the model's own head, applied to the output of an earlier layer.
 
 No model code is copied: `model_head` takes the parts of the model's own head by the names that `transformers` gives
-them, and runs the model to check that they are its head. The input of the next layer counts as the output of a layer,
-also where something lies between the two (the convolution of DeBERTa).
+them, and runs the model to check that they are its head.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
-from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.techniques.layer_states import LayerStates
 
 HEADS_FILE = "exit_heads.safetensors"
 
@@ -70,7 +68,7 @@ def model_head(model: Any) -> ExitHead:
     base = model.base_model
     pooler = getattr(base, "pooler", None) or getattr(model, "pooler", None)
     dropout = getattr(model, "dropout", None) or getattr(model, "drop", None) or nn.Identity()
-    classifier, takes_tokens = getattr(model, "classifier", None), False
+    classifier = getattr(model, "classifier", None)
     of_tokens = isinstance(model, TOKEN_CLASSIFIER.classes(model.config))
     if classifier is None:
         raise UserError(f"exits: {type(model).__name__} has no classifier of a form that this library knows")
@@ -82,11 +80,11 @@ def model_head(model: Any) -> ExitHead:
         steps = [dropout, classifier]
     elif pooler is not None and hasattr(pooler, "dense") and hasattr(pooler, "activation"):  # BERT
         steps = [pooler.dense, pooler.activation, dropout, classifier]
-    elif pooler is not None:  # DeBERTa
-        steps, takes_tokens = [pooler, dropout, classifier], True
-    else:  # RoBERTa, ELECTRA
-        steps, takes_tokens = [classifier], True
+    else:  # DeBERTa; RoBERTa and ELECTRA, whose classifier picks the first token
+        steps = [classifier] if pooler is None else [pooler, dropout, classifier]
     pooling: Pooling = "mean" if getattr(model.config, "classifier_pooling", "cls") == "mean" else "first"
+    # a whole pooler, or a classifier alone, picks the first token itself
+    takes_tokens = steps[0] in (pooler, classifier) and not of_tokens
     head = ExitHead(steps, None if of_tokens else pooling, getattr(base, "final_norm", None), takes_tokens)
     _check_same(model, head)
     return head
@@ -97,48 +95,6 @@ def new_heads(model: Any, layers: Sequence[int], pooling: Pooling | None) -> nn.
     head = model_head(model)
     head.pooling = pooling or head.pooling
     return nn.ModuleDict({str(layer): copy.deepcopy(head) for layer in layers})
-
-
-class LayerStates:
-    """Keeps the outputs of chosen layers, each (batch, length, width), of the model's latest forward."""
-
-    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
-        self._states: dict[int, Tensor] = {}
-        self._hooks = [after_layer(model, layer, partial(self._keep, layer)) for layer in layers]
-
-    def take(self) -> dict[int, Tensor]:
-        """Return the states by layer, and forget them."""
-        states, self._states = self._states, {}
-        return states
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _keep(self, layer: int, args: Any, kwargs: Any) -> None:
-        if not is_recomputing():  # that would keep the states of a batch whose backward is under way
-            self._states[layer] = args[0] if args else kwargs["hidden_states"]
-
-
-def after_layer(model: nn.Module, layer: int, call: Callable[[Any, Any], Any]) -> Any:
-    """Register a hook that runs `call` with the arguments that the model passes on after a layer; return its handle.
-
-    For all layers but the last these are the arguments (positional, by name) of the next layer, and `call` may return
-    others in their place. For the last layer they are its output alone.
-    """
-    modules = list(encoder_layers(model).values())
-    if layer < len(modules):
-        return modules[layer].register_forward_pre_hook(partial(_before_next, call), with_kwargs=True)
-    return modules[-1].register_forward_hook(partial(_after_last, call))
-
-
-# Hooks are partials of functions, not closures: a copy of a model then has hooks that call the copy.
-def _before_next(call: Callable[[Any, Any], Any], _: Any, args: Any, kwargs: Any) -> Any:
-    return call(args, kwargs)
-
-
-def _after_last(call: Callable[[Any, Any], Any], _: Any, args: Any, output: Any) -> None:
-    call((output[0] if isinstance(output, tuple) else output,), {})
 
 
 def has_exits(folder: str | Path) -> bool:
@@ -178,16 +134,14 @@ def load_heads(model: Any, folder: Path) -> tuple[nn.ModuleDict, SavedExits]:
 def _check_same(model: Any, head: ExitHead) -> None:
     """Raise UserError unless the head turns the last layer's output into the model's logits, on two made-up texts."""
     last, was_training = len(encoder_layers(model)), model.training
+    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 3, 3]], device=model.device) % getattr(model.config, "vocab_size", 10)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=model.device)
     states = LayerStates(model, [last])
-    model.eval()
-    device = next(model.parameters()).device
-    ids = torch.tensor([[5, 6, 7, 8], [9, 5, 3, 3]], device=device) % getattr(model.config, "vocab_size", 10)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=device)
     with as_user_error(f"exits: {type(model).__name__} cannot be run with its config"):
-        logits = model(input_ids=ids, attention_mask=mask).logits
-    hidden = states.take().get(last)  # None where the list that looks like the model's layers is not run
+        out = model.eval()(input_ids=ids, attention_mask=mask)
     states.remove()
-    same = hidden is not None and torch.allclose(head(hidden, mask), logits, atol=1e-5, rtol=1e-4)
+    hidden = out.layer_states.get(last)  # None where the list that looks like the model's layers is not run
+    same = hidden is not None and torch.allclose(head(hidden, mask), out.logits, atol=1e-5, rtol=1e-4)
     model.train(was_training)
     if not same:
         raise UserError(f"exits: the head of {type(model).__name__} has a form that this library does not know")

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ds_trainer.config.technique_specs import LayerSkipSpec
 from ds_trainer.models.layers import encoder_layers
-from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.task import Batch, Forward, Predict, Task
+from ds_trainer.tasks.task import Forward, Predict, Task
+from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 
@@ -40,7 +40,6 @@ class LayerSkip(Technique):
         self._trained: list[int] = []
         self._dropout: list[float] = []  # of each layer in this step
         self._head: list[nn.Module] = []
-        self._states: dict[int, Tensor] = {}  # outputs (batch, length, width) of layers in the latest forward
         self._hooks: list[Any] = []
 
     def attach(self, model: nn.Module) -> nn.Module:
@@ -55,13 +54,13 @@ class LayerSkip(Technique):
             )
         self._head = _output_head(model, layers)
         self._hooks = [
-            layer.register_forward_hook(partial(self._after_layer, number), with_kwargs=True)
-            for number, layer in enumerate(layers, start=1)
+            layer.register_forward_hook(partial(self._drop, index), with_kwargs=True)
+            for index, layer in enumerate(layers)
         ]
+        self._states = LayerStates(model, self._exits)
         return model
 
     def on_step(self, step: int) -> None:
-        self._states.clear()
         total, depth = self.length.total, len(self._hooks)
         if self.spec.curriculum == "rotational":
             rotation = self.spec.rotation or len(self._exits)
@@ -73,33 +72,32 @@ class LayerSkip(Technique):
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         weights = [layer * (layer - 1) / 2 for layer in self._trained]
-        losses = [self.task.loss(self._exit(layer, forward.batch), forward.batch) for layer in self._trained]
+        losses = [self.task.loss(self._exit(layer, forward), forward.batch) for layer in self._trained]
         total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum()
         return {"layer_skip.exits": total / sum(weights)}
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         """Return every exit's output, by the number of its layer."""
-        return {f"exit_{layer}": self._exit(layer, forward.batch) for layer in self._exits}
+        return {f"exit_{layer}": self._exit(layer, forward) for layer in self._exits}
 
     def fold(self, model: nn.Module) -> nn.Module:
+        self._states.remove()
         for hook in self._hooks:
             hook.remove()
         return model
 
-    def _exit(self, layer: int, batch: Batch) -> "_Exit":
-        rows = self._states[layer].flatten(0, 1).index_select(0, batch.inputs["head_positions"])
+    def _exit(self, layer: int, forward: Forward) -> "_Exit":
+        rows = forward.out.layer_states[layer].flatten(0, 1).index_select(0, forward.batch.inputs["head_positions"])
         return _Exit(rows.unsqueeze(0), self._head)
 
-    def _after_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _drop(self, index: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the layer's output, with its input in place of it for those samples that skip the layer."""
-        hidden = output[0] if isinstance(output, tuple) else output
-        if layer.training and (chance := self._dropout[number - 1]):
-            before = args[0] if args else kwargs["hidden_states"]
-            # drawn here, and so the same again where gradient checkpointing restores the layer's random state
-            skips = torch.rand(len(hidden), 1, 1, device=hidden.device) < chance
-            hidden = torch.where(skips, before, hidden)
-        if number in (self._trained if layer.training else self._exits) and not is_recomputing():
-            self._states[number] = hidden
+        if not layer.training or not self._dropout[index]:
+            return None
+        before, after = args[0] if args else kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output
+        # drawn here, and so the same again where gradient checkpointing restores the layer's random state
+        skips = torch.rand(len(after), 1, 1, device=after.device) < self._dropout[index]
+        hidden = torch.where(skips, before, after)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
