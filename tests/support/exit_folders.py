@@ -1,35 +1,39 @@
-"""Model folders with exits and random weights, the task that they are for, and what is asked of them."""
+"""Model folders with exits and random weights, and their tasks."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.exit_models import randomise
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.recipe import TextSpec, parse_recipe
 from ds_trainer.config.task_specs import TokenSpec
+from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
 from ds_trainer.techniques.exits.heads import new_heads, read_exits, save_heads, write_exits
+from ds_trainer.techniques.technique import PhaseLength
 
 WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]
 LAYERS = 4
 CLASSES = ["fruit", "tool", "bird"]  # not in the task's order
-TAGS = ["B-FRUIT", "O", "I-FRUIT", "B-TOOL", "I-TOOL"]
+TAGS = ["B-FRUIT", "O", "B-TOOL", "B-BIRD"]
 ENTROPY = ExitPolicy(criterion="entropy", thresholds=[0.75] * 3)
+LENGTH = PhaseLength(total=4, warmup=0, seed=0)
 
 
 def make_folder(
-    folder: Path, classes: list[str], policy: ExitPolicy, kind: Any = BertForSequenceClassification, **saved: Any
+    folder: Path, classes: list[str], policy: ExitPolicy | None, kind: Any = BertForSequenceClassification, **saved: Any
 ) -> Path:
-    """A BERT of 4 layers with random heads after 1, 2 and 3, which differ in what they say and how sure they are."""
+    """A BERT of 4 layers; with a policy also random heads after 1, 2 and 3, which differ in what they answer."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(WORDS * 5, 90, True)
     config = BertConfig(
@@ -41,6 +45,8 @@ def make_folder(
         intermediate_size=16,
         max_position_embeddings=128,
         num_labels=max(1, len(classes)),
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     if classes:
         config.id2label = dict(enumerate(classes))
@@ -48,55 +54,37 @@ def make_folder(
     model = kind(config).eval()
     heads = new_heads(model, range(1, LAYERS), None)
     for module in (model, heads):
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.35)
+        randomise(module, 0.35)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    fields = {"layers": [1, 2, 3], "pooling": heads["1"].pooling, "policy": policy, "held_out": 0.25} | saved
-    save_heads(folder, heads, SavedExits(**fields))
+    if policy is not None:
+        fields = {"layers": [1, 2, 3], "pooling": heads["1"].pooling, "policy": policy, "held_out": 0.25} | saved
+        save_heads(folder, heads, SavedExits(**fields))
+    return folder
+
+
+def with_key(folder: Path, task: Task) -> Path:
+    """Write the key of the examples that the task holds out into the folder."""
+    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": task.held_out_key()}))
     return folder
 
 
 def make_classifier(folder: Path, csv_folder: Path, cache: Path) -> Path:
-    """That model for the kinds of the CSV task, with the key of the examples that the task holds out."""
+    """That model for the kinds of the CSV task."""
     make_folder(folder, CLASSES, ENTROPY)
-    key = build_task(spec_of(csv_folder), folder, cache).held_out_key()
-    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
-    return folder
+    return with_key(folder, build_task(spec_of(csv_folder), folder, cache))
 
 
-def make_regressor(folder: Path) -> Path:
-    return make_folder(folder, [], ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=1))
+def make_tagger(folder: Path, csv_folder: Path, cache: Path) -> Path:
+    """That model for the CoNLL files beside the CSV task, with a head at every token."""
+    policy = ExitPolicy(criterion="entropy", thresholds=[1.1] * 3)
+    make_folder(folder, TAGS, policy, BertForTokenClassification, special_tokens=[0, 2, 3, 4])
+    return with_key(folder, build_task(tags_spec(csv_folder), folder, cache))
 
 
-def make_tagger(folder: Path, cache: Path) -> Path:
-    """That model with a head at every token, and the files of its task beside it."""
-    rng = random.Random(0)
-    for name, count in (("train", 160), ("dev", 50)):
-        sentences = [rng.choices(WORDS, k=rng.randint(1, 12)) for _ in range(count)]
-        lines = [[f"{word}\t{tag_of(word, before)}" for before, word in pairs(words)] for words in sentences]
-        (folder / f"{name}.conll").write_text("\n\n".join(map("\n".join, lines)) + "\n")
-    make_folder(folder, TAGS, ENTROPY, BertForTokenClassification, special_tokens=[0, 2, 3, 4])
-    key = build_task(tags_spec(folder), folder, cache).held_out_key()
-    write_exits(folder, read_exits(folder).model_copy(update={"held_out_key": key}))
-    return folder
-
-
-def pairs(words: list[str]) -> list[tuple[str, str]]:
-    """Each word after the one before it."""
-    return list(zip(["", *words], words, strict=False))
-
-
-def tag_of(word: str, before: str) -> str:
-    kinds = [0 if each in WORDS[:4] else 1 if each in WORDS[4:8] else None for each in (before, word)]
-    name = (None, "FRUIT", "TOOL")[0 if kinds[1] is None else kinds[1] + 1]
-    return "O" if name is None else f"{'I' if kinds[0] == kinds[1] else 'B'}-{name}"
-
-
-def tags_spec(folder: Path, **fields: Any) -> TokenSpec:
-    files = {"data_dir": str(folder), "train_file": "train.conll", "validation_file": "dev.conll"}
-    return TokenSpec.model_validate({"name": "ner", "max_seq_length": 24, "held_out": 0.25} | files | fields)
+def tags_spec(csv_folder: Path) -> TokenSpec:
+    files = {"train_file": "train.conll", "validation_file": "validation.conll", "max_seq_length": 32}
+    return TokenSpec.model_validate({"name": "ner", "data_dir": str(csv_folder), "held_out": 0.25, **files})
 
 
 def spec_of(csv_folder: Path, **fields: Any) -> TextSpec:
@@ -114,9 +102,16 @@ def spec_of(csv_folder: Path, **fields: Any) -> TextSpec:
 
 
 def exiting(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    return with_exits(task.build_model(folder).eval(), folder, policy).eval()
+    return with_exits(task.build_model(folder), folder, policy)
 
 
 def json_of(stdout: str) -> dict[str, Any]:
     """What a command prints, after what DeepSpeed says while it is loaded."""
     return json.loads(stdout[stdout.index("{") :])
+
+
+def plan_for(spec: TextSpec, source: str | Path, cache: Path, **techniques: Any) -> PhasePlan:
+    """A phase of these techniques that starts from a folder."""
+    (phase,) = parse_recipe({"phases": [{"max_steps": 1, "techniques": techniques}]}).phases
+    task = build_task(spec, source, cache)
+    return PhasePlan(phase, phase.techniques, task, str(source), LENGTH, {}, Hyperparameters(1e-3), cache)

@@ -26,7 +26,7 @@ from ds_trainer.tasks import losses
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.distill.distill import Distill
-from ds_trainer.techniques.distill.teacher import ComparedLayers, Teacher
+from ds_trainer.techniques.distill.teacher import Teacher
 from ds_trainer.techniques.technique import PhaseLength
 
 LENGTH = PhaseLength(total=4, warmup=0, seed=0)
@@ -91,7 +91,7 @@ def terms_of(model, technique, batch):
     return technique.terms(Forward(batch, model(**batch.inputs), 0))
 
 
-ALL = ["logits", "mse", "cos", "hidden", "attention"]
+ALL = ["logits", "mse", "cos", "hidden"]
 
 
 def test_the_teacher_learns_nothing_and_is_no_part_of_the_student(spec, student, teacher, tmp_path):

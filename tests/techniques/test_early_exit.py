@@ -1,13 +1,17 @@
-"""Batches that leave early: as one by one, in order, whatever the padding, on every architecture."""
+"""Who leaves where: the criteria in closed form, and batches that leave as one by one on every architecture."""
 
+import copy
 import json
+import math
 import threading
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from support.exhaustive import chosen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.exhaustive import chosen, exhaustive
 from support.exit_models import (
     AT_ONCE,
     BUCKETS,
@@ -24,40 +28,175 @@ from support.exit_models import (
     made,
     pad_of,
     randomise,
-    split_by,
     texts,
 )
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, load_for_inference, with_exits
+from ds_trainer.techniques.exits.early_exit import (
+    EarlyExitModel,
+    EarlyExitOutput,
+    RunningPolicy,
+    doubt,
+    load_for_inference,
+    with_exits,
+)
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 
 
+def of_probabilities(*shares: float) -> Tensor:
+    """(1, classes) logits."""
+    return torch.tensor([shares]).log()
+
+
+def patient(patience: int, *tolerances: float) -> ExitPolicy:
+    return ExitPolicy(criterion="patience", patience=patience, thresholds=list(tolerances))
+
+
+def test_doubts_of_known_distributions():
+    """Entropy in nats: ln(classes) where all are alike, 0 where one is certain, 1.5 ln 2 of 0.5, 0.25, 0.25; a shift
+    changes nothing, and half precision is widened before it is summed."""
+    logits = torch.cat([torch.zeros(1, 3), torch.tensor([[500.0, 0.0, 0.0]]), of_probabilities(0.5, 0.25, 0.25)])
+    for criterion, expected in (("entropy", [math.log(3), 0.0, 1.5 * math.log(2)]), ("confidence", [-1 / 3, -1, -0.5])):
+        assert doubt(criterion, logits, None, None).tolist() == pytest.approx(expected, abs=1e-6)
+        assert doubt(criterion, logits + 1000, None, None).tolist() == pytest.approx(expected, abs=1e-3)
+        half = logits.bfloat16()
+        assert torch.equal(doubt(criterion, half, None, None), doubt(criterion, half.double(), None, None))
+
+
+def test_a_doubt_about_a_sequence_is_that_of_the_least_certain_token_that_counts():
+    """Whatever stands at other places, NaN too; a token of NaN that counts makes it NaN; by patience all must agree."""
+    likeliest = torch.tensor([[0.9, 0.6, 0.5], [0.8, 0.7, 0.6]], dtype=torch.double)
+    shares = torch.stack([likeliest, 1 - likeliest], -1)
+    counted = torch.tensor([[True, True, False], [True, True, True]])
+    broken = shares.log()
+    broken[0, 2] = torch.nan
+    assert doubt("confidence", broken, None, counted).tolist() == pytest.approx([-0.6, -0.6])
+    broken[0, 0] = torch.nan
+    assert doubt("confidence", broken, None, counted)[0].isnan()
+    before = shares.clone()
+    before[0, 2], before[1, 1] = torch.tensor([0.0, 1.0]), before[1, 1].flip(-1)
+    assert doubt("patience", shares, before, counted).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("criterion", "never"), [("entropy", 0.0), ("confidence", 1.0)])
+def test_a_sample_at_the_threshold_stays(criterion, never):
+    """Below the entropy, above the confidence: equal is not enough, and nobody is surer than certain. Each head has its
+    threshold."""
+    logits, surer = of_probabilities(0.8, 0.1, 0.1), of_probabilities(0.81, 0.1, 0.09)
+    at = abs(float(doubt(criterion, logits, None, None)))
+    policy = ExitPolicy(criterion=criterion, thresholds=[never, at])
+    assert left_at(policy, torch.cat([logits, surer]).expand(3, 2, 3)).tolist() == [2, 1]
+    certain = torch.tensor([[[500.0, 0.0]], [[0.0, 500.0]], [[500.0, 0.0]]])
+    assert left_at(ExitPolicy(criterion=criterion, thresholds=[never] * 2), certain).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("patience", "answers", "leaves"),
+    [
+        (1, (0, 0, 0, 0), 1),
+        (3, (0, 0, 0, 0, 0), 3),
+        (3, (0, 0, 0, 0), 3),  # the fourth is the own head: there is no other place to leave
+        (2, (0, 0, 1, 1, 1, 0), 4),  # a disagreement starts the count anew
+        (1, (0, 1, 2, 0, 1), 4),
+    ],
+)
+def test_patience_counts_heads_in_a_row_that_agree_with_the_one_before(patience, answers, leaves):
+    """At the earliest patience + 1 heads are asked; where they never agree long enough, the own head answers."""
+    logits = torch.stack([torch.eye(3)[[answer]] for answer in answers])
+    assert left_at(patient(patience), logits).tolist() == [leaves]
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "values", "leaves"),
+    [
+        ((0.5, 0.5, 0.5), (1.0, 1.5, 2.0, 2.0), 3),  # as far as the tolerance is not nearer
+        ((9.0, 0.1, 0.5), (1.0, 1.25, 1.5, 9.0), 3),  # the threshold of the head that agrees, not of the one before
+        ((0.4, 0.4, 0.4), (1.0, 1.3, 1.6, 9.0), 2),  # each with the one before: a drift is no disagreement
+    ],
+)
+def test_scores_agree_within_the_tolerance(tolerances, values, leaves):
+    """A regression's patience 2: two heads in a row, each nearer to the one before than its own threshold."""
+    assert left_at(patient(2, *tolerances), torch.tensor(values)[:, None, None]).tolist() == [leaves]
+
+
+def online(policy: ExitPolicy, logits: Tensor) -> list[int]:
+    """Where the rows of a batch leave, if those who leave are gone for the next head."""
+    decisions, last = RunningPolicy(policy), len(logits) - 1
+    there = torch.arange(logits.shape[1])
+    left = [last] * logits.shape[1]
+    for head in range(last):
+        sure = decisions.sure(logits[head][there])
+        for row in there[sure].tolist():
+            left[row] = head
+        decisions.keep((~sure).nonzero().squeeze(1))
+        there = there[~sure]
+    return left
+
+
+@st.composite
+def cases(draw) -> tuple[ExitPolicy, Tensor, list[list[int]]]:
+    """A policy, all heads' logits, and the rows dealt to batches in any order."""
+    heads, rows = draw(st.integers(2, 6)), draw(st.integers(1, 8))
+    criterion = draw(st.sampled_from(["entropy", "confidence", "patience"]))
+    regression = criterion == "patience" and draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits = torch.randn(heads, rows, 1 if regression else 3, generator=generator) * draw(st.sampled_from([0.1, 1, 5]))
+    limits = st.lists(st.floats(0, 1.0 if criterion == "confidence" else 1.2), min_size=heads - 1, max_size=heads - 1)
+    thresholds = [] if criterion == "patience" and not regression else draw(limits)
+    patience = draw(st.integers(1, 3)) if criterion == "patience" else None
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
+    order = draw(st.permutations(range(rows)))
+    cuts = sorted(draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
+    return policy, logits, [order[a:b] for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def by_the_paper(policy: ExitPolicy, logits: Tensor) -> int:
+    """The first head whose answer is sure, or the own one, of one row in plain Python."""
+    agreed = 0
+    for head in range(len(logits) - 1):
+        shares = logits[head].double().softmax(-1)
+        if policy.criterion == "entropy" and -float((shares * shares.log()).sum()) < policy.thresholds[head]:
+            return head
+        if policy.criterion == "confidence" and float(shares.max()) > policy.thresholds[head]:
+            return head
+        if policy.criterion == "patience" and head:
+            one, two = logits[head - 1], logits[head]
+            near = abs(two - one) < policy.thresholds[head] if logits.shape[-1] == 1 else one.argmax() == two.argmax()
+            agreed = agreed + 1 if near else 0
+            if agreed >= policy.patience:
+                return head
+    return len(logits) - 1
+
+
+@given(cases())
+@settings(max_examples=300 if exhaustive() else 75, deadline=None)
+def test_decisions_are_those_of_the_papers_words_in_any_batch(case):
+    """In any order, with those who leave gone, each row leaves where one row at a time in plain Python does."""
+    policy, logits, batches = case
+    expected = left_at(policy, logits).tolist()
+    assert expected == [by_the_paper(policy, logits[:, row]) for row in range(logits.shape[1])]
+    for rows in batches:
+        assert online(policy, logits[:, rows]) == [expected[row] for row in rows]
+
+
 def one_by_one(model: EarlyExitModel, ids: Tensor, mask: Tensor) -> EarlyExitOutput:
     """Each text by itself, without padding."""
-    outs = [
-        model(row[None, : int(there.sum())], there[None, : int(there.sum())])
-        for row, there in zip(ids, mask, strict=True)
-    ]
+    outs = [model(row[None, :length]) for row, length in zip(ids, mask.sum(1).tolist(), strict=True)]
     return EarlyExitOutput(
         logits=torch.cat([out.logits for out in outs]), exit_layers=torch.cat([out.exit_layers for out in outs])
     )
 
 
-def attentions(family: str) -> list[str]:
-    return ["eager"] if FAMILIES[family][0] == "deberta-v2" else ["eager", "sdpa"]
-
-
-EVERY = [(f, a, criterion) for f in FAMILIES for a in attentions(f) for criterion in CRITERIA]
+EVERY = [
+    (family, attention, criterion)
+    for family in FAMILIES
+    for attention in (["eager"] if FAMILIES[family][0] == "deberta-v2" else ["eager", "sdpa"])
+    for criterion in CRITERIA
+]
 
 
 @pytest.mark.parametrize(
@@ -65,43 +204,54 @@ EVERY = [(f, a, criterion) for f in FAMILIES for a in attentions(f) for criterio
     chosen(EVERY, lambda case: case[2] == "entropy" or case[:2] == ("bert", "sdpa")),
 )
 def test_a_batch_leaves_as_its_texts_do_alone(family, attention, criterion):
-    """The layer exactly and the logits to 1e-4, in the order of the rows: those of the head that decisions made
-    afterwards, on all heads' logits, pick. Texts leave at more than one layer."""
+    """The layer exactly and the logits to 1e-4, in any order and padding: those of the head that decisions made
+    afterwards, on all heads' logits, pick. Texts leave at more than one layer. Only those that stay are computed."""
     model = made(family, criterion, attn_implementation=attention)
     ids, mask = texts(padding=pad_of(family))
+    rows = []
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: rows.append(len(args[0] if args else kwargs["hidden_states"])), with_kwargs=True
+        )
     out = model(ids, mask)
-    assert len(set(out.exit_layers.tolist())) >= (2 if model.policy.patience else 3)
+    left = out.exit_layers
+    assert rows == [int((left >= number).sum()) for number in range(1, int(left.max()) + 1)]
+    assert len(set(left.tolist())) >= (2 if model.policy.patience else 3)
     check_same(out, one_by_one(model, ids, mask))
     logits = model.all_logits(ids, mask)
     at = left_at(model.policy, logits)
     expected = EarlyExitOutput(logits=logits[at, torch.arange(len(at))], exit_layers=torch.tensor(model.layers)[at])
     check_same(out, expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_no_decision(family):
-    """The same texts with 1, 5 and 20 more places of padding, and without the longest ones, leave where they did."""
-    model = made(family)
-    ids, mask = texts(padding=pad_of(family))
-    expected = model(ids, mask)
-    for more in (1, 5, 20):
-        padded = torch.nn.functional.pad(ids, (0, more), value=pad_of(family))
-        check_same(model(padded, torch.nn.functional.pad(mask, (0, more))), expected)
-    short = mask.sum(1) <= 6
-    some = EarlyExitOutput(logits=expected.logits[short], exit_layers=expected.exit_layers[short])
-    check_same(model(ids[short, :6], mask[short, :6]), some)
+    for more in (1, 20):
+        wide = torch.nn.functional.pad(ids, (0, more), value=pad_of(family))
+        check_same(model(wide, torch.nn.functional.pad(mask, (0, more))), expected)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))
+    check_same(model(ids[order], mask[order]), expected, order)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_if_nobody_leaves_it_is_the_plain_model(family):
-    """The logits are those of the model without exits, to 1e-5, and every text went through all layers."""
+    """The logits are those of the model without exits, to 1e-5; if all leave at once, the layers behind do not run, and
+    the model inside is whole afterwards."""
     plain = classifier(family)
     ids, mask = texts(padding=pad_of(family))
     with torch.no_grad():
         expected = plain(input_ids=ids, attention_mask=mask).logits
-    out = early_exit(plain, NEVER)(ids, mask)
+    model = early_exit(plain, NEVER)
+    out = model(ids, mask)
     torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=0)
     assert out.exit_layers.tolist() == [LAYERS] * len(ids)
+    assert not out.logits.requires_grad
+    assert not model.all_logits(ids, mask).requires_grad
+    model.policy = AT_ONCE
+    with pytest.MonkeyPatch.context() as context:
+        for layer in layers_of(model)[1:]:
+            context.setattr(layer, "forward", lambda *_, **__: pytest.fail("a layer behind the exit ran"))
+        assert model(ids, mask).exit_layers.tolist() == [1] * len(ids)
+    with torch.no_grad():
+        inside = model.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    torch.testing.assert_close(inside.logits, expected, atol=1e-5, rtol=0)
+    assert {len(states) for states in inside.hidden_states} == {len(ids)}
 
 
 def test_what_a_model_does_to_its_inputs_is_done():
@@ -115,48 +265,14 @@ def test_what_a_model_does_to_its_inputs_is_done():
     model = early_exit(plain, NEVER)
     torch.testing.assert_close(model(ids, mask).logits, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(model.all_logits(ids, mask)[-1], expected, atol=1e-5, rtol=0)
-    model = split_by(model, "entropy", ids, mask)
-    check_same(model(ids, mask), one_by_one(model, ids, mask))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_leave_at_the_first_head(family, monkeypatch):
-    """The layers behind it do not run at all."""
-    model = early_exit(classifier(family), AT_ONCE)
-    ids, mask = texts(padding=pad_of(family))
-    layers = layers_of(model)
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a layer behind the exit ran")
-
-    for layer in layers[1:]:
-        monkeypatch.setattr(layer, "forward", never)
-    out = model(ids, mask)
-    assert out.exit_layers.tolist() == [1] * len(ids)
-    assert out.logits.shape == (len(ids), 3)
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert", "deberta-conv", "modernbert"])
-def test_layers_are_given_only_the_texts_that_are_still_there(family):
-    """The rows that each layer computes are as many as have not left before it."""
-    model = made(family)
-    ids, mask = texts(padding=pad_of(family))
-    rows = []
-
-    def count(_: Any, args: Any, kwargs: Any) -> None:
-        rows.append(len(args[0] if args else kwargs["hidden_states"]))
-
-    for layer in layers_of(model):
-        layer.register_forward_pre_hook(count, with_kwargs=True)
-    left = model(ids, mask).exit_layers
-    assert rows == [int((left >= number).sum()) for number in range(1, int(left.max()) + 1)]
-    assert rows[0] == 16 > rows[1] > rows[2]
 
 
 SOME_LAYERS = list(product(["bert", "deberta-conv", "modernbert-mean"], [(1,), (2,), (3,), (1, 3), (2, 3)]))
 
 
-@pytest.mark.parametrize(("family", "layers"), chosen(SOME_LAYERS, lambda case: case[0] == "bert" or case[1] == (2, 3)))
+@pytest.mark.parametrize(
+    ("family", "layers"), chosen(SOME_LAYERS, lambda case: case in [("bert", (2,)), ("modernbert-mean", (2, 3))])
+)
 def test_heads_may_be_after_some_layers_only(family, layers):
     """Texts leave there and at the end, and nowhere else; batched as one by one."""
     model = made(family, layers=layers)
@@ -173,60 +289,44 @@ def test_no_size_of_a_batch_is_taken_for_another(family):
     ids, mask = texts(64, padding=pad_of(family))
     expected = one_by_one(model, ids, mask)
     for rows in (1, 7, 12, 2 * BUCKETS, WIDTH, 64):
-        some = EarlyExitOutput(logits=expected.logits[:rows], exit_layers=expected.exit_layers[:rows])
-        check_same(model(ids[:rows], mask[:rows]), some)
+        check_same(model(ids[:rows], mask[:rows]), expected, slice(rows))
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_the_order_of_the_rows_is_that_of_the_results(criterion):
-    """A batch in another order gives the same results in that order."""
-    model = made("bert", criterion)
-    ids, mask = texts()
-    expected = model(ids, mask)
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))
-    shuffled = EarlyExitOutput(logits=expected.logits[order], exit_layers=expected.exit_layers[order])
-    check_same(model(ids[order], mask[order]), shuffled)
-
-
-def test_no_mask_is_a_mask_of_ones():
-    """Texts without padding need none."""
-    model = made("bert")
-    ids = texts(length=4)[0]
-    check_same(model(ids), model(ids, torch.ones_like(ids)))
-
-
-def test_token_types_reach_the_model():
-    """What the model takes beside ids and mask is handed on, in a forward of all heads too."""
+def test_token_types_and_positions_reach_the_model():
+    """What the model takes beside ids and mask is handed on, in a forward of all heads too; the rest is refused."""
     model = made("bert", type_vocab_size=2)
     ids, mask = texts()
     types = (torch.arange(12) > 5).long().expand_as(ids).contiguous()
-    with torch.no_grad():
-        own = model.model(input_ids=ids, attention_mask=mask, token_type_ids=types).logits
-    logits = model.all_logits(ids, mask, token_type_ids=types)
-    torch.testing.assert_close(logits[-1], own, atol=1e-5, rtol=0)
-    at = left_at(model.policy, logits)
-    out = model(ids, mask, token_type_ids=types)
-    assert out.exit_layers.tolist() == (at + 1).tolist() != model(ids, mask).exit_layers.tolist()
+    positions = (torch.arange(12) + 20).expand_as(ids).contiguous()
+    before = model.all_logits(ids, mask)
+    for inputs in ({"token_type_ids": types}, {"position_ids": positions}):
+        with torch.no_grad():
+            own = model.model(input_ids=ids, attention_mask=mask, **inputs).logits
+        logits = model.all_logits(ids, mask, **inputs)
+        torch.testing.assert_close(logits[-1], own, atol=1e-5, rtol=0)
+        assert not torch.allclose(logits, before, atol=1e-2)
+        assert model(ids, mask, **inputs).exit_layers.tolist() == (left_at(model.policy, logits) + 1).tolist()
+    for refused in ({"labels": ids[:, 0]}, {"output_hidden_states": True}, {"inputs_embeds": torch.zeros(16, 12, 32)}):
+        with pytest.raises(TypeError, match=next(iter(refused))):
+            model(ids, mask, **refused)
 
 
 def test_threads_do_not_mix_their_texts():
     """One thread's batch goes through the whole model while another's is half way: each gets its own results."""
     model = made("bert")
     ids, mask = texts()
-    expected = [model(ids[:7], mask[:7]), model(ids[7:], mask[7:])]
+    expected = model(ids, mask)
     half_way, done = threading.Event(), threading.Event()
-    first = threading.get_ident()
+    first, outs = threading.get_ident(), []
 
     def wait(*_: Any) -> None:
         if threading.get_ident() == first and not done.is_set():
             half_way.set()
             assert done.wait(timeout=30)
 
-    found: list[EarlyExitOutput] = []
-
     def other() -> None:
         assert half_way.wait(timeout=30)
-        found.append(model(ids[7:], mask[7:]))
+        outs.append(model(ids[7:], mask[7:]))
         done.set()
 
     layers_of(model)[1].register_forward_hook(wait)
@@ -234,69 +334,43 @@ def test_threads_do_not_mix_their_texts():
     thread.start()
     out = model(ids[:7], mask[:7])
     thread.join()
-    check_same(out, expected[0])
-    check_same(found[0], expected[1])
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_the_model_inside_is_whole_after_an_exit(family):
-    """Run by itself it goes to the end, with all rows in all its hidden states."""
-    model = early_exit(classifier(family), AT_ONCE)
-    ids, mask = texts(padding=pad_of(family))
-    with torch.no_grad():
-        expected = classifier(family)(input_ids=ids, attention_mask=mask).logits
-        model(ids, mask)
-        out = model.model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-    torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=0)
-    assert {len(states) for states in out.hidden_states} == {len(ids)}
+    check_same(out, expected, slice(7))
+    check_same(outs[0], expected, slice(7, None))
 
 
 def test_an_error_inside_leaves_nothing_behind(monkeypatch):
-    """After a forward that failed half way, the plain model gives all rows, and the next batch its own results."""
-    model = made("bert")
-    ids, mask = texts()
-    expected = model(ids, mask)
-    with monkeypatch.context() as context:
-        context.setattr(layers_of(model)[2], "forward", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(ids, mask)
-    with torch.no_grad():
-        assert model.model(input_ids=ids, attention_mask=mask).logits.shape == (16, 3)
-    check_same(model(ids, mask), expected)
-    with pytest.raises(IndexError):
-        model(ids + 1000, mask)
-    check_same(model(ids, mask), expected)
-
-
-def test_the_forward_of_all_heads_leaves_nothing_behind():
-    """It adds no hook that stays, and a batch after it leaves as before."""
+    """After a forward that failed half way, the next batch gets its own results, and no hook is there that was not."""
     model = made("bert")
     ids, mask = texts()
     expected = model(ids, mask)
     hooks = [(len(layer._forward_pre_hooks), len(layer._forward_hooks)) for layer in layers_of(model)]
-    with pytest.raises(IndexError):
-        model.all_logits(ids + 1000, mask)
-    assert model.all_logits(ids, mask).shape == (4, 16, 3)
+    with monkeypatch.context() as context:
+        context.setattr(layers_of(model)[2], "forward", lambda *_, **__: 1 / 0)
+        for run in (model, model.all_logits):
+            with pytest.raises(ZeroDivisionError):
+                run(ids, mask)
     assert [(len(layer._forward_pre_hooks), len(layer._forward_hooks)) for layer in layers_of(model)] == hooks
+    with torch.no_grad():
+        assert model.model(input_ids=ids, attention_mask=mask).logits.shape == (16, 3)
     check_same(model(ids, mask), expected)
 
 
-def test_results_carry_no_gradient():
-    """Also where the caller has not said so."""
-    model = made("bert")
-    ids, mask = texts()
-    assert not model(ids, mask).logits.requires_grad
-    assert not model.all_logits(ids, mask).requires_grad
-
-
-def test_it_says_of_itself_what_the_model_does():
-    """Config, device and dtype; its parameters are the model's and the heads', each once."""
-    model = made("bert")
-    assert (model.config, model.device, model.dtype) == (model.model.config, torch.device("cpu"), torch.float32)
-    assert (model.layers, len(model.heads)) == ([1, 2, 3, 4], 4)
-    names = {name.split(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+@pytest.mark.parametrize("family", ["bert", "deberta-conv", "modernbert"])
+def test_a_copy_exits_by_itself(family):
+    """As the original does, which the copy shares nothing with: neither asks the other's heads or policy."""
+    model = made(family)
+    ids, mask = texts(padding=pad_of(family))
+    expected = model(ids, mask)
+    copied = copy.deepcopy(model)
+    assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}
+    model.policy = AT_ONCE
+    randomise(model.exit_heads, 0.5)
+    check_same(copied(ids, mask), expected)
+    assert set(model(ids, mask).exit_layers.tolist()) == {1}
+    names = {name.split(".")[0] for name, _ in copied.named_parameters(remove_duplicate=False)}
     assert names == {"model", "exit_heads"}
-    assert model.bfloat16()(*texts()).logits.dtype == model.dtype == torch.bfloat16
+    assert (copied.config, copied.device) == (copied.model.config, torch.device("cpu"))
+    assert copied.bfloat16()(ids, mask).logits.dtype == copied.dtype == torch.bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -305,84 +379,57 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("exits") / "model"
     model = made("bert", layers=(1, 3))
     model.model.save_pretrained(path)
-    saved = SavedExits(layers=[1, 3], pooling="first", policy=model.policy)
-    save_heads(path, model.exit_heads, saved)
+    save_heads(path, model.exit_heads, SavedExits(layers=[1, 3], pooling="first", policy=model.policy))
     return path, model
 
 
 def test_a_folder_with_heads_loads_as_a_model_that_leaves(folder):
-    """In evaluation mode, with the heads and the policy of the folder: the results are those from before."""
+    """In evaluation mode, with the folder's policy or another; `transformers` alone loads it as an ordinary model."""
     path, model = folder
     loaded = load_for_inference(path)
     assert isinstance(loaded, EarlyExitModel)
     assert not any(module.training for module in loaded.modules())
-    assert loaded.policy == model.policy
     ids, mask = texts()
     assert torch.equal(loaded(ids, mask).exit_layers, model(ids, mask).exit_layers)
     assert torch.equal(loaded(ids, mask).logits, model(ids, mask).logits)
-
-
-def test_another_policy_than_the_folders_can_be_asked_for(folder):
-    """The heads are the folder's all the same."""
-    path, _ = folder
-    never = ExitPolicy(criterion="confidence", thresholds=[1.0, 1.0])
-    model = with_exits(AutoModelForSequenceClassification.from_pretrained(path).eval(), path, never).eval()
-    assert set(model(*texts()).exit_layers.tolist()) == {LAYERS}
-
-
-def test_transformers_alone_loads_the_folder(folder):
-    """As an ordinary model: no key is missing or too many, and the logits are those of the model without exits."""
-    path, model = folder
     plain, info = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
-    assert {name: list(found) for name, found in info.items() if found} == {}
-    assert type(plain) is type(model.model)
-    ids, mask = texts()
+    assert not any(info.values())
     with torch.no_grad():
         logits = plain.eval()(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(logits, model.all_logits(ids, mask)[-1], atol=1e-5, rtol=0)
+    never = ExitPolicy(criterion="confidence", thresholds=[1.0, 1.0])
+    assert set(with_exits(plain, path, never)(ids, mask).exit_layers.tolist()) == {LAYERS}
+    with pytest.raises(ValueError, match="3 thresholds for 2 heads"):
+        with_exits(plain, path, NEVER)
 
 
-@pytest.mark.parametrize(
-    "auto", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering, AutoModelForMaskedLM]
-)
-def test_a_folder_without_heads_loads_as_it_is(auto, tmp_path):
-    """A plain classifier, a model that answers questions, a language model: each in its own class, to evaluate."""
-    model = auto.from_config(AutoConfig.for_model(FAMILIES["bert"][0], **FAMILIES["bert"][1]))
-    model.save_pretrained(tmp_path)
-    loaded = load_for_inference(tmp_path)
-    assert type(loaded) is type(model)
-    assert not loaded.training
-    assert all(torch.equal(one, two) for one, two in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_a_folder_without_a_trained_model_is_refused(folder, tmp_path):
-    """No folder, no config, an encoder without a head: each is told with its place."""
+def test_a_folder_without_heads_loads_as_it_is_and_one_without_a_model_is_refused(tmp_path):
+    """In its own class, to evaluate. An encoder without a head is no trained model."""
+    model = AutoModelForQuestionAnswering.from_config(AutoConfig.for_model("bert", **SMALL))
+    model.save_pretrained(tmp_path / "plain")
+    loaded = load_for_inference(tmp_path / "plain")
+    assert (type(loaded), loaded.training) == (type(model), False)
     with pytest.raises(ValueError, match="does not exist"):
         load_for_inference(tmp_path / "none" / "such" / "folder")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        load_for_inference(tmp_path)
-    classifier("bert").bert.save_pretrained(tmp_path)
+    model.bert.save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="holds no trained sequence classifier"):
-        load_for_inference(tmp_path)
+        load_for_inference(tmp_path / "bare")
 
 
 def test_heads_of_a_deeper_model_are_refused(folder, tmp_path):
     """A folder whose exits.json names a layer that its model has not is told, not half loaded."""
-    path, _ = folder
-    shallow = classifier("bert", num_hidden_layers=3)
-    shallow.save_pretrained(tmp_path)
+    classifier("bert", num_hidden_layers=3).save_pretrained(tmp_path)
     for name in ("exits.json", "exit_heads.safetensors"):
-        (tmp_path / name).write_bytes((path / name).read_bytes())
+        (tmp_path / name).write_bytes((folder[0] / name).read_bytes())
     with pytest.raises(ValueError, match="a head after layer 3, and the model has 3"):
         load_for_inference(tmp_path)
     assert json.loads((tmp_path / "exits.json").read_text())["layers"] == [1, 3]
 
 
-def test_new_heads_are_asked_in_the_order_of_the_layers():
+def test_heads_are_asked_in_the_order_of_the_layers():
     """Ten layers and more: layer 10 comes after 9, not after 1."""
     model = classifier("bert", num_hidden_layers=11)
-    heads = new_heads(model, range(1, 11), None)
     policy = ExitPolicy(criterion="entropy", thresholds=[0.0] * 9 + [9.0])
-    found = EarlyExitModel(model, heads, policy).eval()
-    assert found.layers == [*range(1, 12)]
-    assert set(found(*texts()).exit_layers.tolist()) == {10}
+    early = EarlyExitModel(model, new_heads(model, range(1, 11), None), policy).eval()
+    assert early.layers == [*range(1, 12)]
+    assert set(early(*texts()).exit_layers.tolist()) == {10}

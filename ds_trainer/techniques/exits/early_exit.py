@@ -139,7 +139,6 @@ class EarlyExitModel(nn.Module):
         super().__init__()
         self.model, self.exit_heads, self.policy, self.config = model, heads, policy, model.config
         self.regression = model.config.num_labels == 1
-        check_policy(policy, len(heads), self.regression)
         last = len(encoder_layers(model))
         self.layers = [*map(int, heads), last]
         self.register_buffer("special_tokens", torch.tensor(special_tokens, dtype=torch.int64), persistent=False)
@@ -233,7 +232,9 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     ValueError where heads or policy do not fit the model.
     """
     heads, saved = load_heads(model, folder)
-    return EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens).eval()
+    early = EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens).eval()
+    check_policy(early.policy, len(heads), early.regression)
+    return early
 
 
 class _AllLeft(Exception):  # noqa: N818
