@@ -59,7 +59,7 @@ SAVED = {
 }
 COMMON = {"train_batch_size": 16, "learning_rate": 4e-3, "max_steps": 6}
 PRUNE = {"final_threshold": 0.25, "initial_warmup": 0, "final_warmup": 0.3, "regularization": "l1", "final_lambda": 1.0}
-EXITS = {"layers": [1], "training": "joint", "early_exit_entropy": [0.1], "head_weights": [1.0, 2.0]}
+EXITS = {"layers": [1], "training": "joint", "early_exit_entropy": [0.1]}
 DISTILL = {"teacher": "@finetune", "alpha_distil": 0.9, "alpha_ce": 0.1, "layer_pairs": [[-1, -1]]}
 
 
@@ -262,7 +262,7 @@ def test_exits_files(data: st.DataObject, folder: Path) -> None:
     model = folder / "fuzzed model"
     put_model(model)
     (model / "exits.json").write_bytes(json_bytes(data, SAVED, words))
-    asked = [["--max_drop", "1"], ["--target_speedup", "1.5", "--per_head"], ["--max_drop", "1", "--patience", "3"]]
+    asked = [["--max_drop", "1"], ["--target_speedup", "1.5"], ["--max_drop", "1", "--patience", "3"]]
     arguments = [str(model), "--recipe", "recipe.json", *data.draw(st.sampled_from(asked))]
     message = held("exits.json", read_calibrate_job, arguments)
     policy = data.draw(st.sampled_from([[], ["--early_exit_entropy", "0.1,0.2"], ["--patience", "2"]]))

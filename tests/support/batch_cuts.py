@@ -46,7 +46,7 @@ LINES = [" ".join(["the old dog"] * count) for count in (1, 1, 2, 3, 4, 6, 8, 10
 """Documents of 3 to 30 words: a micro-batch of the longest has many times the tokens of one of the shortest."""
 TAGS = {"the": "O", "old": "B-age", "dog": "B-animal"}
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "attn_implementation": "eager"}
-WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3, "attention": 20.0}
+WEIGHTS = {"logits": 0.7, "mse": 0.1, "cos": 1.0, "hidden": 0.3}
 CHAT_TEMPLATE = (
     "{% for m in messages %}[CLS]{{ m.content }}[SEP]{% endfor %}{% if add_generation_prompt %}[CLS]{% endif %}"
 )

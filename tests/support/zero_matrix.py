@@ -103,7 +103,7 @@ METHODS = {
     "cut": {"mask_init": "cut", "mask_scale": 0.01, "final_threshold": 0.3},
     "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},
 }
-_LAYERS = {"cos": 0.5, "hidden": 0.3, "attention": 2.0}
+_LAYERS = {"cos": 0.5, "hidden": 0.3}
 DISTILLED = {
     "distill": {"distill": {"alpha_ce": 0.5, "alpha_distil": 0.5, "alpha_mse": 0.1}},
     "layers": {"distill": {"terms": [*_LAYERS], "layer_pairs": [[1, 1], [-1, 3]]}},
@@ -118,7 +118,7 @@ _JOINT = {"training": "joint"}
 EXITS = {
     "exits-heads": {"exits": {"training": "heads"}},
     "exits-joint": {"exits": _JOINT},
-    "exits-distill": {"exits": _JOINT | {"head_weights": [1, 2, 4]}},
+    "exits-distill": {"exits": _JOINT},
     "exits-tokens": {"exits": _JOINT},
     "all": {
         "prune": METHODS["topK"],

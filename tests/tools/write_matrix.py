@@ -72,7 +72,7 @@ OF_TASKS = {
     ),
     "exits": (
         _EXITS_RUN.format("all"),
-        "tests/techniques/test_exits.py::test_a_regression_is_taught_by_squared_error",
+        "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer",
         _EXITS_RUN.format("stages"),
         *["labels only"] * 3,
     ),
