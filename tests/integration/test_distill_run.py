@@ -47,10 +47,8 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     whole = {"cache_teacher": False, "teacher_zero_stage": 3} if name == "squad" else {}
     start = {"start_from": "@finetune", "max_steps": 10, **common}
     both: dict = {"techniques": {"prune": prune, "distill": distill}}
-    if (
-        name == "text"
-    ):  # with the loss table itself, and a term on attention maps, which has the model compute otherwise
-        terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.attention": 1.0}
+    if name == "text":  # with the loss table itself
+        terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.hidden": 0.1}
         both = {"techniques": {"prune": prune, "distill": {"teacher": "@finetune"}}, "loss": terms}
     cut = {"cut": {"layers": 1, "width": 0.5, "neurons": 0.5, "calibration_examples": 16}}
     cut |= {"techniques": {"distill": {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8}}}
@@ -102,7 +100,7 @@ def test_every_combination_trains(run):
         records = log_of(output, phase)
         terms = {key.removeprefix("train/term/") for key in records[0] if key.startswith("train/term/")}
         taught = {"distill.logits", "distill.cos"} if phase in ("distill", "both") else set()
-        taught |= {"distill.attention"} if (name, phase) == ("text", "both") else set()
+        taught |= {"distill.hidden"} if (name, phase) == ("text", "both") else set()
         assert terms == {"task", *taught}
         for record in records:
             total = sum(record[f"train/weight/{term}"] * record[f"train/term/{term}"] for term in terms)
@@ -112,10 +110,18 @@ def test_every_combination_trains(run):
     assert log_of(output, "finetune")[-1]["train/loss"] < log_of(output, "finetune")[0]["train/loss"]
 
 
-def test_the_teachers_score_and_agreement_are_reported(run):
-    """The teacher's score is the one it had when it was trained; a student that follows it agrees with it."""
-    _, output = run
+def test_the_scores_are_reported(run):
+    """The teacher's is the one it had when it was trained. SQuAD leaves its predictions, and a language model's
+    perplexity is exp of the mean loss over the labels."""
+    name, output = run
     results = json.loads((output / "eval_results.json").read_text())
+    predictions = output / "eval" / "predictions.json"
+    assert predictions.is_file() == (name == "squad")
+    if name == "squad":
+        assert json.loads(predictions.read_text()).keys() == {f"q{number}" for number in range(40)}
+    if name in ("mlm", "clm"):
+        scores = results["finetune"]
+        assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]), rel=1e-6)
     for phase in ("distill", "both"):
         of_teacher = {name: value for name, value in results[phase].items() if name.startswith("teacher/")}
         assert 0 <= of_teacher.pop("teacher/agreement") <= 1
@@ -142,9 +148,10 @@ def test_folders_are_plain_and_of_the_asked_size(run):
         assert weights[phase]["kept"] == weights[phase]["total"] // 2
 
 
-def test_no_checkpoint_holds_the_teacher(run):
+def test_no_checkpoint_holds_the_teacher_and_the_last_becomes_the_exported_model(run, tmp_path):
     """The parameters that a checkpoint has, and those that its optimizer trains, are the model's and its scores."""
     _, output = run
+    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
     with safe_open(output / "model" / "model.safetensors", "pt") as file:
         names = set(file.keys())
     for path in (output / "checkpoint-10").glob("*model_states.pt"):
@@ -153,21 +160,6 @@ def test_no_checkpoint_holds_the_teacher(run):
         assert trained, path
         others = {name for name in trained | set(state["module"]) if not name.endswith("mask_scores")} - names
         assert others <= {"lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}  # tied
-
-
-def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
-    """Of every family of tasks: the files that the run has left."""
-    _, output = run
-    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
-
-
-def test_predictions_lie_beside_the_score(run):
-    """SQuAD leaves its predictions of each phase's final evaluation; the other tasks have none."""
-    name, output = run
-    predictions = output / "eval" / "predictions.json"
-    assert predictions.is_file() == (name == "squad")
-    if name == "squad":
-        assert json.loads(predictions.read_text()).keys() == {f"q{number}" for number in range(40)}
 
 
 def test_a_decoder_cut_in_all_sizes_is_trained_and_its_folder_is_plain(run):
@@ -183,27 +175,23 @@ def test_a_decoder_cut_in_all_sizes_is_trained_and_its_folder_is_plain(run):
     assert results["cut"]["sizes"]["before"] == {"layers": 2, "width": 32, "heads": 2, "neurons": 128}
 
 
-def test_the_cache_of_answers_is_shared_by_phases(run):
-    """One teacher, two phases that ask the same of it: one cache. MLM, whose masks vary, has none."""
+def test_phases_share_a_cache_that_holds_what_the_teacher_says(run, tmp_path):
+    """One teacher, two phases that ask the same of it: one cache, in which rank 1's answers are in their places as
+    rank 0's. MLM, whose masks vary, has none."""
     name, output = run
-    assert len(list((output.parent / "cache").glob("teacher-*"))) == (0 if name == "mlm" else 1)
-
-
-def test_a_cache_filled_by_two_ranks_holds_what_the_teacher_says(run, tmp_path):
-    """Every example's answers, in their places: rank 1's as rank 0's."""
-    name, output = run
-    if name != "text":
-        pytest.skip("one family is enough: what differs is tested in one process")
-    (file,) = (output.parent / "cache").glob("teacher-*/logits.0.npy")
+    folders = list((output.parent / "cache").glob("teacher-*"))
+    assert len(folders) == (0 if name == "mlm" else 1)
+    if name != "text":  # what differs between the families is tested in one process
+        return
     spec = parse_task(json.loads((output / "recipe.json").read_text())["task"])
     teacher = str(output / "finetune" / "model")
     task = build_task(spec, teacher, tmp_path)
-    model = task.build_model(teacher).eval()
     examples = task.examples("train")
     batch = task.collate(examples, range(len(examples)))
     with torch.no_grad():
-        expected = model(**batch.inputs).logits
-    torch.testing.assert_close(torch.from_numpy(np.load(file)).float(), expected, rtol=2e-3, atol=1e-3)
+        expected = task.build_model(teacher).eval()(**batch.inputs).logits
+    cached = torch.from_numpy(np.load(folders[0] / "logits.0.npy")).float()
+    torch.testing.assert_close(cached, expected, rtol=2e-3, atol=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_recipe, tmp_path):
@@ -266,11 +254,3 @@ def test_an_fp16_overflow_is_skipped_and_counted(tiny_recipe, tmp_path):
     assert records[0]["train/skipped_steps"] == 2
     assert 2 < records[-1]["train/skipped_steps"] < 20
     assert all(math.isfinite(record["train/loss"]) for record in records)
-
-
-def test_perplexity_is_reported_for_language_models(run):
-    """exp of the mean loss over the labels."""
-    name, output = run
-    results = json.loads((output / "eval_results.json").read_text())["finetune"]
-    if name in ("mlm", "clm"):
-        assert results["perplexity"] == pytest.approx(math.exp(results["loss"]), rel=1e-6)

@@ -58,8 +58,9 @@ def log_of(output: Path, phase: str = "heads") -> list[dict]:
     return [record for record in records if record["phase"] == phase and "train/loss" in record]
 
 
-def test_the_log_has_every_heads_loss(run):
-    """train/term/exits.heads, and exits/loss/1 and /2, which make it up; the weighted terms are the loss."""
+def test_the_log_has_every_heads_loss_and_score(run):
+    """train/term/exits.heads, and exits/loss/1 and /2, which make it up; the weighted terms are the loss. Scores of the
+    heads lie beside the model's, at the end and when evaluated while training."""
     case, output = run
     for record in log_of(output):
         heads = [record[f"exits/loss/{layer}"] for layer in (1, 2)]
@@ -74,11 +75,6 @@ def test_the_log_has_every_heads_loss(run):
         assert ("prune/density" in record) == (case == "all")
     first, last = log_of(output)[0], log_of(output)[-1]
     assert last["train/term/exits.heads"] < first["train/term/exits.heads"]
-
-
-def test_every_head_is_scored(run):
-    """exit_1/accuracy and exit_2/accuracy beside the model's own, at the end and when evaluated while training."""
-    _, output = run
     results = json.loads((output / "eval_results.json").read_text())
     for layer in (1, 2):
         assert 0 <= results["heads"][f"exit_{layer}/accuracy"] <= 1

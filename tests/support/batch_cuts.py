@@ -145,7 +145,7 @@ def _training(plan: PhasePlan) -> Iterator[tuple[Any, Any]]:
 def _plan(cut: Cut, folder: Path, precision: dict[str, Any] | None = None) -> PhasePlan:
     task, _, variant = cut.task.partition("-")
     own = VARIANTS[cut.task]
-    # a cache keeps no attention maps, and that of a top k no logits
+    # a cache of a top k keeps no logits
     weights = {name: WEIGHTS[name] for name in (("logits", "cos", "hidden") if cut.task == TOP_K else WEIGHTS)}
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*weights], "layer_pairs": [[1, 1], [-1, -1]]}
     if task == "mlm":

@@ -131,9 +131,11 @@ def test_layers_that_are_computed_again_skip_the_same_samples(task):
 
 
 def test_views_are_what_the_first_layers_answer(task):
-    """Every exit gives the logits of the model that `transformers` makes of so many layers; no sample skips."""
+    """Every exit gives the logits of the model that `transformers` makes of so many layers; no sample skips. It does
+    not matter whether the model is run again before."""
     model, technique = attached(task, layer_dropout=0.9)
     forward = forward_of(task, model.eval())
+    model(**task.collate(task.examples("train"), range(2)).inputs)
     views = technique.views(forward, None)
     assert list(views) == ["exit_2", "exit_3", "exit_4", "exit_5"]
     folded = technique.fold(model)
@@ -162,18 +164,16 @@ def test_the_exported_model_drafts_with_its_first_layers(task):
 
 
 def test_a_model_that_cannot_draft_is_refused(task, tmp_path):
-    """GPT-2's forward runs all its layers whatever its config says, and so its speculation fails in transformers."""
+    """GPT-2's forward runs all its layers whatever its config says, and so its speculation fails in transformers. More
+    turns than exits are told."""
+    with pytest.raises(UserError, match="rotation is 5, and the model of 6 layers has 4 exits"):
+        attached(task, rotation=5)
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config)
     with pytest.raises(UserError, match="GPT2LMHeadModel of transformers cannot draft with its first layers alone"):
         LayerSkip(LayerSkipSpec(), PhaseLength(1, 0, 0), task).attach(model)
     with pytest.raises(IndexError):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, assistant_early_exit=2)
-
-
-def test_more_turns_than_exits_are_told(task):
-    with pytest.raises(UserError, match="rotation is 5, and the model of 6 layers has 4 exits"):
-        attached(task, rotation=5)
 
 
 @pytest.mark.parametrize(
