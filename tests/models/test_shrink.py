@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from support.exhaustive import chosen, exhaustive
-from support.exit_training import plan_for
+from support.exit_folders import plan_for, spec_of
 from support.zeroed import (
     DECODERS,
     FAMILIES,
@@ -314,10 +314,16 @@ def plan(tmp_path: Any) -> Any:
 def exported(plan: Any, tmp_path: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     save_folder(plan.model, plan.tokenizer, plan.folder)
     plan.folder.with_suffix(".csv").write_text("text,label\n" + "it rains,yes\nno,no\nwet,maybe\n" * 4)
-    phase = plan_for(str(plan.folder), tmp_path / "cache")
+    phase = phase_of(plan, tmp_path)
     model, _ = phase.build()
     batch = phase.task.collate(phase.task.examples("train"), range(8))
     return save_folded(model.to(dtype).eval(), [], phase.task, batch, tmp_path / "out", shrinks=True)
+
+
+def phase_of(plan: Any, tmp_path: Any) -> Any:
+    files = dict.fromkeys(("train_file", "validation_file"), plan.folder.with_suffix(".csv").name)
+    spec = spec_of(plan.folder.parent, label_column="label", held_out=0.0, **files)
+    return plan_for(spec, plan.folder, tmp_path / "cache")
 
 
 def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> None:
@@ -351,7 +357,7 @@ def test_an_exported_folder_cuts_texts_where_the_task_does(plan: Any, tmp_path: 
     """Its tokenizer has the task's length, and tokenises as before: a later phase takes the same examples."""
     empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
     exported(plan, tmp_path)
-    task = plan_for(str(plan.folder), tmp_path / "cache").task
+    task = phase_of(plan, tmp_path).task
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(tokenizer("no " * 999, truncation=True)["input_ids"]) == task.spec.max_seq_length
     assert build_task(task.spec, tmp_path / "out", tmp_path / "cache").key("train") == task.key("train")
