@@ -6,25 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from support.exhaustive import chosen
 from support.exit_folders import LENGTH, TAGS, exiting, json_of, make_tagger, tags_spec
 from support.exit_models import NEVER, between, classifier, early_exit, pad_of, texts
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from ds_trainer.cli.benchmark import read_benchmark_job
 from ds_trainer.cli.calibrate import calibrate_command
-from ds_trainer.cli.export import export_command
 from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
-from ds_trainer.deploy.benchmark import measure
 from ds_trainer.models.folders import save_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward, Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, load_for_inference
 from ds_trainer.techniques.exits.exit_evaluation import all_heads, evaluate_exits
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.exits.heads import read_exits, write_exits
+from ds_trainer.techniques.exits.heads import read_exits
 
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert")
 EVERY = [(family, criterion) for family in FAMILIES for criterion in ("entropy", "confidence", "patience")]
@@ -180,25 +176,3 @@ def test_heads_learn_from_labelled_tokens_alone(task: Task, folder: Path, tmp_pa
     early = load_for_inference(tmp_path / "out")
     torch.testing.assert_close(early.all_logits(**batch.inputs), torch.stack([*said, forward.out.logits.detach()]))
     assert early(**batch.inputs).logits.shape == (*batch.mask.shape, len(TAGS))
-
-
-def test_it_is_shrunk_and_measured_with_its_exits(
-    csv_folder: Path, folder: Path, cache: Path, task: Task, tmp_path: Path
-) -> None:
-    """The shrunk folder has heads and policy; the benchmark runs and scores both both ways, as the model is run."""
-    source, shrunk = tmp_path / "source", str(tmp_path / "shrunk")
-    shutil.copytree(folder, source)
-    weights = load_file(source / "model.safetensors")
-    weights["bert.encoder.layer.0.output.dense.weight"][:, 8:] = 0  # neurons that do nothing
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    policy = ExitPolicy(criterion="entropy", thresholds=[1.3] * 3)
-    write_exits(source, read_exits(source).model_copy(update={"policy": policy}))
-    export_command([str(source), "--shrink", "--output_dir", shrunk])
-    flags = ["--batch_sizes", "8", "--threads", "1", "--devices", "cpu", "--backends", "torch", "--seconds", "0.01"]
-    job = read_benchmark_job([str(source), shrunk, "--names", "a", "b", *flags, *flags_of(csv_folder, cache)])
-    *_, results = measure(job)
-    (one,) = results["measurements"]
-    assert one["folders"].keys() | one["notes"].keys() == {"a", "a, early exit", "b", "b, early exit"}
-    scores, _ = run_early(exiting(task, source), task, "validation")
-    for described in results["folders"].values():
-        assert described["scores"]["torch, early exit"] == scores != described["scores"]["torch"]
