@@ -118,7 +118,7 @@ def mistakes_of(data) -> str:
             ["of the family text", '"a", whose model is cut for it, of lm', "the same task"],
         ),
         (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
-        (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
+        (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
         (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
         (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
         (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["with a number of tokens from 1 up"]),
