@@ -49,19 +49,14 @@ def calibrate_parser() -> argparse.ArgumentParser:
 
 
 def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSpec:
-    """Return the aim of a calibration; criterion and patience are the folder's where no flag gives them.
-
-    Raise UserError where the folder has no exits, or cannot be calibrated as requested.
-    """
+    """Return the aim of a calibration; UserError where the folder has no exits, or cannot be calibrated like this."""
     saved = saved_exits(flags.model)
     if saved is None:
         raise UserError(f"the model folder {flags.model} has no {EXITS_FILE}: it has no exit heads to calibrate")
     regression = isinstance(task, TextSpec) and is_regression(task)
-    aim = {name: getattr(flags, name) for name in ("patience", "target_speedup", "max_drop")}
-    criterion = flags.criterion or saved.policy.criterion
-    if regression and criterion == "patience" and flags.patience is None:
-        aim["patience"] = saved.policy.patience
-    spec = checked_exits(aim | {"criterion": criterion})
+    names = ("criterion", "patience", "target_speedup", "max_drop")
+    spec = checked_exits({name: getattr(flags, name) for name in names})
+    criterion = spec.chosen_criterion or saved.policy.criterion
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
     share, heads = getattr(task, "held_out", 0.0), f"the exit heads of {flags.model} were trained"
     if not saved.held_out:

@@ -82,7 +82,7 @@ class ExitsSpec(Strict):
     patience: Patience | None = Field(None, description="heads in a row that must agree with the one before; 2")
     regression_threshold: Threshold | None = Field(None, description="scores that differ by less agree; by default 0.1")
     target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
-    max_drop: Rate | None = Field(None, description="calibrate for at most so many points below the full model")
+    max_drop: Rate | None = Field(None, description="calibrate for at most this many points below the full model")
 
     @model_validator(mode="after")
     def _consistent(self) -> ExitsSpec:
@@ -149,7 +149,7 @@ class SavedExits(Strict):
 
 
 def check_policy(policy: ExitPolicy, heads: int, regression: bool) -> None:
-    """Raise UserError where a policy does not fit a model with so many heads beside its own."""
+    """Raise UserError where a policy does not fit a model with this number of heads beside its own."""
     by_patience = policy.criterion == "patience"
     if regression and not by_patience:
         raise UserError(f"exits: {_no_probabilities(policy.criterion)}")

@@ -35,7 +35,7 @@ from ds_trainer.techniques.exits.heads import ExitHead, has_exits, load_heads, m
 from ds_trainer.techniques.layer_states import LayerStates, after_layer
 
 _NOT_BY_SAMPLE = frozenset({"rel_embeddings"})
-"""Arguments of a layer with a row for each relative position (DeBERTa), of which there may be as many as samples."""
+"""Arguments of a layer with a row for each relative position (DeBERTa): there may be as many as samples."""
 
 
 def doubt(criterion: Criterion, logits: Tensor, before: Tensor | None, counted: Tensor | None) -> Tensor:

@@ -85,8 +85,8 @@ class AllHeads:
 def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
     """Return a point for each threshold that changes an exit, from nobody leaving to the earliest exits.
 
-    Where there are more than `most`, about so many are returned, evenly spaced by mean layers, with both ends. For the
-    patience of a classification the thresholds are 1 to the number of exit heads. A threshold survives JSON exactly.
+    At most about `most` points are returned, evenly spaced by mean layers, with both ends. For the patience of a
+    classification the thresholds are 1 to the number of exit heads. A threshold survives JSON exactly.
     """
     doubts = heads.doubts[criterion]
     if criterion == "patience" and not heads.regression:
@@ -113,7 +113,7 @@ def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> Ope
 
     `target_speedup`: the point of the best score, and of equal ones of the fewest layers, among those whose speed-up
     `depth` / mean_layers reaches it. `max_drop`: the point of the fewest layers, and of equal ones of the best score,
-    among those that score at most so many hundredths less than the point of most layers, which is the full model.
+    among those whose score is at most `max_drop` hundredths below that of the point of most layers, the full model.
     Scores are main scores. A point whose score is NaN is never chosen; UserError where no point can be.
     """
     valid = [point for point in points if not math.isnan(point.main_score)]
