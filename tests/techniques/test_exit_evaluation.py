@@ -126,7 +126,7 @@ def test_a_curve_has_every_threshold_that_changes_an_exit(heads: AllHeads, crite
 @pytest.mark.parametrize(("criterion", "classes"), SINGLE)
 def test_thinning_keeps_the_ends_and_spreads_evenly(criterion: Criterion, classes: int) -> None:
     """Of many hundreds of thresholds about a hundred are left, no gap in mean layers above twice the even one."""
-    heads = made_up(seed=1, inner=5, count=250, classes=classes, coarse=False)
+    heads = made_up(seed=1, inner=5, count=400, classes=classes, coarse=False)
     every, points = curve(criterion, heads, most=10**6), curve(criterion, heads)
     assert len(every) > 500
     assert 80 <= len(points) <= 100
