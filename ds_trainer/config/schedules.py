@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+# an int is optimizer steps; a float in [0, 1] is a fraction of the phase
 Duration = int | float
-"""An int is optimizer steps; a float in [0, 1] is a fraction of the phase."""
-
 Shape = Literal["linear", "cubic", "cosine"]
 LrSchedule = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 
@@ -64,15 +63,11 @@ def lr_multiplier(kind: LrSchedule, warmup: Duration, total: int, restarts: int 
     def multiplier(step: int) -> float:
         part = min(step * (restarts + 1) // max(1, total), restarts)
         begin, end = (math.ceil(number * total / (restarts + 1)) for number in (part, part + 1))
-        return _decayed(kind, step - begin, steps_of(warmup, end - begin), end - begin)
+        step, length, rise = step - begin, end - begin, steps_of(warmup, end - begin)
+        if step < rise:
+            return step / rise
+        if kind in ("constant", "constant_with_warmup"):
+            return 1.0
+        return _REMAINING[kind](min(1.0, (step - rise) / max(1, length - rise)))
 
     return multiplier
-
-
-def _decayed(kind: LrSchedule, step: int, warmup: int, total: int) -> float:
-    if step < warmup:
-        return step / warmup
-    if kind in ("constant", "constant_with_warmup"):
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return _REMAINING[kind](progress)

@@ -1,18 +1,29 @@
-"""The prune technique on the library's own models."""
+"""The prune technique on the library's own models, by weights, heads, neurons and other granularities."""
 
 import logging
 import re
-from itertools import product
 
 import pytest
 import torch
-from support.exhaustive import chosen
-from support.prune_phases import FAMILIES, SMALL, make_model, make_prune
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from support.prune_phases import (
+    FAMILIES,
+    GROUPED,
+    NEURONS_ALONE,
+    UNIFORM,
+    kept_of,
+    make_model,
+    make_prune,
+    pruned,
+    rows_of,
+    run,
+)
+from torch import Tensor, nn
 
 from ds_trainer.config.prune_specs import PruneSpec
-from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears
+from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears, layers_of, sizes_of
+from ds_trainer.models.shrink import shrink
+from ds_trainer.models.shrunk_model import resize
+from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.tasks.losses import hard_concrete, score_penalty
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.prune import advice
@@ -20,126 +31,283 @@ from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength
 
-GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16, "vocab_size": 64}
-LINEARS_A_LAYER = {"modernbert": 4}
+METHODS = ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"]
+HALF = {"topK": 0.5, "magnitude": 0.5, "threshold": 0.0, "sigmoied_threshold": 0.5, "l0": 1.0}
+"""The final threshold with which scores around 0 keep about half."""
+SPREAD = {"mask_init": "uniform", "mask_scale": 5.0}
+GLOBAL = {"global_topk": True, "global_topk_frequency_compute": 4}
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ds_trainer"), "propagate", True)
+    return caplog
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_encoder_is_masked_trained_and_folded(family):
-    """Only linear layers of the encoder are swapped; folding gives plain ones, the same logits and the asked zeros."""
+def test_any_model_is_masked_trained_and_folded(family, tmp_path):
+    """Only linear layers of the encoder are swapped, and their scores learn.
+
+    The saved folder is the family's own, of the exact density in each matrix, and its logits are the masked ones.
+    """
     model = make_model(family)
-    linears = encoder_linears(model)
-    assert len(linears) == 3 * LINEARS_A_LAYER.get(family, 6)
+    linears = {name: type(linear) for name, linear in encoder_linears(model).items()}
+    a_layer = {"modernbert": 4, "gpt2": 4, "llama": 7, "qwen3": 7}.get(family, 6)
+    assert (len(encoder_layers(model)), len(linears)) == (3, 3 * a_layer)
     prune = make_prune(final_threshold=0.3, mask_init="kaiming")
     model = prune.attach(model)
     assert {name for name, m in model.named_modules() if isinstance(m, MaskedLinear)} == set(linears)
     prune.on_step(10)
-    inputs = {"input_ids": torch.randint(3, 60, (2, 7)), "attention_mask": torch.ones(2, 7).long()}
-    out = model(**inputs).logits
-    out.sum().backward()
-    assert all(layer.mask_scores.grad.abs().sum() > 0 for layer in prune.layers.values())
-    folded = prune.fold(model)
-    assert not any(isinstance(module, MaskedLinear) for module in folded.modules())
-    assert type(folded.get_submodule(next(iter(linears)))) is nn.Linear
-    torch.testing.assert_close(folded(**inputs).logits, out)
-    for name in linears:
-        weight = folded.get_submodule(name).weight
-        assert int(weight.count_nonzero()) == round(0.3 * weight.numel())
-    assert not any("mask_scores" in name for name in folded.state_dict())
-
-
-def make_decoder(family: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = GPT2 if family == "gpt2" else SMALL
-    config = AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize(("family", "a_layer", "plain"), [("gpt2", 4, Conv1D), ("llama", 7, nn.Linear)])
-def test_a_decoder_is_pruned_to_a_plain_one(family, a_layer, plain, tmp_path):
-    """The saved folder is the family's own, of the exact density in each matrix, and its logits are the masked ones."""
-    from transformers import AutoModelForCausalLM
-
-    model = make_decoder(family)
-    linears = encoder_linears(model)
-    assert len(encoder_layers(model)) == 3
-    assert len(linears) == 3 * a_layer
-    prune = make_prune(final_threshold=0.3, mask_init="kaiming")
-    model = prune.attach(model)
-    prune.on_step(10)
-    inputs = {"input_ids": torch.randint(3, 60, (2, 7))}
-    out = model(**inputs).logits
+    out = run(model)
     out.square().sum().backward()
     assert all(layer.mask_scores.grad.abs().sum() > 0 for layer in prune.layers.values())
     prune.fold(model).save_pretrained(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(reloaded) is type(model)
-    assert {type(reloaded.get_submodule(name)) for name in linears} == {plain}
-    torch.testing.assert_close(reloaded(**inputs).logits, out)
-    layers = count_weights(reloaded)["layers"]
-    assert set(layers) == set(linears)
-    assert all(counts["kept"] == round(0.3 * counts["total"]) for counts in layers.values())
+    reloaded = type(model).from_pretrained(tmp_path).eval()
+    assert {name: type(reloaded.get_submodule(name)) for name in linears} == linears
+    torch.testing.assert_close(run(reloaded), out)
+    counts = count_weights(reloaded)["layers"]
+    assert set(counts) == set(linears)
+    assert all(count["kept"] == round(0.3 * count["total"]) for count in counts.values())
 
 
-def test_every_step_keeps_exactly_the_scheduled_share():
-    """Within 0.1% of each matrix at every step, in fp32 and bf16, from constant scores (all tied) on."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make_model("bert").to(dtype)
-        prune = make_prune(final_threshold=0.1)
-        model = prune.attach(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(11):
-            prune.on_step(step)
-            model(input_ids=torch.randint(0, 60, (2, 5))).logits.float().square().sum().backward()
-            for layer in prune.layers.values():
-                scores = layer.scores()
-                kept = layer.mask.times(torch.ones_like(scores), scores).float().sum() / scores.numel()
-                assert abs(float(kept) - prune.threshold) <= 0.001 + 0.5 / scores.numel()
-            assert prune.readings()["prune/density"] == pytest.approx(prune.threshold, abs=1e-3)
-            optimizer.step()
-            optimizer.zero_grad()
+@pytest.mark.parametrize(
+    ("family", "method"), [*((family, "topK") for family in FAMILIES), *(("bert", method) for method in METHODS[1:])]
+)
+def test_heads_and_neurons_are_masked_and_folded(family, method):
+    """The folded model is plain, computes the masked one's logits, and has zeros in all matrices of what fell."""
+    granularity = NEURONS_ALONE if family == "deberta-v2" else "hybrid"
+    spec = {"granularity": granularity, "block_shape": [5, 7], "final_threshold": HALF[method]}
+    prune, model = pruned(family, pruning_method=method, **spec, **SPREAD)
+    with torch.no_grad():
+        expected = run(model)
+    kept = {name: layer.mask.open.clone() for name, layer in prune.layers.items()}
+    density = prune.readings()["prune/density"]
+    folded = prune.fold(model)
+    assert not any(isinstance(module, MaskedLinear) for module in folded.modules())
+    torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+    counts = count_weights(folded)["encoder"]
+    assert counts["kept"] / counts["total"] == pytest.approx(density, abs=1e-9)
+    fallen = 0
+    for name, site in prune.sites.items():
+        for linear in (folded.get_submodule(inner) for inner in site.inner):
+            rows = rows_of(linear).reshape(site.parts, len(kept[name]), -1)
+            assert torch.equal((rows != 0).any(2).all(0), kept[name])
+            fallen += int((~kept[name]).sum())
+            if linear.bias is not None:
+                biases = linear.bias.view(site.parts, len(kept[name]), -1)
+                assert torch.equal((biases != 0).any(2).all(0), kept[name])
+    assert fallen > 0
 
 
-def test_patterns_choose_layers_and_never_heads():
-    """A pattern picks what it matches; one that matches nothing, or only pooler or heads, is refused by name."""
-    prune = make_prune(modules=["*.attention.self.query", "*.layer.2.output.dense"])
-    prune.attach(make_model("bert"))
-    assert sorted(prune.layers) == [f"bert.encoder.layer.{i}.attention.self.query" for i in range(3)] + [
-        "bert.encoder.layer.2.output.dense"
-    ]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_heads_and_neurons_learn_from_what_enters_the_outer_matrix(family):
+    """Their gradient is that of gates on its input, in plain autograd; what fell gets none in any inner matrix."""
+    prune, model = pruned(family, granularity={"feed_forward": "neuron"} if family == "deberta-v2" else "hybrid")
+    run(model).square().sum().backward()
+    plain, gates = make_model(family), {}
+    for name, layer in prune.layers.items():
+        gates[name] = layer.mask.open.float().requires_grad_()
+        width = layer.in_features // len(gates[name])
+        plain.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, gate=gates[name], width=width: (inputs[0] * gate.repeat_interleave(width),)
+        )
+    run(plain).square().sum().backward()
+    for name, layer in prune.layers.items():
+        torch.testing.assert_close(layer.mask_scores.grad, gates[name].grad, atol=1e-4, rtol=1e-4)
+        for inner, linear in prune.sites[name].inner.items():
+            torch.testing.assert_close(linear.weight.grad, plain.get_submodule(inner).weight.grad)
+            rows = rows_of(linear, linear.weight.grad).reshape(prune.sites[name].parts, len(gates[name]), -1)
+            assert float(rows[:, ~layer.mask.open].abs().sum()) == 0
+
+
+def test_heads_that_share_a_key_and_value_fall_together():
+    """Of a Llama with 4 heads in 2 groups, half is one group in every layer: 2 heads, their key and their value."""
+    prune, model = pruned("llama", granularity="head")
+    assert [layer.mask_scores.shape for layer in prune.layers.values()] == [(2,)] * 3
+    run(model)
+    assert kept_of(prune, "attention") == [1, 1, 1]
+    attention = layers_of(prune.fold(model))["model.layers.0"].self_attn
+    assert [int((linear.weight != 0).any(1).sum()) for linear in (attention.q_proj, attention.k_proj)] == [16, 8]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_magnitudes_of_heads_are_over_all_matrices(together):
+    """A head whose queries alone are large is kept: the root mean square is over query, key, value and output."""
+    spec = {"granularity": "head", "pruning_method": "magnitude", "final_threshold": 0.25}
+    prune, model = make_prune(global_topk=together, **spec), make_model()
+    attention = layers_of(model)["bert.encoder.layer.1"].attention
+    inner = [getattr(attention.self, name) for name in ("query", "key", "value")]
+    with torch.no_grad():
+        inner[0].weight[8:16] = 3.0
+    parts = [*(linear.weight.view(4, -1) for linear in inner), attention.output.dense.weight.t().reshape(4, -1)]
+    expected = torch.cat(parts, 1).square().mean(1).sqrt()
+    prune.attach(model)
+    prune.on_step(10)
+    run(model)
+    name = "bert.encoder.layer.1.attention.output.dense"
+    torch.testing.assert_close(prune.sites[name].magnitudes(prune.layers[name].weight), expected)
+    assert bool(prune.layers[name].mask.open[1])
+    assert int(prune.layers[name].mask.open.sum()) == 1 or together
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "granularity"),
+    [
+        *(("gpt2", "topK", granularity) for granularity in ("row", "column", "block")),
+        *(("bert", method, "block") for method in METHODS),
+        ("bert", "l0", "row"),
+        ("bert", "threshold", "column"),
+    ],
+)
+def test_rows_columns_and_blocks_are_kept_whole_or_dropped_whole(family, method, granularity):
+    """Rows are outputs and columns inputs, in a Conv1D too; the folded model computes what the masked one does."""
+    spec = {"granularity": granularity, "block_shape": [8, 16], "final_threshold": HALF[method]}
+    prune, model = pruned(family, pruning_method=method, **spec, **SPREAD)
+    with torch.no_grad():
+        expected = run(model)
+    folded = prune.fold(model)
+    torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+    kept = total = 0
+    for name in prune.layers:
+        weight = rows_of(folded.get_submodule(name)) != 0
+        rows, columns = {"row": (1, weight.shape[1]), "column": (weight.shape[0], 1), "block": (8, 16)}[granularity]
+        parts = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
+        assert torch.equal(parts.any(2), parts.all(2))
+        assert method not in ("topK", "magnitude") or int(parts.any(2).sum()) == parts.any(2).numel() // 2
+        kept, total = kept + int(parts.any(2).sum()), total + parts.any(2).numel()
+    assert 0 < kept < total
+
+
+def test_keys_and_modules_choose_what_is_pruned():
+    """The first key that matches decides; modules restrict it. One that matches nothing is refused by name."""
+    keys = {"attention": "block", "*.layer.0.*": "row", "*.output.dense": "column"}
+    prune, _ = pruned(granularity=keys, block_shape=[16, 16])
+    chosen = {name.removeprefix("bert.encoder.layer."): site.granularity for name, site in prune.sites.items()}
+    assert chosen["0.attention.output.dense"] == chosen["2.attention.self.key"] == "block"
+    assert chosen["0.intermediate.dense"] == chosen["0.output.dense"] == "row"
+    assert chosen["1.output.dense"] == "column"
+    assert "1.intermediate.dense" not in chosen
+    mixed, model = pruned(granularity=NEURONS_ALONE, block_shape=[16, 16])
+    run(model)
+    assert (len(mixed.layers), kept_of(mixed, "feed_forward")) == (3 * 5, [24] * 3)
+    blocks, _ = pruned(modules=["*.layer.1.*", "*.layer.0.attention.*"])
+    outer = ["0.attention.output.dense", "1.attention.output.dense", "1.output.dense"]
+    assert list(blocks.layers) == [f"bert.encoder.layer.{name}" for name in outer]
+    weights, _ = pruned(granularity="weight", modules=["*.attention.self.query", "*.layer.2.output.dense"])
+    assert list(weights.layers)[-1] == "bert.encoder.layer.2.output.dense"
+    assert len(weights.layers) == 4
     for pattern in ("*.quary", "classifier", "bert.pooler.dense", "*embeddings*"):
         with pytest.raises(ValueError, match=rf'"{pattern}" matches no linear layer'.replace("*", r"\*")):
-            make_prune(modules=["*.query", pattern]).attach(make_model("bert"))
+            pruned(granularity="weight", modules=["*.query", pattern])
 
 
-def test_global_topk_shares_one_threshold():
-    """Over all layers together exactly the share is kept, and single layers differ from it."""
-    prune = make_prune(final_threshold=0.2, global_topk=True, mask_init="uniform", mask_scale=1.0)
-    model = prune.attach(make_model("bert"))
-    with torch.no_grad():
-        next(iter(prune.layers.values())).mask_scores.add_(2.0)
-    prune.on_step(10)
-    model(input_ids=torch.randint(0, 60, (2, 5)))
-    readings = prune.readings()
-    size = sum(layer.weight_size for layer in prune.layers.values())
-    assert readings["prune/density"] == round(0.2 * size) / size
-    densities = [value for name, value in readings.items() if name.startswith("prune/density/")]
-    assert densities[0] == 1.0
-    assert max(densities[1:]) < 0.2
+class Unknown(nn.Module):
+    """A model whose blocks are of no known form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"mix": nn.Linear(6, 6)}) for _ in range(2)])
 
 
-def test_global_threshold_is_held_between_refreshes():
-    """With a refresh every 4 steps the cut changes at 0, 4, 8 and at the phase's end only."""
-    prune = make_prune(global_topk=True, global_topk_frequency_compute=4, mask_init="kaiming", final_threshold=0.1)
-    prune.attach(make_model("bert"))
-    masks = []
+@pytest.mark.parametrize(
+    ("family", "spec", "told"),
+    [
+        ("deberta-v2", {}, '"attention" prunes nothing of Deberta.* by head.* choose block, row'),
+        ("bert", {"granularity": {"*.quary": "row"}}, r'"\*\.quary" prunes nothing of Bert'),
+        ("bert", {"granularity": {"*": "row", "attention": "head"}}, '"attention" prunes nothing'),
+        ("bert", {"granularity": NEURONS_ALONE, "modules": ["*[0-9].output.dense", "*inter*"]}, '"attention" prunes'),
+        (
+            "bert",
+            {"granularity": "head", "modules": ["*.query"]},
+            r"takes bert.*layer\.0\.attention\.self\.key, .* out",
+        ),
+        ("bert", {"granularity": {"*.query": "block", "attention": "head"}}, "head is of all matrices"),
+        ("unknown", {"granularity": "head"}, '"attention" prunes nothing of Unknown by head.*unknown form'),
+        ("unknown", {"granularity": {"attention": "row"}}, '"attention" prunes nothing of Unknown by row'),
+    ],
+)
+def test_what_cannot_be_done_on_a_model_is_refused(family, spec, told):
+    """With the key of the granularity, the model, and what can be chosen."""
+    model = Unknown() if family == "unknown" else make_model(family)
+    with pytest.raises(ValueError, match=told):
+        make_prune(**{"granularity": "hybrid"} | spec).attach(model)
+    assert len(make_prune(granularity="row").attach(Unknown()).layers[0]["mix"].mask_scores) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_step_keeps_exactly_the_scheduled_share(dtype):
+    """Within 0.1% of each matrix at every step, from constant scores (all tied) on."""
+    prune = make_prune(final_threshold=0.1)
+    model = prune.attach(make_model().to(dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(11):
         prune.on_step(step)
-        masks.append(next(iter(prune.layers.values())).mask)
-    changed = [step for step in range(1, 11) if masks[step] is not masks[step - 1]]
-    assert changed == [4, 8, 10]
+        run(model).float().square().sum().backward()
+        for layer in prune.layers.values():
+            scores = layer.scores()
+            kept = layer.mask.times(torch.ones_like(scores), scores).float().sum() / scores.numel()
+            assert abs(float(kept) - prune.threshold) <= 0.001 + 0.5 / scores.numel()
+        assert prune.readings()["prune/density"] == pytest.approx(prune.threshold, abs=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_numbers_of_heads_and_neurons_follow_the_schedule():
+    """Of 4 heads and 48 neurons, linearly from all to a quarter, in every layer."""
+    prune, model = pruned(final_threshold=0.25, schedule="linear")
+    counts = []
+    for step in range(11):
+        prune.on_step(step)
+        run(model)
+        share = prune.readings()["prune/threshold"]
+        heads, neurons = (set(kept_of(prune, kind)) for kind in ("attention", "feed_forward"))
+        assert (heads, neurons) == ({round(4 * share)}, {round(48 * share)})
+        counts.append((*heads, *neurons))
+    assert (counts[0], counts[-1], counts) == ((4, 48), (1, 12), sorted(counts, reverse=True))
+
+
+@pytest.mark.parametrize(("groups", "share"), [(1, 0.5), (2, 0.25), (4, 0.1)])
+def test_a_share_of_few_heads_is_one_at_least(groups, share, monkeypatch):
+    """Half of a single group of heads rounds to none, which nobody who asks for half means."""
+    monkeypatch.setitem(FAMILIES, "llama", GROUPED | {"num_key_value_heads": groups})
+    prune, model = pruned("llama", final_threshold=share)
+    run(model)
+    assert kept_of(prune, "attention") == [1] * 3
+
+
+def test_what_is_already_shrunk_is_pruned_further():
+    """Emptied blocks have no decisions, the others those that they have left; folded and cut it computes the same."""
+    model = make_model()
+    model.config.shrunk = {"heads": [4, 0, 2], "neurons": [48, 24, 0]}
+    resize(model, model.config.shrunk)
+    prune = make_prune(granularity="hybrid", final_threshold=0.5, mask_init="kaiming")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+        model = prune.attach(model).eval()
+        prune.on_step(10)
+        expected = run(model)
+        assert kept_of(prune, "prune") == [2, 24, 12, 1]
+        folded = prune.fold(model)
+        torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+        cut = shrink(folded)
+        torch.testing.assert_close(run(cut), expected, atol=1e-6, rtol=1e-5)
+    assert sizes_of(cut) == {"heads": [2, 0, 1], "neurons": [24, 12, 0]}
+
+
+@pytest.mark.parametrize("granularity", ["weight", "hybrid"])
+def test_static_pruning_trains_scores_alone(granularity):
+    """With train_weights false all but the scores is frozen, and these learn; with magnitude no score exists."""
+    prune, model = pruned(granularity=granularity, train_weights=False)
+    scores, frozen = prune.parameter_rules(model)
+    assert (scores.params, scores.learning_rate, scores.weight_decay) == ("*.mask_scores", 1e-2, 0.0)
+    assert (frozen.params, frozen.frozen) == ("*", True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("mask_scores"))
+    run(model).square().sum().backward()
+    assert all(float(layer.mask_scores.grad.abs().sum()) > 0 for layer in prune.layers.values())
+    prune, model = pruned(granularity=granularity, pruning_method="magnitude")
+    assert prune.parameter_rules(model) == ()
 
 
 @pytest.mark.parametrize(("kind", "method"), [("l1", "sigmoied_threshold"), ("l0", "l0")])
@@ -147,10 +315,9 @@ def test_the_penalty_is_the_mean_over_layers_scaled_by_the_threshold(kind, metho
     """threshold / final_threshold x the mean penalty of the layers, from the closed form."""
     thresholds = {"initial_threshold": 0.0, "mask_init": "uniform", "mask_scale": 2.0}
     prune = make_prune(pruning_method=method, regularization=kind, **thresholds)
-    model = prune.attach(make_model("bert"))
+    model = prune.attach(make_model())
     prune.on_step(5)
-    out = model(input_ids=torch.randint(0, 60, (2, 5)))
-    term = prune.terms(Forward(None, out, 5))["prune.penalty"]
+    term = prune.terms(Forward(None, run(model), 5))["prune.penalty"]
     penalties = [score_penalty(layer.mask_scores, kind) for layer in prune.layers.values()]
     ramp = prune.threshold / prune.spec.final_threshold
     assert 0 < ramp < 1
@@ -165,151 +332,294 @@ def test_l0_penalty_is_the_chance_of_an_open_gate():
     assert float(score_penalty(scores, "l0")) == pytest.approx(float(open_share), abs=3e-3)
 
 
-def test_initial_scores():
+@pytest.mark.parametrize("granularity", ["weight", "row"])
+def test_initial_scores(granularity):
     """constant is mask_scale, uniform lies within it, kaiming within 1/sqrt(fan in); the same on every rank."""
-    layers = {}
-    for init in ("constant", "uniform", "kaiming"):
-        prune = make_prune(mask_init=init, mask_scale=0.5)
-        prune.attach(make_model("bert"))
-        layers[init] = next(iter(prune.layers.values())).mask_scores
-    assert bool((layers["constant"] == 0.5).all())
-    assert 0.45 < float(layers["uniform"].detach().abs().max()) <= 0.5
-    assert 0.15 < float(layers["kaiming"].detach().abs().max()) <= 32**-0.5
-    prune = make_prune(mask_init="kaiming")
-    prune.attach(make_decoder("gpt2"))
-    down = prune.layers["transformer.h.0.mlp.c_proj"].mask_scores  # (in 128, out 32)
-    assert 0.9 * 128**-0.5 < float(down.detach().abs().max()) <= 128**-0.5
-    torch.manual_seed(99)
-    again = make_prune(mask_init="uniform", mask_scale=0.5)
-    again.attach(make_model("bert"))
-    assert torch.equal(next(iter(again.layers.values())).mask_scores, layers["uniform"])
+    scores = {}
+    for init in ("constant", "uniform", "kaiming", "uniform"):
+        torch.manual_seed(len(scores))
+        prune = make_prune(mask_init=init, mask_scale=0.5, granularity=granularity)
+        prune.attach(make_model("gpt2"))
+        values = prune.layers["transformer.h.0.mlp.c_proj"].mask_scores.detach()  # of 48 inputs and 32 outputs
+        assert init not in scores or torch.equal(scores[init], values)
+        assert not torch.equal(values, prune.layers["transformer.h.1.mlp.c_proj"].mask_scores) or init == "constant"
+        scores[init] = values
+    assert bool((scores["constant"] == 0.5).all())
+    assert 0.4 < float(scores["uniform"].abs().max()) <= 0.5
+    assert float(scores["uniform"].min()) < -0.4
+    assert 0.8 * 48**-0.5 < float(scores["kaiming"].abs().max()) <= 48**-0.5
 
 
-def test_a_model_without_layers_is_refused():
-    """The message says what was looked for."""
-    with pytest.raises(ValueError, match="no list of equal layers"):
-        encoder_layers(nn.Sequential(nn.Linear(2, 2)))
+def test_global_topk_shares_one_threshold():
+    """Over all layers together exactly the share is kept, and single layers differ from it."""
+    prune = make_prune(final_threshold=0.2, global_topk=True, **UNIFORM)
+    model = prune.attach(make_model())
+    with torch.no_grad():
+        next(iter(prune.layers.values())).mask_scores.add_(2.0)
+    prune.on_step(10)
+    run(model)
+    readings = prune.readings()
+    size = sum(layer.weight_size for layer in prune.layers.values())
+    assert readings["prune/density"] == round(0.2 * size) / size
+    densities = [value for name, value in readings.items() if name.startswith("prune/density/")]
+    assert densities[0] == 1.0
+    assert max(densities[1:]) < 0.2
 
 
-def steps_of(prune: Prune, model: nn.Module, steps: int, rate: float = 0.0) -> list[float]:
-    """The density at each of so many steps; every score moves by `rate` against the sign of its gradient."""
-    densities = []
+def test_a_global_choice_over_mixed_granularities_counts_weights():
+    """Blocks and neurons, each by how far above its kind's mean in its deviations, until the kept are the share."""
+    prune, model = pruned(granularity=NEURONS_ALONE, block_shape=[16, 16], global_topk=True, **UNIFORM)
+    run(model)
+    assert prune.readings()["prune/density"] == pytest.approx(0.5, abs=128 / (3 * (4 * 32**2 + 2 * 32 * 48)))
+    standardised = []
+    for granularity in ("block", "neuron"):
+        layers = [layer for name, layer in prune.layers.items() if prune.sites[name].granularity == granularity]
+        scores = torch.cat([layer.scores().flatten() for layer in layers]).double()
+        scores = (scores - scores.mean()) / scores.std(correction=0)
+        kept = torch.cat([layer.mask.open.flatten() for layer in layers])
+        standardised.append((scores[kept], scores[~kept]))
+    assert min(kept.min() for kept, _ in standardised) > max(fallen.max() for _, fallen in standardised)
+    alone, model = pruned(granularity="neuron", global_topk=True, final_threshold=0.25)
+    run(model)
+    scores = torch.cat([layer.scores() for layer in alone.layers.values()])
+    assert torch.equal(torch.cat([layer.mask.open for layer in alone.layers.values()]), scores > scores.sort()[0][107])
+
+
+@pytest.mark.parametrize("larger", ["head", "neuron"])
+def test_no_kind_is_emptied_for_one_of_larger_scores(larger):
+    """What is kept is the same where the scores of heads, or of neurons, are 1000 times as large and far from zero."""
+    kept = []
+    for scale in (1, 1000):
+        prune = make_prune(granularity="hybrid", final_threshold=0.5, global_topk=True, **UNIFORM)
+        model = prune.attach(make_model()).eval()
+        for name, layer in prune.layers.items():
+            if prune.sites[name].granularity == larger:
+                layer.mask_scores.data.add_(scale - 1).mul_(scale)
+        prune.on_step(10)
+        run(model)
+        kept.append([layer.mask.open.tolist() for layer in prune.layers.values()])
+        for kind, whole in (("attention", 12), ("feed_forward", 144)):
+            assert whole / 4 < sum(kept_of(prune, kind)) < whole
+    assert kept[0] == kept[1]
+
+
+def test_a_global_choice_among_equal_scores_keeps_the_first():
+    """Where all scores of both kinds are equal, nothing is divided by a deviation of 0."""
+    prune, model = pruned(global_topk=True, mask_init="constant", mask_scale=0.1)
+    run(model)
+    assert prune.readings()["prune/density"] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("spec", [{}, {"pruning_method": "threshold", "final_threshold": 0.0}, {"global_topk": True}])
+def test_scores_that_are_nan_end_the_run(spec):
+    """They are not taken for the largest: the error is raised where the decisions are read."""
+    prune = make_prune(**{"granularity": "hybrid", "final_threshold": 0.5} | UNIFORM | spec)
+    model = prune.attach(make_model()).eval()
+    next(iter(prune.layers.values())).mask_scores.data[0] = torch.nan
+
+    def read() -> None:
+        prune.on_step(10)
+        run(model)
+        prune.readings()
+
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN: the run has diverged"):
+        read()
+
+
+@pytest.mark.parametrize("granularity", ["weight", "hybrid"])
+def test_a_choice_over_all_layers_is_held_and_resumed(granularity):
+    """It changes at steps 0, 4, 8 and at the end only, also in a run that goes on from its state.
+
+    Of weights the threshold is held, of decisions what is kept. A run that is resumed with fewer steps chooses anew.
+    """
+    spec = {"granularity": granularity, "mask_init": "kaiming", "final_threshold": 0.1, **GLOBAL}
+    prune = make_prune(**spec)
+    model, masks = prune.attach(make_model()), []
+    for step in range(11):
+        prune.on_step(step)
+        masks.append(next(iter(prune.layers.values())).mask)
+        if step == 8:
+            state = prune.state()
+    assert [step for step in range(1, 11) if masks[step] is not masks[step - 1]] == [4, 8, 10]
+    other, shorter = make_prune(**spec), make_prune(total=7, **spec)
+    for each in (other, shorter):
+        model = each.attach(make_model())
+        each.resume(state)
+        for layer in each.layers.values():
+            layer.mask_scores.data.neg_()
+        each.on_step(9)
+    assert other.state() == state
+    scores = {name: layer.mask_scores.detach().clone() for name, layer in shorter.layers.items()}
+    folded = shorter.fold(model)
+    if granularity == "weight":
+        kept = torch.cat([folded.get_submodule(name).weight.flatten() != 0 for name in scores])
+        order = torch.cat([values.flatten() for values in scores.values()]).argsort(descending=True, stable=True)
+        assert kept.nonzero().flatten().tolist() == sorted(order[: round(0.1 * len(order))].tolist())
+        assert shorter.readings()["prune/density"] == pytest.approx(0.1, abs=1e-4)
+    assert shorter.state() != state
+
+
+VIEWED = {
+    "topK": {},
+    "l0": {"pruning_method": "l0", "initial_threshold": 0.0},
+    "hybrid magnitude": {"granularity": "hybrid", "pruning_method": "magnitude"},
+    "hybrid sigmoied": {"granularity": "hybrid", "pruning_method": "sigmoied_threshold", "final_threshold": 0.6},
+    "global": GLOBAL,
+    "global hybrid": {"granularity": "hybrid", **GLOBAL},
+    "global hybrid magnitude": {"granularity": "hybrid", "pruning_method": "magnitude", **GLOBAL},
+}
+
+
+def outputs(prune: Prune, model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+    """The logits of an evaluation at this step, and those of its view at the final threshold; of its second batch."""
+    prune.on_step(step)
+    with torch.no_grad():
+        for _ in range(2):
+            logits = run(model)
+            view = prune.views(Forward(None, logits, 0), lambda _: run(model))
+    return logits, view["final_threshold"]
+
+
+def stopped(_) -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_the_view_at_the_final_threshold(name):
+    """It is the model as its last step would have it; the model's own answers and all that trains it stay as they are.
+
+    Also where a choice over all layers is held, in a run that goes on from its state, and where a stop ends the view.
+    """
+    spec = {"final_threshold": 0.3, "schedule": "linear"} | UNIFORM | VIEWED[name]
+    plain = make_prune(**spec)
+    model = plain.attach(make_model()).eval()
+    prune = make_prune(evaluate_at_final_threshold=True, **spec)
+    viewed = prune.attach(make_model()).eval()
+    assert (prune.cheap_views, plain.cheap_views) == (True, False)
+    assert plain.views(Forward(None, None, 0), None) == {}
+    with torch.no_grad():
+        for step in (0, 4, 5):  # a choice over all layers is held after step 4
+            plain.on_step(step)
+            logits, view = outputs(prune, viewed, step)
+            assert torch.equal(logits, run(model))
+        other = make_prune(evaluate_at_final_threshold=True, **spec)
+        resumed = other.attach(make_model()).eval()
+        other.resume(prune.state())
+        assert all(torch.equal(a, b) for a, b in zip(outputs(other, resumed, 5), (logits, view), strict=True))
+        before = [layer.mask for layer in prune.layers.values()], prune.state()
+        with pytest.raises(InterruptedError):
+            prune.views(Forward(None, logits, 0), stopped)
+        assert all(layer.mask is mask for layer, mask in zip(prune.layers.values(), before[0], strict=True))
+        assert (prune.state(), plain.state()) == (before[1], before[1])
+        assert prune.readings() == plain.readings()
+        plain.on_step(10)
+        assert torch.equal(view, run(model))
+        assert torch.equal(logits, view) == (spec.get("pruning_method") == "l0")
+        logits, view = outputs(prune, viewed, 10)
+        assert view is logits
+
+
+def densities(prune: Prune, model: nn.Module, steps: int, rate: float = 0.0) -> list[float]:
+    """The density at each of the steps; every score moves by `rate` against the sign of its gradient."""
+    found = []
     for step in range(steps):
         prune.on_step(step)
-        model(input_ids=torch.randint(0, 60, (2, 5))).logits.square().sum().backward()
-        densities.append(prune.readings()["prune/density"])
+        run(model).square().sum().backward()
+        found.append(prune.readings()["prune/density"])
         for layer in prune.layers.values() if rate else ():
             layer.mask_scores.data -= rate * layer.mask_scores.grad.sign()
             layer.mask_scores.grad = None
-    return densities
+    return found
 
 
-def jump_of(caplog) -> list[str]:
-    return [record.message for record in caplog.records if "training should start" in record.message]
+def jumps(caplog) -> list[str]:
+    return [record.message for record in caplog.records if "should start with" in record.message]
 
 
-@pytest.fixture
-def told(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("ds_trainer"), "propagate", True)
-    return caplog
-
-
-DENSE = ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"]
-
-
-@pytest.mark.parametrize("granularity", chosen(["weight", "hybrid", "block"], lambda name: name != "block"))
-@pytest.mark.parametrize("method", DENSE)
+@pytest.mark.parametrize("granularity", ["weight", "hybrid"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_defaults_of_every_method_start_dense(method, granularity, told):
     """All weights are kept while the threshold is held at its start, and by l0's gates each is let through by 0.98."""
-    prune = make_prune(total=100, initial_warmup=4, pruning_method=method, granularity=granularity)
-    prune = Prune(prune.spec, PhaseLength(100, 1, seed=3), task=None)
-    model = prune.attach(make_model("bert"))
-    rate = 0.0 if method == "magnitude" else prune.spec.mask_scores_learning_rate
-    assert steps_of(prune, model, 4, rate) == [1.0] * 4
-    assert jump_of(told) == []
+    spec = PruneSpec(initial_warmup=4, final_warmup=0, pruning_method=method, granularity=granularity)
+    prune = Prune(spec, PhaseLength(100, 1, seed=3), task=None)
+    rate = 0.0 if method == "magnitude" else spec.mask_scores_learning_rate
+    assert densities(prune, prune.attach(make_model()), 4, rate) == [1.0] * 4
+    assert jumps(told) == []
     if method == "l0":
-        assert float(hard_concrete(torch.tensor(prune.spec.mask_scale), None)) == pytest.approx(0.98, abs=1e-3)
-        assert (prune.threshold / prune.spec.final_threshold, rate) == (1, 0.1)
+        assert float(hard_concrete(torch.tensor(spec.mask_scale), None)) == pytest.approx(0.98, abs=1e-3)
+        assert (prune.threshold / spec.final_threshold, rate) == (1, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("init", "method"),
-    chosen(product(["uniform", "kaiming"], DENSE), lambda case: case[0] == "uniform" or "l0" in case),
-)
-def test_every_kind_of_scores_starts_dense_or_is_told(method, init, told):
-    """Scores around 0 are dense where a share is kept, or a sigmoid is above 0; else half of them, which is told."""
-    prune = make_prune(pruning_method=method, mask_init=init, total=1000)
-    densities = steps_of(prune, prune.attach(make_model("bert")), 3)
-    half = method in ("threshold", "l0")
-    if method != "l0":
-        assert densities[0] == pytest.approx(0.5 if half else 1.0, abs=0.02)
-    assert len(jump_of(told)) == half
-    assert not half or 'set mask_init to "constant"' in jump_of(told)[0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "step", "way"),
-    [
-        ({"pruning_method": "threshold", "mask_scale": 0.0}, 0, "mask_scale above initial_threshold by many steps"),
-        ({"pruning_method": "threshold", "mask_scale": 0.005}, 1, "mask_scale above initial_threshold by many steps"),
-        ({"pruning_method": "sigmoied_threshold", "initial_threshold": 0.5}, 0, "lower initial_threshold"),
-        (
-            {"pruning_method": "l0", "mask_scale": 0.0},
-            0,
-            "the gates are open by 50.0%, and training should start with 100%",
-        ),
-        ({"pruning_method": "threshold", "mask_scale": 0.0, "granularity": "hybrid"}, 0, "the density is 0.0%"),
-        ({"final_warmup": 1.0}, 0, "lower initial_warmup or final_warmup"),
-    ],
-)
-def test_a_jump_at_the_first_steps_is_told_once(spec, step, way, told):
-    """With the step, the density, and what to change; also where the scores cross the threshold in one step."""
-    prune = make_prune(**spec)
-    steps_of(prune, prune.attach(make_model("bert")), 4, rate=0.01)
-    (message,) = jump_of(told)
-    assert message.startswith(f"prune: at step {step} ")
-    assert way in message
-
-
-def test_a_start_as_the_recipe_says_is_no_jump(told):
-    """A share of a half from the start is what was asked for; a schedule of few steps moves fast after the first."""
-    for spec in ({"initial_threshold": 0.5}, {"total": 3}):
-        prune = make_prune(**spec)
-        model = prune.attach(make_model("bert"))
-        for step in (0, 1, 1, 2):  # an evaluation between two steps
-            prune.on_step(step)
-            model(input_ids=torch.randint(0, 60, (2, 5)))
-    assert jump_of(told) == []
+DEFAULTS = "leave out mask_init, mask_scale and initial_threshold"
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            {"granularity": "head", "final_threshold": 0.1},
-            "of 50.0%, .* final_threshold .* 10.0%.*finer granularity",
-        ),
+        ({"pruning_method": "threshold", "mask_scale": 0.0}, f"at step 0 .* 0.6% through.*: {DEFAULTS}"),
+        ({"pruning_method": "threshold", "mask_scale": 0.005}, f"at step 1 .*: {DEFAULTS}"),
+        ({"pruning_method": "threshold", "mask_init": "uniform", "total": 1000}, f"at step 0 .* with 100%: {DEFAULTS}"),
+        ({"pruning_method": "threshold", "mask_scale": 0.0, "granularity": "hybrid"}, "at step 0 .* 0.0% through"),
+        ({"pruning_method": "sigmoied_threshold", "initial_threshold": 0.5}, f"at step 0 .*: {DEFAULTS}"),
+        ({"pruning_method": "l0", "mask_scale": 0.0}, "at step 0 .* 50.0% through, and should start with 100%"),
+        ({"pruning_method": "l0", "mask_init": "kaiming"}, "at step 0 .* 50.0% through, and should start with 100%"),
+        ({"final_warmup": 1.0}, "at step 0 .* lower initial_warmup or final_warmup"),
+        ({"pruning_method": "sigmoied_threshold", "mask_init": "kaiming", "total": 1000}, None),
+        ({"mask_init": "uniform", "total": 1000}, None),
+        ({"initial_threshold": 0.5}, None),
+        ({"total": 3}, None),
+    ],
+)
+def test_a_start_that_is_less_dense_than_the_recipe_says_is_told_once(spec, message, told):
+    """Also where the scores cross the threshold in one step; a schedule of few steps may move fast after the first."""
+    prune = make_prune(**spec)
+    densities(prune, prune.attach(make_model()), 4 if message else 3, rate=0.01 if message else 0.0)
+    prune.on_step(2)  # an evaluation asks again
+    assert len(jumps(told)) == bool(message)
+    assert not message or re.search(message, jumps(told)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"granularity": "head", "final_threshold": 0.1}, "of 25.0%, .* final_threshold is 10.0%.*finer granularity"),
         ({"pruning_method": "sigmoied_threshold"}, "of 100.0%, next to no pruning: set regularization"),
-        ({"pruning_method": "l0", "regularization": "l0"}, "of 100.0%, next to no pruning: .* raise final_lambda"),
-        (
-            {"pruning_method": "l0", "regularization": "l0", "mask_scale": -3.0},
-            "of 0.0%, next to nothing: lower final_lambda",
-        ),
-        ({"final_threshold": 0.1}, ""),
-        ({"pruning_method": "l0", "mask_init": "uniform", "mask_scale": 5.0}, ""),
+        ({"pruning_method": "sigmoied_threshold", "total": 7}, "of 100.0%, next to no pruning: set regularization"),
+        ({"pruning_method": "l0", "mask_scale": -3.0}, "of 0.0%, next to nothing: lower final_lambda"),
+        ({"final_threshold": 0.1}, None),
+        ({"pruning_method": "l0", "mask_init": "uniform", "mask_scale": 5.0}, None),
     ],
 )
 def test_an_end_far_from_the_recipe_is_told(spec, message, told):
-    """Where a share is asked for, a fifth more or less; else, where nothing was pruned or nothing is left."""
+    """Where a share is asked for, a fifth more or less; else, where nothing was pruned or nothing is left.
+
+    Also of a run that is resumed with fewer steps than it has taken, at step 10 of 7.
+    """
     prune = make_prune(**spec)
-    model = prune.attach(make_model("bert")).eval()
+    model = prune.attach(make_model()).eval()
     for step in (5, 10):
         prune.on_step(step)
-        model(input_ids=torch.randint(0, 60, (2, 5)))
+        run(model)
     prune.fold(model)
     found = [record.message for record in told.records if "the run ends" in record.message]
     assert len(found) == bool(message)
-    assert not found or re.search(message, found[0])
+    assert not message or re.search(message, found[0])
+
+
+def test_an_encoder_without_a_head_is_told(told):
+    """Once, by the kind that is gone everywhere; a layer without any is no more than was asked for."""
+    prune, model = pruned(pruning_method="threshold", final_threshold=9.0, mask_init="constant")
+    attention = [layer for name, layer in prune.layers.items() if "attention" in name]
+    for layer in prune.layers.values():
+        layer.mask_scores.data.fill_(-99.0 if layer in attention else 99.0)
+    for best in (99.0, -99.0):
+        attention[0].mask_scores.data[0] = best
+        for step in (9, 10):
+            prune.on_step(step)
+            run(model)
+            prune.readings()
+        assert told.text.count("no head is left in any layer: change final_threshold") == (best < 0)
+    assert "no neuron" not in told.text
 
 
 @pytest.mark.parametrize(
@@ -327,32 +637,3 @@ def test_an_end_far_from_the_recipe_is_told(spec, message, told):
 def test_too_short_a_way_for_the_scores_of_single_weights_is_told(travel, spec, warns):
     """Magnitudes and gates, scores trained alone, and those of larger parts need less."""
     assert (advice.of_length(PruneSpec(**spec), 765, travel) is not None) == warns
-
-
-def test_a_run_that_is_resumed_with_fewer_steps_exports_the_masks_of_its_scores():
-    """A choice over all layers, held since step 8, is made anew at step 9 of 7."""
-    spec = {"global_topk": True, "global_topk_frequency_compute": 4, "mask_init": "kaiming", "final_threshold": 0.1}
-    longer, shorter = make_prune(total=10, **spec), make_prune(total=7, **spec)
-    longer.attach(make_model("bert"))
-    longer.on_step(8)
-    model = shorter.attach(make_model("bert"))
-    shorter.resume(longer.state())
-    with torch.no_grad():
-        for layer in shorter.layers.values():
-            layer.mask_scores.neg_()
-    shorter.on_step(9)
-    scores = {name: layer.mask_scores.detach().clone() for name, layer in shorter.layers.items()}
-    folded = shorter.fold(model)
-    kept = torch.cat([folded.get_submodule(name).weight.flatten() != 0 for name in scores])
-    order = torch.cat([values.flatten() for values in scores.values()]).argsort(descending=True, stable=True)
-    assert kept.nonzero().flatten().tolist() == sorted(order[: round(0.1 * len(order))].tolist())
-    assert shorter.readings()["prune/density"] == pytest.approx(0.1, abs=1e-4)
-
-
-def test_a_run_that_is_resumed_with_fewer_steps_is_told_of_its_end(told):
-    """The advice on a density far from the recipe comes at step 10 of 7, as it does at step 7."""
-    prune = make_prune(total=7, pruning_method="sigmoied_threshold")
-    model = prune.attach(make_model("bert")).eval()
-    prune.on_step(10)
-    prune.fold(model)
-    assert "next to no pruning" in told.text

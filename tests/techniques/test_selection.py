@@ -1,38 +1,27 @@
-"""The cut through the scores: exact, in every dtype, whatever the values."""
+"""The mask of a layer's scores: exact, in every dtype, whatever the values."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exhaustive import exhaustive
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.techniques.prune.masks import CountedMask
-from ds_trainer.techniques.prune.selection import (
-    AllowedCounts,
-    Cutoff,
-    cutoff_at,
-    just_below,
-    largest_on_device,
-    largest_within,
-    select_largest,
-    standardised,
-)
+from ds_trainer.techniques.prune.masks import Grain, HardMask, just_below
+from ds_trainer.techniques.prune.selection import largest_on_device, mask_of, select_largest
+from ds_trainer.techniques.prune.sites import Site
 
 
-def kept_by(cut: Cutoff, values: Tensor) -> Tensor:
-    flat = values.flatten()
-    kept = flat > cut.threshold
-    kept[: cut.ties_end] |= flat[: cut.ties_end] == cut.threshold
-    return kept
+def kept_by(mask, values: Tensor) -> Tensor:
+    return mask.times(torch.ones_like(values), values) > 0
 
 
 def check(chunks: list[Tensor], k: int) -> None:
-    cuts = select_largest(lambda: chunks, [chunk.numel() for chunk in chunks], k)
-    masks = [kept_by(cut, chunk) for cut, chunk in zip(cuts, chunks, strict=True)]
-    assert [int(mask.sum()) for mask in masks] == [cut.kept for cut in cuts]
-    joined, kept = torch.cat([chunk.flatten() for chunk in chunks]), torch.cat(masks)
+    masks = select_largest(lambda: chunks, [chunk.numel() for chunk in chunks], k)
+    gates = [kept_by(mask, chunk) for mask, chunk in zip(masks, chunks, strict=True)]
+    assert [int(gate.sum()) for gate in gates] == [mask.kept for mask in masks]
+    joined, kept = torch.cat([chunk.flatten() for chunk in chunks]), torch.cat([gate.flatten() for gate in gates])
     expected = torch.zeros_like(kept)
     expected[joined.sort(descending=True, stable=True).indices[:k]] = True
     assert torch.equal(kept, expected)
@@ -60,30 +49,45 @@ def test_exactly_k_of_the_largest_are_kept(sizes, dtype, kind, share, seed):
         chunks = [chunk.sort().values for chunk in chunks]
     elif kind == "outliers":
         chunks = [chunk**15 for chunk in chunks]
-    check([chunk.to(dtype) for chunk in chunks], round(share * sum(sizes)))
+    check([chunk.to(dtype) for chunk in chunks], max(1, round(share * sum(sizes))))
 
 
 def test_a_misleading_sample_costs_time_but_not_exactness():
-    """Where the strided sample sees only one value of two, the cut is still exact."""
+    """The cut is exact where the strided sample sees one value of two, and where scores depend on their column only."""
     values = torch.zeros(100_000)
     values[1::2] = 1.0
     values[:: (100_000 // 8192) | 1] = 2.0
     check([values], 60_000)
-
-
-def test_scores_as_wide_as_a_matrix_do_not_fall_in_step_with_the_sample():
-    """Scores that depend on their column only are cut exactly."""
     check([torch.arange(384.0).repeat(1536, 1)], 12_345)
 
 
+def site_of(scores: Tensor, granularity: str) -> Site:
+    linear = nn.Linear(3, len(scores)) if granularity != "weight" else nn.Linear(scores.shape[1], len(scores))
+    grain = None if granularity == "weight" else Grain(len(scores), 3, 1, None)
+    return Site(linear, granularity, grain, linear.weight.numel())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_threshold_keeps_its_minimum(dtype):
-    """A threshold above every value still keeps the asked number of them, and one below keeps all."""
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert int(kept_by(cutoff_at(values, 99.0, at_least=5), values).sum()) == 5
-    assert cutoff_at(values, -99.0, at_least=5).kept == 1000
-    middle = cutoff_at(values, 0.1, at_least=5)
-    assert middle.kept == int((values > 0.1).sum())
+@pytest.mark.parametrize("granularity", ["weight", "row", "neuron"])
+def test_a_threshold_keeps_what_is_above_and_half_a_percent_at_least(granularity, dtype):
+    """Of ties the first in memory; only heads and neurons may all fall. A sigmoid is compared as its score."""
+    scores = torch.randn(40, 50, generator=torch.Generator().manual_seed(3)).to(dtype)
+    scores = scores if granularity == "weight" else scores.flatten()[:1000]
+    site, least = site_of(scores, granularity), {"weight": 10, "row": 5, "neuron": 0}[granularity]
+
+    def kept(method: str, threshold: float, values: Tensor = scores) -> Tensor:
+        mask = mask_of(values, site, method, threshold, seed=0)
+        gates = kept_by(mask, values) if granularity == "weight" else mask.open
+        assert mask.kept == int(gates.sum()) * (1 if granularity == "weight" else 3)
+        return gates
+
+    assert torch.equal(kept("threshold", 0.1), scores > 0.1)
+    assert torch.equal(kept("sigmoied_threshold", 0.6), scores > float(torch.tensor(0.6).logit()))
+    assert bool(kept("sigmoied_threshold", -0.1).all())
+    few = kept("threshold", 99.0)
+    assert int(few.sum()) == least
+    assert not least or scores[few].min() >= scores[~few].max()
+    assert kept("threshold", 9.0, torch.zeros_like(scores)).flatten().nonzero().flatten().tolist() == [*range(least)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,44 +99,13 @@ def test_just_below_is_the_next_number_down(dtype):
     assert float(torch.nextafter(torch.tensor(below, dtype=dtype), value)) == float(value)
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("least", [0, 3])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_the_largest_within_a_budget(share, least, multiple):
-    """As near to the budget as one bundle allows, but never fewer than the least of each chunk, in multiples or all."""
-    generator = torch.Generator().manual_seed(3)
-    values = [torch.randn(size, generator=generator) for size in (40, 20, 32)]
-    values[1] -= 100
-    costs = [torch.full_like(chunk, cost) for chunk, cost in zip(values, (1.0, 5.0, 2.0), strict=True)]
-    sizes = AllowedCounts(least, multiple)
-    gates = largest_within(values, costs, [sizes] * 3, share * 204)
-    spent = sum(float(cost[gate].sum()) for cost, gate in zip(costs, gates, strict=True))
-    lowest = sum(sizes.lowest(len(cost)) * float(cost[0]) for cost in costs)
-    assert abs(spent - max(share * 204, lowest)) <= 5 * multiple
-    for gate, chunk in zip(gates, values, strict=True):
-        count = int(gate.sum())
-        assert count >= least
-        assert count % multiple == 0 or count == len(chunk)
-        assert torch.equal(gate, chunk >= chunk.sort(descending=True).values[count - 1]) if count else not gate.any()
-
-
-def test_values_are_standardised_over_all_chunks():
-    """Mean 0 and deviation 1 together, in their order; zeros where all are alike."""
-    values = [torch.tensor([1.0, 3.0]), torch.tensor([[5.0], [7.0]])]
-    first, second = standardised(values)
-    joined = torch.cat([first, second.flatten()])
-    assert second.shape == (2, 1)
-    torch.testing.assert_close(joined, torch.tensor([-3.0, -1.0, 1.0, 3.0], dtype=torch.float64) / 5**0.5)
-    assert all(float(chunk.abs().max()) == 0 for chunk in standardised([torch.full((3,), 0.1), torch.full((2,), 0.1)]))
-
-
-def test_nan_is_refused_not_ranked():
-    """A sort would have it first."""
-    values = [torch.tensor([1.0, torch.nan]), torch.ones(2)]
-    for refuse in (
-        lambda: CountedMask(largest_on_device(values[0], 1), 1).kept,
-        lambda: standardised(values),
-        lambda: largest_within(values, values, [AllowedCounts()] * 2, 1.0),
-    ):
-        with pytest.raises(NonFiniteLossError, match="the scores hold NaN"):
-            refuse()
+@pytest.mark.parametrize("method", ["topK", "threshold", "l0"])
+def test_nan_is_refused_not_ranked(method):
+    """A sort would call it the largest; it is noticed where the decisions are read."""
+    scores = torch.tensor([1.0, torch.nan, 0.0, -1.0])
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN: the run has diverged"):
+        assert mask_of(scores, site_of(scores, "row"), method, 0.5, seed=0).kept
+    with pytest.raises(NonFiniteLossError, match="the scores hold NaN"):
+        select_largest(lambda: [torch.tensor([1.0, torch.nan, 0.0, torch.nan])], [4], 3)
+    assert not largest_on_device(scores, 1).any()
+    assert isinstance(mask_of(torch.zeros(4, 3), site_of(torch.zeros(4, 3), "weight"), "topK", 0.5, 0), HardMask)

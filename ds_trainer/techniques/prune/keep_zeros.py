@@ -4,16 +4,14 @@ For unstructured models, since what a structured cut leaves is dense. A weight t
 stays zero under every optimizer that works elementwise, its moments and its weight decay included.
 """
 
-from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.technique import PhaseLength, Technique
+from ds_trainer.techniques.technique import Technique
 
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
 """In lower case, as DeepSpeed reads them."""
@@ -25,15 +23,15 @@ class KeepZeros(Technique):
     name: ClassVar[str] = "keep_zeros"
     Spec = bool
 
-    def __init__(self, spec: bool, length: PhaseLength, task: Task) -> None:
-        self.density = 1.0
+    density = 1.0
 
     def attach(self, model: nn.Module) -> nn.Module:
         kept = total = 0
         for linear in encoder_linears(model).values():
             mask = linear.weight.detach() != 0
             kept, total = kept + int(mask.count_nonzero()), total + mask.numel()
-            linear.weight.register_hook(partial(_masked, [mask]))
+            linear.register_buffer("nonzero", mask, persistent=False)  # a buffer, so that the engine moves it
+            linear.weight.register_hook(lambda g, linear=linear: torch.where(linear.get_buffer("nonzero"), g, 0))
         self.density = kept / total
         return model
 
@@ -58,10 +56,3 @@ class KeepZeros(Technique):
 
     def readings(self) -> dict[str, float]:
         return {"keep_zeros/density": self.density}
-
-
-def _masked(mask: list[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient with zeros where the weight is zero. The list holds one mask, moved once to its device."""
-    if mask[0].device != gradient.device:
-        mask[0] = mask[0].to(gradient.device)
-    return torch.where(mask[0], gradient, 0)

@@ -2,14 +2,15 @@
 
 The mask of single weights is never stored in training: it is a comparison of the scores with a cutoff, made again
 wherever it is needed. So a masked layer costs its scores and, while it computes, one more buffer of the size of its
-weight. The gates of larger decisions are few, and so are stored once a step; those of 2:4 take a byte a weight.
+weight. The gates of larger decisions are few, and so are stored once a step.
 
 The penalty on the scores is computed in the layer's own forward, and its gradient in the layer's own backward, because
 there ZeRO-3 has gathered the scores anyway.
 
-Which scores are kept is decided in `rules.py`, and how a mask multiplies and passes gradients in `masks.py`.
+Which scores are kept is decided in `selection.py`, and how a mask multiplies and passes gradients in `masks.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,46 +22,37 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.models.layers import AnyLinear, rows_of
 from ds_trainer.models.recomputing import is_recomputing
 from ds_trainer.tasks.losses import score_penalty, score_penalty_slope
-from ds_trainer.techniques.prune.grains import Grain
-from ds_trainer.techniques.prune.masks import DecisionMask, GateMask, HardMask, Mask, Rule
+from ds_trainer.techniques.prune.masks import HardMask, Mask
 
 
 @dataclass
 class StepMask:
-    """A layer's mask during one optimizer step: the rule that makes it, and the mask once a forward has made it."""
+    """A layer's mask during one optimizer step. Without a `mask`, the step's first forward makes it of the scores."""
 
-    rule: Rule | None = None
+    make: Callable[[Tensor], Mask] | None = None
     mask: Mask | None = None
-    draws: int = 0
-    """How often noise was drawn: each training forward of the step has its own."""
-    evaluation_weight: Tensor | None = None
-    """The masked weight, which all batches of an evaluation share."""
+    draws: int = 0  # how often noise was drawn: each training forward of the step has its own
+    evaluation_weight: Tensor | None = None  # the masked weight, which all batches of an evaluation share
 
 
 class MaskedLinear(nn.Linear):
     """A linear layer (or `Conv1D`) with the parameters of `linear`, and `mask_scores` unless magnitude scores it.
 
-    The scores have the weight's shape or, with a grain, the shape of its decisions. Without `mask_scores`, a weight's
-    score is its magnitude, and a decision's score is the root mean square of its weights. The layer computes it from
-    its own matrix, unless `magnitudes` holds the scores of decisions that are about several matrices.
+    The scores have the weight's shape or one entry per decision. Without them the score of a weight is its magnitude.
 
-    `set_rule` is called once per optimizer step. The next forward makes the mask, when ZeRO-3 has gathered the scores,
+    `step_mask` is set once per optimizer step. The next forward makes the mask, where ZeRO-3 has gathered the scores,
     and the following ones use it. `penalty` is the latest forward's penalty, a scalar with gradient, or None.
     """
 
     mask_scores: nn.Parameter | None
 
-    def __init__(
-        self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None, grain: Grain | None = None
-    ) -> None:
+    def __init__(self, linear: AnyLinear, initial_scores: Tensor | None, penalty_kind: str | None) -> None:
         nn.Module.__init__(self)  # that of nn.Linear would allocate a second weight
+        # the weight stays in the layout of this class: masking is elementwise, only the products turn it
         self.plain = Conv1D if isinstance(linear, Conv1D) else nn.Linear
-        """The weight stays in the layout of this class: masking is elementwise, only the products turn it."""
         self.out_features, self.in_features = rows_of(linear.weight, self.plain).shape
         self.weight, self.bias = linear.weight, linear.bias
         self.register_parameter("mask_scores", None if initial_scores is None else nn.Parameter(initial_scores))
-        self.grain = grain
-        self.magnitudes: Tensor | None = None
         self.weight_size = linear.weight.numel()  # ZeRO-3 leaves an empty weight between forwards
         self.penalty_kind = penalty_kind
         self.penalty: Tensor | None = None
@@ -71,50 +63,23 @@ class MaskedLinear(nn.Linear):
         """The mask of this step, once a forward has made it."""
         return self.step_mask.mask
 
-    @property
-    def score_source(self) -> Tensor:
-        """The parameter that must be gathered before `scores()`."""
-        return self.weight if self.mask_scores is None else self.mask_scores
-
-    def set_rule(self, rule: Rule) -> None:
-        """Have the next forward make its mask by this rule."""
-        self.step_mask = StepMask(rule)
-
-    def hold(self, mask: Mask) -> None:
-        """Mask the weight by this mask until another one or a rule takes its place."""
-        self.step_mask = StepMask(mask=mask)
-
-    def hold_gates(self, gates: Tensor) -> None:
-        """Mask the weight by a bool for each decision, as `hold` does."""
-        assert self.grain is not None
-        gates = gates.view(self.grain.shape).to(self.weight.device)
-        self.hold(DecisionMask(GateMask(gates), self.grain, gates, spoilt=torch.tensor(False)))
-
     def scores(self) -> Tensor:
-        """Return what masks compare: the learned scores, or the magnitudes of the weights or decisions."""
-        if self.mask_scores is not None:
-            return self.mask_scores.detach()
-        if self.magnitudes is not None:
-            return self.magnitudes
-        if self.grain is None:
-            return self.weight.detach().abs()
-        squares = self.grain.sums(self.weight.detach().float().square())
-        return (squares / self.grain.sizes.to(squares.device)).sqrt()
+        """Return what masks compare: the learned scores, or the magnitudes of the weights. They must be gathered."""
+        return self.weight.detach().abs() if self.mask_scores is None else self.mask_scores.detach()
 
     def find_mask(self) -> Mask:
         """Return the step's mask with the noise of this forward. Scores and weight must be gathered."""
         step = self.step_mask
         if step.mask is None:
-            assert step.rule is not None, "set_rule() comes before the first forward"
-            scores = self.scores()
-            step.mask = step.rule(scores)
-            if self.grain is not None:
-                # the gates are read at the end of the step or later, when the optimizer has changed the scores: so they
-                # are computed here
-                gates = step.mask.drawn(None).times(torch.ones_like(scores), scores) > 0
-                step.mask = DecisionMask(step.mask, self.grain, gates, scores.isnan().any())
+            assert step.make is not None, "a step's mask is set before its first forward"
+            step.mask = step.make(self.scores())
         step.draws += self.training and not is_recomputing()
         return step.mask.drawn(step.draws if self.training else None)
+
+    def masked_weight(self) -> Tensor:
+        """Return the weight that the forward multiplies by."""
+        mask = self.find_mask()
+        return mask.times(self.weight, _compared(self.weight, self.mask_scores, mask))
 
     def forward(self, hidden: Tensor) -> Tensor:
         step = self.step_mask
@@ -123,7 +88,7 @@ class MaskedLinear(nn.Linear):
                 return F.linear(hidden, rows_of(self.weight, self.plain), self.bias)
             weight = step.evaluation_weight
             if weight is None:
-                weight = self.find_mask().times(self.weight, self.scores())
+                weight = self.masked_weight()
             if not hasattr(self.weight, "ds_id"):  # kept for the evaluation, but not by ZeRO-3, which spares the memory
                 step.evaluation_weight = weight
             return F.linear(hidden, rows_of(weight, self.plain), self.bias)
@@ -138,17 +103,14 @@ class MaskedLinear(nn.Linear):
     def folded(self) -> AnyLinear:
         """Return a plain layer of the original's class with the masked weight, as the layer computes at evaluation."""
         with torch.device("meta"):
-            linear: AnyLinear = nn.Linear(self.in_features, self.out_features)
-            if self.plain is Conv1D:
-                linear = Conv1D(self.out_features, self.in_features)
-        weight = self.eval().find_mask().times(self.weight, self.scores())
-        linear.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+            inputs, outputs = self.in_features, self.out_features
+            linear = Conv1D(outputs, inputs) if self.plain is Conv1D else nn.Linear(inputs, outputs)
+        linear.weight = nn.Parameter(self.eval().masked_weight(), requires_grad=self.weight.requires_grad)
         linear.bias = self.bias
         return linear
 
 
-_How = tuple[Mask, str | None, type[nn.Module]]
-"""The mask, the kind of penalty, and the class of the plain layer."""
+_How = tuple[Mask, str | None, type[nn.Module]]  # the mask, the kind of penalty, and the class of the plain layer
 
 
 class _MaskedLinear(torch.autograd.Function):
@@ -178,7 +140,7 @@ class _MaskedLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, scores)
         ctx.mask, ctx.kind, ctx.plain, ctx.dtype = mask, kind, plain, dtype
         with torch.autocast(device, enabled=False):
-            masked = mask.times(weight, _scores_of(weight, scores, mask)).to(dtype)
+            masked = mask.times(weight, _compared(weight, scores, mask)).to(dtype)
             out = F.linear(hidden.to(dtype), rows_of(masked, plain), None if bias is None else bias.to(dtype))
             penalty = score_penalty(scores, kind) if kind and scores is not None else out.new_zeros(())
         return out, penalty
@@ -187,7 +149,7 @@ class _MaskedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, penalty_gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, needs_scores = ctx.needs_input_grad[:4]
-        compared = _scores_of(weight, scores, ctx.mask)
+        compared = _compared(weight, scores, ctx.mask)
         gradient = gradient.to(ctx.dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         hidden_gradient = weight_gradient = scores_gradient = None
@@ -211,7 +173,7 @@ class _MaskedLinear(torch.autograd.Function):
         return hidden_gradient, weight_gradient, bias_gradient, scores_gradient, None
 
 
-def _scores_of(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:
+def _compared(weight: Tensor, scores: Tensor | None, mask: Mask) -> Tensor:
     """Return what the mask compares. Stored gates compare nothing, so that no magnitudes are computed for them."""
     if scores is not None:
         return scores

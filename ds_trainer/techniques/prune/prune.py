@@ -2,19 +2,18 @@
 
 Movement pruning (arXiv 2005.07683): topK, threshold, sigmoied_threshold (SMvP); static model pruning, where only the
 scores are trained (arXiv 2210.06210); magnitude pruning (arXiv 1710.01878); hard-concrete L0 (arXiv 1712.01312).
-A score is of a weight or, as in block pruning (arXiv 2109.04838), of a larger decision: a row, column, block, head or
-neuron. Pruning leaves zeros; the export cuts them out of the matrices.
+A score decides on a weight or, as in block pruning (arXiv 2109.04838), on a row, column, block, head or neuron. Pruning
+leaves zeros; the export cuts them out of the matrices.
 
-The concepts, from the inside out: a `Grain` says which weights a decision is about (`grains.py`), a `Mask` how scores
-mask weights (`masks.py`), a rule which scores are kept (`rules.py`), a `Site` where in the model this happens
-(`sites.py`), a `Budget` what decisions may cost together (`costs.py`).
+    Prune --> MaskedLinear --> Mask    a layer, and what multiplies its weight; `selection.py` makes it once a step
+        `---> Site ----------> Grain   where in the model the layer is, and which of its weights one score decides on
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,16 +21,14 @@ from torch import Tensor, nn
 
 from ds_trainer.config.recipe import GroupRule, PruneSpec
 from ds_trainer.config.schedules import Schedule, steps_of
-from ds_trainer.models.layers import in_features, rows_of, swap
+from ds_trainer.models.layers import in_features, swap
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.prune import advice
-from ds_trainer.techniques.prune.costs import Budget
 from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
-from ds_trainer.techniques.prune.masks import DecisionMask, HardMask
-from ds_trainer.techniques.prune.rules import choose_decisions, choose_weights, set_rules
-from ds_trainer.techniques.prune.selection import Cutoff
+from ds_trainer.techniques.prune.masks import GateMask, HardMask
+from ds_trainer.techniques.prune.selection import mask_of, mask_together
 from ds_trainer.techniques.prune.sites import Site, sites_of
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
@@ -40,37 +37,25 @@ class Prune(Technique):
     name: ClassVar[str] = "prune"
     Spec = PruneSpec
 
-    budget: Budget
-
     def __init__(self, spec: PruneSpec, length: PhaseLength, task: Task) -> None:
-        self.spec = spec
-        self.seed = length.seed
-        self.last_step = length.total
+        self.spec, self.length = spec, length
         self.schedule = threshold_schedule(spec, length)
-        self.together = spec.global_topk or spec.target is not None
-        """Whether one choice over all layers decides what is kept."""
         self.term_units = {"prune.penalty": "example"} if spec.regularization else {}
         self.cheap_views = spec.evaluate_at_final_threshold
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, Site] = {}  # these and the layers are by the names of the linear layers that are masked
         self.layers: dict[str, MaskedLinear] = {}
-        self.weights: dict[str, int] = {}
-        """How many weights the decisions of each site are about."""
         self.step, self.threshold = 0, self.schedule(0)
-        self.at_final: list[StepMask] = []
-        """The layers' masks at the final threshold, once a view has made them in this step."""
+        self.at_final: list[StepMask] = []  # the masks at the final threshold, once a view has made them in this step
         self.warned: set[str] = set()
-        self.cut_shares: dict[str, float] = {}
-        """The share of the decisions of each site that a cut has kept, with `mask_init` "cut"."""
+        self.cut_shares: list[float] = []  # the share of each site's decisions that a cut has kept, for `mask_init` cut
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.sites = sites_of(model, self.spec)
-        self.budget = Budget(model, self.sites, self.spec)
         if self.spec.mask_init == "cut":
             self._start_from_zeros()
         for index, (name, site) in enumerate(self.sites.items()):
-            scores = self._initial_scores(site, index)
-            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization, site.grain)
-            self.weights[name] = site.weights  # counted now, since ZeRO-3 leaves empty weights
+            scores = initial_scores(site, self.spec, self.length.seed + index)
+            self.layers[name] = MaskedLinear(site.linear, scores, self.spec.regularization)
         swap(model, self.layers)
         return model
 
@@ -85,12 +70,19 @@ class Prune(Technique):
         return advice.of_length(self.spec, self.last_step, travel)
 
     def start(self, device: torch.device) -> None:
-        if self.spec.mask_init == "cut":  # `attach` cannot check it: it also runs on stand-ins for later models
-            check_cut(self.cut_shares, self.together)
-        self.rehearse(device)
+        """Raise UserError where one threshold cannot give back the zeros of a cut that `mask_init` starts from.
+
+        `attach` cannot check it, and a rehearsal does not: both may be given a stand-in for a model that is cut later.
+        """
+        least, most = min(self.cut_shares, default=0), max(self.cut_shares, default=0)
+        if least == 1 or (not self.spec.global_topk and most - least > 0.01 * most):
+            raise UserError(
+                f"prune: mask_init is cut, and the model's matrices keep {least:.1%} to {most:.1%} of their weights: "
+                "start from a cut, and set uniform in it or global_topk here"
+            )
 
     def rehearse(self, device: torch.device) -> None:
-        self.budget.measure(device)
+        pass
 
     def on_step(self, step: int) -> None:
         # Read before the masks change. An evaluation may have set this step's masks already: hence `step > self.step`.
@@ -99,7 +91,7 @@ class Prune(Technique):
             self._warn_once("start", advice.of_start(self.spec, self.step, density))
         self.step, self.threshold, self.at_final = step, self.schedule(step), []
         if self._is_due():
-            self._find_masks(self.threshold)
+            self._set_masks(self.threshold)
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         """Run the model at the final threshold too, as the original's evaluations do, where the recipe asks for it."""
@@ -110,31 +102,29 @@ class Prune(Technique):
         of_training = [layer.step_mask for layer in self.layers.values()]
         try:
             if self.at_final:
-                self._set_step_masks(self.at_final)
+                self._put_back(self.at_final)
             else:
-                self._find_masks(self.spec.final_threshold)
+                self._set_masks(self.spec.final_threshold)
             return {"final_threshold": predict(forward.batch)}
         finally:  # also where the run is stopped here: a checkpoint holds the masks of training
             self.at_final = [layer.step_mask for layer in self.layers.values()]
-            self._set_step_masks(of_training)
+            self._put_back(of_training)
 
     def state(self) -> dict[str, Any]:
-        """Return the masks chosen over all layers, which the scores no longer give, and the measured seconds."""
-        masks = [layer.mask for layer in self.layers.values()] if self.together else []
-        gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, DecisionMask)]
+        """Return the masks chosen over all layers, which the scores no longer give."""
+        masks = [layer.mask for layer in self.layers.values()] if self.spec.global_topk else []
+        gates = [mask.open.flatten().int().tolist() for mask in masks if isinstance(mask, GateMask)]
         return {
-            "cuts": [asdict(mask.cutoff) for mask in masks if isinstance(mask, HardMask)],
+            "cuts": [asdict(mask) for mask in masks if isinstance(mask, HardMask)],
             "gates": ["".join(map(str, of_layer)) for of_layer in gates],
-            "seconds": self.budget.state(),
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        layers, cutoffs, gates = self.layers.values(), state["cuts"], state["gates"]
-        for layer, cutoff in zip(layers, cutoffs, strict=bool(cutoffs)):
-            layer.hold(HardMask(Cutoff(**cutoff)))
-        for layer, written in zip(layers, gates, strict=bool(gates)):
-            layer.hold_gates(torch.tensor([gate == "1" for gate in written]))
-        self.budget.resume(state["seconds"])
+        for layer, cut in zip(self.layers.values(), state["cuts"], strict=bool(state["cuts"])):
+            layer.step_mask = StepMask(mask=HardMask(**cut))
+        for name, gates in zip(self.layers, state["gates"], strict=bool(state["gates"])):
+            kept = torch.tensor([gate == "1" for gate in gates])
+            self.layers[name].step_mask = StepMask(mask=self.sites[name].gated(kept))
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the mean over layers of their penalty, scaled by threshold / final_threshold (arXiv 2005.07683)."""
@@ -145,35 +135,30 @@ class Prune(Technique):
         return {"prune.penalty": torch.stack(penalties).mean() * ramp}
 
     def readings(self) -> dict[str, float]:
-        """Return the threshold and, once a forward has made the masks, densities, kept decisions, and FLOPs."""
+        """Return the threshold and, once a forward has made the masks, densities and the heads and neurons kept."""
         readings = {"prune/threshold": self.threshold}
         masks = {name: layer.mask for name, layer in self.layers.items() if layer.mask is not None}
         if not masks:
             return readings
-        shares = {name: Fraction(mask.kept, self.layers[name].weight_size) for name, mask in masks.items()}
-        kept = sum(share * self.weights[name] for name, share in shares.items())
-        readings["prune/density"] = float(kept / sum(self.weights[name] for name in masks))
-        gates = {name: mask.open for name, mask in masks.items() if isinstance(mask, DecisionMask)}
-        kept_of_kind = Counter[str]()
-        for name, share in shares.items():
-            site = self.sites[name]
-            readings |= {f"prune/density/{matrix}": float(share) for matrix in (*site.inner, name)}
-            if site.block:
-                decisions = int(gates[name].count_nonzero())
-                readings[f"prune/kept/{site.block_name}"] = decisions
+        kept_weights, kept_of_kind = 0.0, Counter[str]()
+        for name, mask in masks.items():
+            site, kept, size = self.sites[name], mask.kept, self.layers[name].weight_size
+            kept_weights += kept * site.weights / size
+            readings |= {f"prune/density/{matrix}": kept / size for matrix in (*site.inner, name)}
+            if site.block and isinstance(mask, GateMask):
+                decisions = int(mask.open.count_nonzero())
+                readings[f"prune/kept/{site.block}"] = decisions
                 kept_of_kind[site.granularity] += decisions
         for kind in [kind for kind, count in kept_of_kind.items() if not count]:
-            self._warn_once(kind, advice.of_none_left(self.spec, kind))
-        if self.budget.flops and len(gates) == len(self.layers):
-            readings["prune/flops"] = self.budget.flops.share(gates)
-        return readings
+            self._warn_once(kind, f"prune: no {kind} is left in any layer: change final_threshold or final_lambda")
+        return readings | {"prune/density": kept_weights / sum(self.sites[name].weights for name in masks)}
 
     def fold(self, model: nn.Module) -> nn.Module:
         swap(model, {name: layer.folded() for name, layer in self.layers.items()})
         for name, layer in self.layers.items():
-            if isinstance(layer.mask, DecisionMask):
+            if isinstance(layer.mask, GateMask) and self.sites[name].inner:
                 self.sites[name].clear(model, ~layer.mask.open)
-        if self._is_last():
+        if self.step >= self.length.total:  # beyond it where a run is resumed with fewer steps than it has taken
             self._warn_once("end", advice.of_end(self.spec, self.readings()["prune/density"]))
         return model
 
@@ -182,75 +167,56 @@ class Prune(Technique):
             self.warned.add(about)
             distributed.warn(message)
 
-    def _is_last(self) -> bool:
-        """Whether training has ended; a run may be resumed with fewer steps than its checkpoint has taken."""
-        return self.step >= self.last_step
-
     def _is_due(self) -> bool:
         """Whether this step makes new masks: a choice over all layers is held for a number of steps."""
-        if not self.together or self._is_last():
-            return True
-        refreshed = self.step % self.spec.global_topk_frequency_compute == 0
-        return refreshed or any(layer.mask is None for layer in self.layers.values())
+        refreshed = not self.spec.global_topk or self.step % self.spec.global_topk_frequency_compute == 0
+        return refreshed or self.step >= self.length.total or any(layer.mask is None for layer in self.layers.values())
 
-    def _find_masks(self, threshold: float) -> None:
-        """Set the rules by which the next forward makes its masks or, over all layers, make them now; collective."""
-        for name, site in self.sites.items():
-            layer = self.layers[name]
-            if site.inner and layer.mask_scores is None:
-                layer.magnitudes = site.magnitudes(layer.weight)
-        costs = self.budget.costs
-        if not self.together:
-            set_rules(self.layers, self.sites, self.spec, threshold, (self.seed, self.step))
-        elif all(site.grain is None for site in self.sites.values()):
-            choose_weights(self.layers, threshold)
-        else:
-            assert costs is not None, "start(), or resume() from a run that has measured, comes first"
-            choose_decisions(self.layers, self.sites, costs.each, threshold * costs.total - costs.fixed)
+    def _set_masks(self, threshold: float) -> None:
+        """Have the next forward make the masks, where ZeRO-3 gathers the scores, or make now what needs more than them.
+
+        These are choices over all layers, and magnitudes of decisions, which may be about several matrices: collective.
+        """
+        if self.spec.global_topk:
+            mask_together(self.layers, self.sites, threshold)
+            return
+        method = self.spec.pruning_method
+        for index, (layer, site) in enumerate(zip(self.layers.values(), self.sites.values(), strict=True)):
+            # every layer and step has its own noise, the same in a resumed run
+            seed = hash((self.length.seed, self.step, index)) & (2**62 - 1)
+            make = partial(mask_of, site=site, method=method, threshold=threshold, seed=seed)
+            by_magnitude = method == "magnitude" and site.grain
+            layer.step_mask = StepMask(mask=make(site.magnitudes(layer.weight))) if by_magnitude else StepMask(make)
 
     def _start_from_zeros(self) -> None:
         """Start the threshold at the share of decisions that are not zero, unless the recipe sets where it starts."""
-        kept = {name: int(site.nonzero().count_nonzero()) for name, site in self.sites.items()}
-        self.cut_shares = {name: count / self.sites[name].count for name, count in kept.items()}
+        kept = [int(site.nonzero().count_nonzero()) for site in self.sites.values()]
+        sizes = [math.prod(site.shape) for site in self.sites.values()]
+        self.cut_shares = [count / size for count, size in zip(kept, sizes, strict=True)]
         if self.spec.initial_threshold is None:
-            density = sum(kept.values()) / sum(site.count for site in self.sites.values())
+            density = sum(kept) / sum(sizes)
             self.spec = self.spec.model_copy(update={"initial_threshold": density})
             self.schedule = replace(self.schedule, initial=density)
             self.threshold = self.schedule(0)
 
-    def _set_step_masks(self, step_masks: Sequence[StepMask]) -> None:
+    def _put_back(self, step_masks: Sequence[StepMask]) -> None:
         for layer, step_mask in zip(self.layers.values(), step_masks, strict=True):
             layer.step_mask = step_mask
 
-    def _initial_scores(self, site: Site, index: int) -> Tensor | None:
-        """Return the scores of a site at the start, the same on every rank; None where magnitude needs none."""
-        if self.spec.pruning_method == "magnitude":
-            return None
-        scores = site.linear.weight.detach().new_full(site.shape, self.spec.mask_scale)
-        generator = torch.Generator(scores.device).manual_seed(self.seed + index)
-        if self.spec.mask_init == "uniform":
-            scores.uniform_(-self.spec.mask_scale, self.spec.mask_scale, generator=generator)
-        elif self.spec.mask_init == "cut":
-            scores[~site.nonzero()] = -self.spec.mask_scale
-        elif self.spec.mask_init == "kaiming" and site.grain is not None:
-            bound = in_features(site.linear) ** -0.5  # the range that kaiming gives the matrix's weights
-            scores.uniform_(-bound, bound, generator=generator)
-        elif self.spec.mask_init == "kaiming":
-            out_first = rows_of(scores, type(site.linear))
-            nn.init.kaiming_uniform_(out_first, a=math.sqrt(5), generator=generator)
-        return scores
 
-
-def check_cut(shares: Mapping[str, float], together: bool) -> None:
-    """Raise UserError where one threshold cannot give back the zeros of a cut, by the share that each site keeps."""
-    least, most = min(shares.values()), max(shares.values())
-    if least == 1:
-        raise UserError("prune: mask_init is cut, and the model has no zeros: start from a cut, or drop mask_init")
-    if not together and most - least > 0.01 * most:
-        raise UserError(
-            f"prune: mask_init is cut, and the model keeps {least:.1%} of one matrix and {most:.1%} of another: set "
-            "global_topk, or uniform in the cut"
-        )
+def initial_scores(site: Site, spec: PruneSpec, seed: int) -> Tensor | None:
+    """Return the scores of a site at the start, the same on every rank; None where magnitude needs none."""
+    if spec.pruning_method == "magnitude":
+        return None
+    scores = site.linear.weight.detach().new_full(site.shape, spec.mask_scale)
+    generator = torch.Generator(scores.device).manual_seed(seed)
+    # kaiming's is the range of a linear layer's weights at their start
+    bound = {"uniform": spec.mask_scale, "kaiming": in_features(site.linear) ** -0.5}.get(spec.mask_init)
+    if bound is not None:
+        scores.uniform_(-bound, bound, generator=generator)
+    elif spec.mask_init == "cut":
+        scores[~site.nonzero()] = -spec.mask_scale
+    return scores
 
 
 def threshold_schedule(spec: PruneSpec, length: PhaseLength) -> Schedule:

@@ -1,65 +1,110 @@
-"""The k-th largest of many scores, exactly and without sorting them.
+"""Which scores a step's masks keep: in each layer, or by one choice over all layers; exactly, and without sorting them.
 
-A strided sample brackets the k-th largest value. One pass counts the values above the bracket and picks out those
-inside it, and the right one of those few is the k-th largest of all (the idea of Floyd and Rivest's SELECT, CACM
-18(3), 1975). The values come in chunks, one for each layer, which are visited one after the other and never joined: a
-threshold over all layers then needs no copy of all scores, and partitioned scores are gathered a chunk at a time.
+The k-th largest of many scores: a strided sample brackets it, one pass counts the values above the bracket and picks
+out those inside it, and the right one of those few is the k-th largest of all (the idea of Floyd and Rivest's SELECT,
+CACM 18(3), 1975). The values come in chunks, one for each layer, which are visited one after the other and never
+joined: a threshold over all layers then needs no copy of all scores, and partitioned scores are gathered a chunk at a
+time.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.config.prune_specs import BY_SHARE, WHOLE_BLOCKS
+from ds_trainer.models.layers import gathered
+from ds_trainer.tasks.losses import L0_KEPT_ABOVE
+from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
+from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, SoftMask, diverged, just_below
+from ds_trainer.techniques.prune.sites import Site
 
 Chunks = Callable[[], Iterable[Tensor]]
 
 _SAMPLE = 8192
 _SLACK = 4.0  # standard deviations of a sampled quantile: a random sample misses once in 10,000 searches
+_LEAST_SHARE = 0.005  # a threshold keeps at least this share of a matrix's decisions; heads and neurons may all fall
 
 
-@dataclass(frozen=True)
-class Cutoff:
-    """Keep the values above `threshold` and, among the first `ties_end` in memory order, also those equal to it."""
+def mask_of(scores: Tensor, site: Site, method: str, threshold: float, seed: int) -> Mask:
+    """Return the mask of one layer for one step, by its scores alone; noise is drawn from `seed`.
 
-    threshold: float
-    ties_end: int
-    kept: int
+    On a CPU the cutoff through the scores of single weights is found without a stored mask. A GPU would stand still at
+    each of the comparisons that finding it takes: there bools are stored, as they are for decisions, which are few.
+    """
+    single, by_share, total = site.grain is None, method in BY_SHARE, scores.numel()
+    if method == "l0":
+        gates = scores > L0_KEPT_ABOVE
+        return SoftMask(gates.count_nonzero() if single else gates, scores.isnan().any(), site.grain, seed)
+    if by_share:
+        count = max(1, round(threshold * total))  # half of a layer's only head is not nothing
+    else:
+        count = 0 if site.granularity in WHOLE_BLOCKS else math.ceil(_LEAST_SHARE * total)
+    if method == "sigmoied_threshold":
+        # comparing with the score whose sigmoid it is spares the sigmoid of every score
+        threshold = float(torch.tensor(threshold, dtype=torch.float64).clamp(0, 1).logit())
+    if not single or scores.is_cuda:
+        gates = largest_on_device(scores, count)
+        return GateMask(gates if by_share else gates | (scores > threshold), scores.isnan().any(), site.grain)
+    if not by_share:
+        threshold = float(torch.tensor(threshold, dtype=scores.dtype))
+        kept = int((scores > threshold).count_nonzero())
+        if kept >= count:
+            return HardMask(threshold, 0, kept)
+    return select_largest(lambda: [scores], [total], count)[0]
 
 
-@dataclass(frozen=True)
-class AllowedCounts:
-    """How many decisions a matrix or block may keep: at least `least`, and a multiple of `multiple`, or all."""
+def mask_together(layers: Mapping[str, MaskedLinear], sites: Mapping[str, Site], share: float) -> None:
+    """Mask all layers by one choice among the scores of all of them, so that the kept weights are the share.
 
-    least: int = 0
-    multiple: int = 1
+    Gathers one layer after another: every rank takes part. Scores of several granularities are each standardised over
+    all layers first. A score sums the movement of its decision's weights, and a head has a hundred times as many as a
+    neuron: otherwise one kind would be kept whole before any decision of the other is.
+    """
 
-    def lowest(self, total: int) -> int:
-        """The fewest of `total` decisions that may be kept."""
-        return min(total, math.ceil(self.least / self.multiple) * self.multiple)
+    def chunks() -> Iterator[Tensor]:
+        for name, layer in layers.items():
+            if layer.mask_scores is None and sites[name].grain:
+                yield sites[name].magnitudes(layer.weight)
+            else:
+                with gathered(layer.weight if layer.mask_scores is None else layer.mask_scores):
+                    yield layer.scores()
 
-    def nearest(self, count: Tensor, total: int) -> Tensor:
-        """The allowed count nearest to `count`, a scalar; at least one multiple unless `count` is 0."""
-        rounded = (count + self.multiple // 2) // self.multiple * self.multiple
-        some = rounded.clamp(min(self.multiple, total), total)
-        kept = torch.where(count >= total, total, torch.where(count > 0, some, 0))
-        return kept.clamp(min=self.lowest(total))
+    if all(site.grain is None for site in sites.values()):
+        sizes = [layer.weight_size for layer in layers.values()]
+        masks = select_largest(chunks, sizes, max(1, round(share * sum(sizes))))
+        for layer, mask in zip(layers.values(), masks, strict=True):
+            layer.step_mask = StepMask(mask=mask)
+        return
+    scores = dict(zip(layers, [chunk.flatten().cpu().double() for chunk in chunks()], strict=True))
+    if any(bool(values.isnan().any()) for values in scores.values()):
+        raise diverged()  # a sort would call NaN the largest
+    kinds = {site.granularity for site in sites.values()}
+    for kind in kinds if len(kinds) > 1 else ():
+        names = [name for name, site in sites.items() if site.granularity == kind]
+        of_kind = torch.cat([scores[name] for name in names])
+        mean, deviation = of_kind.mean(), of_kind.std(correction=0)
+        for name in names:
+            scores[name] = (scores[name] - mean) / deviation if deviation > 0 else torch.zeros_like(scores[name])
+    order = torch.cat([*scores.values()]).argsort(descending=True, stable=True)
+    weights = torch.cat([sites[name].sizes.flatten() for name in layers])[order]
+    kept = torch.empty_like(order, dtype=torch.bool)
+    # a decision that crosses the share is kept if at most half of its weights lie beyond
+    kept[order] = weights.cumsum(0) - weights / 2 <= share * weights.sum()
+    for name, gates in zip(layers, kept.split([len(values) for values in scores.values()]), strict=True):
+        layers[name].step_mask = StepMask(mask=sites[name].gated(gates))
 
 
-def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cutoff]:
-    """Return, for each chunk, the cutoff that keeps exactly the `k` largest values over all chunks together.
+def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[HardMask]:
+    """Return, for each chunk, the mask that keeps exactly the `k` largest values over all chunks together.
 
     `chunks()` is called a few times and yields contiguous tensors of one floating dtype, of the given sizes, without
-    NaN. Ties at the threshold are kept in memory order. `k` runs from 0 to sum(sizes).
+    NaN. Ties at the threshold are kept in memory order. `k` runs from 1 to sum(sizes).
     """
-    if k == 0:
-        return [Cutoff(math.inf, 0, 0) for _ in sizes]
     if k == sum(sizes):
-        return [Cutoff(-math.inf, size, size) for size in sizes]
+        return [HardMask(-math.inf, 0, size) for size in sizes]
     low, high, dtype = _bracket(chunks, sum(sizes), k)
     above, inside = _split(chunks, low, high)
     if not 0 < k - sum(above) <= sum(part.numel() for part in inside):
@@ -70,20 +115,20 @@ def select_largest(chunks: Chunks, sizes: Sequence[int], k: int) -> list[Cutoff]
         raise diverged()
     value = float(joined.kthvalue(joined.numel() - wanted + 1).values)
     greater = [count + int((part > value).count_nonzero()) for count, part in zip(above, inside, strict=True)]
-    ties = [int((part == value).count_nonzero()) for part in inside]
-    missing, cutoffs, divided = k - sum(greater), [], {}
-    for index, (more, equal) in enumerate(zip(greater, ties, strict=True)):
+    missing, masks, divided = k - sum(greater), [], {}
+    for index, (more, part) in enumerate(zip(greater, inside, strict=True)):
+        equal = int((part == value).count_nonzero())
         taken = min(equal, missing)
         missing -= taken
-        cutoffs.append(Cutoff(just_below(value, dtype) if taken == equal else value, 0, more + taken))
+        masks.append(HardMask(just_below(value, dtype) if taken == equal else value, 0, more + taken))
         if 0 < taken < equal:
             divided[index] = taken
     # the one chunk that keeps some of its ties and drops others is visited again, to see where the last kept one lies
     for index, chunk in enumerate(chunks() if divided else ()):
         if index in divided:
             places = (chunk.detach().flatten() == value).nonzero().flatten()
-            cutoffs[index] = replace(cutoffs[index], ties_end=int(places[divided[index] - 1]) + 1)
-    return cutoffs
+            masks[index] = replace(masks[index], ties_end=int(places[divided[index] - 1]) + 1)
+    return masks
 
 
 def largest_on_device(values: Tensor, k: int) -> Tensor:
@@ -98,35 +143,6 @@ def largest_on_device(values: Tensor, k: int) -> Tensor:
     above, ties = flat > threshold, flat == threshold
     first = ties.cumsum(0, dtype=torch.int32) <= k - above.sum()
     return (above | ties & first).view(values.shape)
-
-
-def diverged() -> NonFiniteLossError:
-    """Return the error to raise where scores hold NaN; every rank raises it, since all of them see the same scores."""
-    return NonFiniteLossError("the scores hold NaN: the run has diverged; lower mask_scores_learning_rate")
-
-
-def cutoff_at(values: Tensor, threshold: float, at_least: int) -> Cutoff:
-    """Return the cutoff that keeps the values above `threshold`, but never fewer than the `at_least` largest."""
-    threshold = float(torch.tensor(threshold, dtype=values.dtype))
-    kept = int((values > threshold).count_nonzero())
-    if kept >= at_least:
-        return Cutoff(threshold, 0, kept)
-    return select_largest(lambda: [values], [values.numel()], at_least)[0]
-
-
-def ranks(values: Tensor) -> Tensor:
-    """Number the values from 0 for the largest, and of equal ones for the first: int64, in the values' shape."""
-    order = values.flatten().argsort(descending=True, stable=True)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return places.view(values.shape)
-
-
-def just_below(value: float, dtype: torch.dtype) -> float:
-    """Return the largest number of `dtype` below `value`: x > just_below(value) is x >= value."""
-    if math.isinf(value):
-        return value
-    return float(torch.nextafter(torch.tensor(value, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)))
 
 
 def _bracket(chunks: Chunks, total: int, k: int) -> tuple[float, float, torch.dtype]:
@@ -157,53 +173,3 @@ def _split(chunks: Chunks, low: float, high: float) -> tuple[list[int], list[Ten
         above.append(int(over.count_nonzero()))
         inside.append(values[(values > low).logical_and_(over.logical_not_())].float())
     return above, inside
-
-
-def standardised(values: Sequence[Tensor]) -> list[Tensor]:
-    """Subtract the common mean of all chunks and divide by their common standard deviation; fp64, on the CPU.
-
-    Returns zeros where all values are equal.
-    """
-    chunks = _finite(values)
-    joined = torch.cat([chunk.flatten() for chunk in chunks])
-    mean, deviation = joined.mean(), joined.std(correction=0)
-    return [(chunk - mean) / deviation if deviation > 0 else torch.zeros_like(chunk) for chunk in chunks]
-
-
-def largest_within(
-    values: Sequence[Tensor], costs: Sequence[Tensor], allowed: Sequence[AllowedCounts], budget: float
-) -> list[Tensor]:
-    """Take the largest values of all chunks until their cost is as near to `budget` as it can be: bools, on the CPU.
-
-    Costs have the values' shapes. The lowest count that a chunk allows is taken whatever the budget. A chunk's other
-    values are taken in bundles of its multiple, each in the order of its mean value.
-    """
-    chunks = _finite(values)
-    bundles = [_bundles(*each) for each in zip(chunks, costs, allowed, strict=True)]
-    means, spent, certain = (torch.cat(parts) for parts in zip(*bundles, strict=True))
-    order = means.masked_fill(certain, math.inf).argsort(descending=True, stable=True)
-    taken = torch.empty(len(order), dtype=torch.bool)
-    # a bundle that crosses the budget is taken if at most half of it lies beyond
-    taken[order] = spent[order].cumsum(0) - spent[order] / 2 <= budget
-    parts = (taken | certain).split([len(bundle[0]) for bundle in bundles])
-    counts = [int(part.sum()) * each.multiple for part, each in zip(parts, allowed, strict=True)]
-    return [ranks(chunk) < count for chunk, count in zip(chunks, counts, strict=True)]
-
-
-def _finite(values: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the values in fp64 to the CPU. NonFiniteLossError where one is NaN: a sort would call it the largest."""
-    chunks = [value.detach().double().cpu() for value in values]
-    if any(bool(chunk.isnan().any()) for chunk in chunks):
-        raise diverged()
-    return chunks
-
-
-def _bundles(values: Tensor, cost: Tensor, allowed: AllowedCounts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and the cost of each bundle, largest values first, and whether it is taken in any case."""
-    order = values.flatten().argsort(descending=True, stable=True)
-    padding = -len(order) % allowed.multiple
-    sums, spent, counts = (
-        F.pad(each, (0, padding)).view(-1, allowed.multiple).sum(1)
-        for each in (values.flatten()[order], cost.flatten().double()[order], torch.ones(len(order)))
-    )
-    return sums / counts, spent, torch.arange(len(sums)) * allowed.multiple < allowed.lowest(len(order))
