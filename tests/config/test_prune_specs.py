@@ -1,6 +1,4 @@
-"""What a recipe may ask of pruning's grains, and what it is told where that cannot be."""
-
-from __future__ import annotations
+"""What a recipe may ask of pruning, and what the message says where that cannot be."""
 
 import pytest
 
@@ -10,8 +8,8 @@ HYBRID = {"attention": "head", "feed_forward": "neuron"}
 
 
 def parse(**prune) -> PruneSpec:
-    found = parse_recipe({"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]})
-    return found.phases[0].techniques.prune
+    recipe = parse_recipe({"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]})
+    return recipe.phases[0].techniques.prune
 
 
 @pytest.mark.parametrize(
@@ -19,7 +17,6 @@ def parse(**prune) -> PruneSpec:
     [
         ("weight", {"*": "weight"}),
         ("block", {"*": "block"}),
-        ("2:4", {"*": "2:4"}),
         ("hybrid", HYBRID),
         ("head", {"attention": "head"}),
         ("neuron", {"feed_forward": "neuron"}),
@@ -31,24 +28,15 @@ def test_a_granularity_by_key(granularity, choices):
     assert list(parse(granularity=granularity).choices.items()) == list(choices.items())
 
 
-def test_what_is_left_out():
-    """Weights one by one; 2:4 keeps half, a target is the last value of the schedule; and all can be written back."""
-    assert (parse().granularity, parse().block_shape) == ("weight", [32, 32])
-    assert parse(granularity={"attention": "2:4", "*": "row"}).final_threshold == 0.5
-    spec = parse(granularity="hybrid", target_flops=0.4)
-    assert (spec.initial_threshold, spec.final_threshold, spec.target) == (1.0, 0.4, 0.4)
+@pytest.mark.parametrize("method", ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"])
+def test_null_in_a_threshold_is_the_default_of_the_method(method):
+    """And all can be written back, also with the threshold that only a cut model knows."""
+    spec = parse(pruning_method=method)
+    assert parse(pruning_method=method, initial_threshold=None, final_threshold=None) == spec
     assert parse(**spec.model_dump()) == spec
-
-
-def test_a_target_on_a_recipe_that_was_written_back():
-    """It has a final_threshold: one of its own target goes, another is told to be set to null, and then it goes."""
-    targeted = parse(granularity="hybrid", target_latency=0.4).model_dump()
-    assert parse(**targeted).final_threshold == 0.4
-    dumped = parse(granularity="hybrid").model_dump() | {"target_flops": 0.5}
-    with pytest.raises(ValueError, match=r"final_threshold, which is 0\.15: leave that out or, .* set it to null"):
-        parse(**dumped)
-    assert parse(**dumped | {"final_threshold": None}).final_threshold == 0.5
-    assert parse(pruning_method="l0", initial_threshold=None, final_threshold=None) == parse(pruning_method="l0")
+    cut = parse(mask_init="cut", final_threshold=0.1)
+    assert (cut.initial_threshold, cut.mask_scale) == (None, 0.1)
+    assert parse(**cut.model_dump()) == cut
 
 
 @pytest.mark.parametrize(
@@ -59,37 +47,35 @@ def test_a_target_on_a_recipe_that_was_written_back():
         ({"granularity": {}}, ["no granularity"]),
         ({"granularity": {"feed_forward": "head"}}, ["head goes with the key", '"attention"', '"feed_forward"']),
         ({"granularity": {"*.dense": "neuron"}}, ["neuron goes with the key", '"*.dense"']),
-        ({"granularity": "2:4", "final_threshold": 0.3}, ["0.3", "2:4 keeps half"]),
-        ({"granularity": "2:4", "pruning_method": "threshold"}, ["2:4 goes with topK or magnitude", "threshold"]),
-        ({"granularity": "2:4", "global_topk": True}, ["global_topk", "two of every four"]),
         ({"granularity": {"attention": "head", "*": "weight"}, "global_topk": True}, ["like with like", "head"]),
         ({"granularity": "block", "block_shape": [4]}, ["block_shape", "at least 2"]),
         ({"granularity": "block", "block_shape": [0, 4]}, ["block_shape", "greater than 0"]),
-        ({"granularity": "row", "target_flops": 0.5}, ["target_flops", "heads and neurons"]),
-        ({"granularity": "hybrid", "target_flops": 1.5}, ["target_flops", "1"]),
-        ({"granularity": "hybrid", "target_flops": 0.5, "target_latency": 0.5}, ["both set", "keep one"]),
-        ({"granularity": "hybrid", "target_flops": 0.5, "final_threshold": 0.4}, ["final_threshold, which is 0.4"]),
-        ({"granularity": "hybrid", "target_latency": 0.5, "pruning_method": "l0"}, ["target_latency goes with topK"]),
-        ({"uniform": True, "global_topk": True}, ["uniform", "global_topk"]),
-        ({"granularity": "hybrid", "uniform": True, "target_flops": 0.5}, ["uniform", "target_flops"]),
-        ({"granularity": "hybrid", "uniform": True, "pruning_method": "l0"}, ["uniform", "gates"]),
-        ({"granularity": "hybrid", "min_heads": 1, "pruning_method": "l0"}, ["min_heads", "gates"]),
-        ({"granularity": "hybrid", "multiple_of": 8, "pruning_method": "l0"}, ["multiple_of", "gates"]),
-        ({"uniform": True, "pruning_method": "threshold"}, ["uniform", "larger grains"]),
-        ({"granularity": "neuron", "min_heads": 1}, ["min_heads is 1", "hybrid"]),
-        ({"granularity": "head", "multiple_of": 8}, ["multiple_of", '"head"']),
-        ({"granularity": "neuron", "multiple_of": 12}, ["multiple_of", "1, 8, 16 or 64"]),
+        ({"mask_init": "cut", "pruning_method": "magnitude"}, ["mask_init cut goes with topK"]),
+        ({"mask_init": "cut", "granularity": "hybrid"}, ["and granularity weight or block"]),
+        ({"mask_init": "cut", "mask_scale": 0.0}, ["mask_init cut needs it above 0"]),
+        ({"final_threshold": 0.0}, ["final_threshold is 0.0: topK takes the share to keep"]),
+        ({"initial_threshold": 1.5, "pruning_method": "magnitude"}, ["initial_threshold is 1.5", "in (0, 1]"]),
+        ({"granularity": {"attention": "2:4"}}, ["2:4 was removed in 0.3", 'a cut with "granularity": "2:4"']),
+        ({"target_flops": 0.5}, ["target_flops was removed in 0.3", "final_threshold", "a cut"]),
+        ({"target_latency": 0.5}, ["target_latency was removed in 0.3", "a cut"]),
+        ({"cost_tokens": 64}, ["cost_tokens was removed in 0.3"]),
+        ({"uniform": True}, ["uniform was removed in 0.3", "the same share of every layer without it: drop it"]),
+        ({"min_heads": 1}, ['min_heads was removed in 0.3: write a cut with "min_heads"']),
+        ({"multiple_of": 8}, ['multiple_of was removed in 0.3: write a cut with "neurons"']),
+        (
+            {"granularity": {"feed_forward": "head"}, "pruning_method": "l0", "global_topk": True, "final_lambda": 1},
+            ["head goes with", "global_topk goes with topK or magnitude, not with l0", "there is none"],
+        ),
     ],
 )
 def test_what_cannot_be_is_told(prune, told):
-    """Each message has what was found and what is allowed."""
+    """All mistakes at once, each with what is allowed or what replaces it."""
     with pytest.raises(ValueError) as caught:
         parse(**prune)
     assert all(part in str(caught.value) for part in told), caught.value
 
 
-def test_all_mistakes_are_told_at_once():
-    """Of one object that is wrong in three ways, all three."""
-    with pytest.raises(ValueError) as caught:
-        parse(granularity={"feed_forward": "head"}, min_heads=2, uniform=True, pruning_method="l0", global_topk=True)
-    assert all(part in str(caught.value) for part in ("head goes with", "global_topk goes with", "uniform keeps"))
+def test_a_recipe_that_a_run_of_0_2_has_written_is_read():
+    """Fields that were removed and that changed nothing are dropped."""
+    removed = {"target_flops": None, "target_latency": None, "cost_tokens": 128, "uniform": False, "min_heads": 0}
+    assert parse(**parse().model_dump(), **removed, multiple_of=1) == parse()

@@ -1,10 +1,10 @@
 """Schedules against their closed forms."""
 
-from __future__ import annotations
-
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.config.schedules import Schedule, interval, lr_multiplier, steps_of
@@ -36,30 +36,22 @@ def test_the_threshold_is_the_originals_at_every_step(step, warmup, initial_warm
 
 
 def test_warmups_may_be_fractions_of_the_phase():
-    """A float is a fraction of the phase, an int multiples of the learning rate's warm-up."""
-    schedule = threshold_schedule(PruneSpec(initial_warmup=0.1, final_warmup=0.25), PhaseLength(200, 7, 0))
-    assert (schedule.start, schedule.end) == (20, 150)
-    schedule = threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), PhaseLength(200, 7, 0))
-    assert (schedule.start, schedule.end) == (7, 186)
-
-
-def test_warmups_longer_than_the_phase_are_refused():
-    """The message gives both in steps and the way out."""
+    """A float is a fraction of the phase, an int multiples of the learning rate's warm-up; both must fit."""
+    for warmups, expected in (((0.1, 0.25), (20, 150)), ((1, 2), (7, 186))):
+        spec = PruneSpec(initial_warmup=warmups[0], final_warmup=warmups[1])
+        schedule = threshold_schedule(spec, PhaseLength(200, 7, 0))
+        assert (schedule.start, schedule.end) == expected
     with pytest.raises(ValueError, match=r"hold the threshold for 80 \+ 160 steps, more than the phase's 200"):
         threshold_schedule(PruneSpec(initial_warmup=1, final_warmup=2), PhaseLength(200, 80, 0))
 
 
 @pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cubic", 0.125), ("cosine", 0.5)])
 def test_ramps(shape, middle):
-    """Half-way the remaining part is that of the shape; the ends are exact and held."""
+    """Half-way the remaining part is that of the shape; the ends are exact and held. One of no length jumps."""
     schedule = Schedule(1.0, 0.0, 10, 20, shape)
     assert [schedule(step) for step in (0, 10, 20, 99)] == [1.0, 1.0, 0.0, 0.0]
     assert schedule(15) == pytest.approx(middle)
-
-
-def test_a_ramp_of_no_length_jumps():
-    """Where the holds meet, the final value is reached at once."""
-    assert [Schedule(1.0, 0.1, 5, 5)(step) for step in (4, 5)] == [1.0, 0.1]
+    assert [Schedule(1.0, 0.1, 5, 5, shape)(step) for step in (4, 5)] == [1.0, 0.1]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
@@ -68,9 +60,6 @@ def test_learning_rates_are_those_of_transformers(kind):
 
     But "constant" beside `warmup_steps` warms up, where transformers' ignores them without a word.
     """
-    import torch
-    from transformers import get_scheduler
-
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = "constant_with_warmup" if kind == "constant" else kind
     scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=5, num_training_steps=30)
@@ -81,14 +70,10 @@ def test_learning_rates_are_those_of_transformers(kind):
         scheduler.step()
 
 
-def test_a_small_fraction_is_not_never():
-    """An interval of 10% of 5 steps is every step; only 0 and None are never."""
-    assert [interval(every, 5) for every in (0.1, 0.4, 3, 0, 0.0, None)] == [1, 2, 3, 0, 0, 0]
-
-
 def test_durations():
-    """An int is steps, a float a fraction."""
+    """An int is steps, a float a fraction; an interval is a step at least, and only 0 and None are never."""
     assert (steps_of(7, 100), steps_of(0.25, 100), steps_of(1.0, 100), steps_of(1, 100)) == (7, 25, 100, 1)
+    assert [interval(every, 5) for every in (0.1, 0.4, 3, 0, 0.0, None)] == [1, 2, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
@@ -100,8 +85,4 @@ def test_a_restarted_schedule_is_that_of_equal_parts_one_after_another(kind):
     assert [factor(step) for step in range(31)] == in_turn
     assert factor(31) == parts[-1](10)
     assert lr_multiplier(kind, 3, 31, restarts=0)(17) == lr_multiplier(kind, 3, 31)(17)
-
-
-def test_more_restarts_than_steps_do_no_harm():
-    """Parts of one step, or of none, give factors all the same."""
-    assert [lr_multiplier("linear", 0.1, 3, restarts=9)(step) for step in range(3)] == [1.0, 1.0, 1.0]
+    assert [lr_multiplier("linear", 0.1, 3, restarts=9)(step) for step in range(3)] == [1.0, 1.0, 1.0]  # of no steps

@@ -17,11 +17,8 @@ from ds_trainer.cli.api import evaluate
 from ds_trainer.cli.benchmark import benchmark_command
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.train import train_command
-from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.deploy.latency import in_turns
 from ds_trainer.models.layers import encoder_linears
-from ds_trainer.techniques.prune.prune import Prune
-from ds_trainer.techniques.technique import PhaseLength
 
 HYBRID = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01}
 SOON = {"initial_warmup": 0, "final_warmup": 0.3}
@@ -73,20 +70,17 @@ def test_too_large_a_batch_ends_with_a_code_and_a_cure(gpu, tiny_recipe, tmp_pat
 
 
 def test_2_to_4_kernels_compute_what_the_dense_ones_do(gpu):
-    """The matrices that 2:4 leaves are of the pattern that sparse tensor cores take, and both are timed."""
+    """Matrices with two zeros in every four inputs, as a cut of 2:4 leaves them, are multiplied right and timed."""
     torch.manual_seed(0)
-    spec = PruneSpec(granularity="2:4", pruning_method="magnitude", initial_warmup=0, final_warmup=0)
     shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 1024}
-    prune, model = Prune(spec, PhaseLength(1, 0, seed=0), task=None), BertModel(BertConfig(**shape))
-    model = prune.attach(model).eval()
-    ids = torch.randint(100, 1000, (8, 64))
-    prune.on_step(1)
+    dense, ids = BertModel(BertConfig(**shape)).eval(), torch.randint(100, 1000, (8, 64))
     with torch.no_grad():
-        model(input_ids=ids)
-        dense = prune.fold(model).to(gpu, torch.float16)
+        for linear in encoder_linears(dense).values():
+            four = linear.weight.view(-1, 4)
+            four.scatter_(1, four.abs().topk(2, largest=False).indices, 0)
+        dense = dense.to(gpu, torch.float16)
         sparse = copy.deepcopy(dense)
         for linear in encoder_linears(sparse).values():
-            assert (linear.weight.view(-1, 4) != 0).sum(1).max() <= 2
             linear.weight = nn.Parameter(to_sparse_semi_structured(linear.weight))
         calls = [partial(one, input_ids=ids.to(gpu)) for one in (dense, sparse)]
         expected, found = (call().last_hidden_state for call in calls)

@@ -1,7 +1,5 @@
 """Heads and neurons pruned with a teacher, cut out, trained on; zeros kept: one run of two ranks under ZeRO-3."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,27 +20,15 @@ VIEW = {"evaluate_at_final_threshold": True}
 @pytest.fixture(scope="module")
 def run(tiny_recipe, tmp_path_factory) -> Path:
     common = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 4}
-    hybrid = {
-        "granularity": "hybrid",
-        "final_threshold": 0.5,
-        "mask_init": "uniform",
-        "mask_scale": 0.01,
-        **SOON,
-        **VIEW,
-    }
+    hybrid = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01}
+    hybrid |= SOON | VIEW
     magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
     magnitude |= {"global_topk": True, "global_topk_frequency_compute": 3}
     sparse = {"start_from": "@dense", "max_steps": 8}
+    cut = {"name": "cut", "max_steps": 12, "save_steps": 12, "eval_steps": 4, "shrink": True}
     phases = [
         {"name": "dense", "max_steps": 12},
-        {
-            "name": "cut",
-            "max_steps": 12,
-            "save_steps": 12,
-            "shrink": True,
-            "techniques": {"prune": hybrid, **TEACH},
-            "eval_steps": 4,
-        },
+        cut | {"techniques": {"prune": hybrid, **TEACH}},
         {"name": "filled", "max_steps": 8, "techniques": TEACH},
         sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
         sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},

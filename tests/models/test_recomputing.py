@@ -5,8 +5,6 @@ That losses and gradients stay the same, `tests/integration/test_zero.py` shows 
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -15,8 +13,8 @@ from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.layers import encoder_linears, swap
 from ds_trainer.models.recomputing import is_recomputing, set_recomputing
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.prune.masked import MaskedLinear
-from ds_trainer.techniques.prune.rules import weights_above
+from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
+from ds_trainer.techniques.prune.masks import HardMask
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def test_masked_layers_keep_nothing_either(model, penalty):
     masked = [model.get_submodule(name) for name in linears]
     set_recomputing(model, True)
     for layer in masked:
-        layer.set_rule(partial(weights_above, threshold=0.5))
+        layer.step_mask = StepMask(mask=HardMask(0.5, 0, kept=0))
     with LiveMemory() as live:
         loss = model(input_ids=torch.full((8, 64), 5), labels=torch.zeros(8, dtype=torch.long)).loss
         kept = live.now

@@ -60,7 +60,7 @@ METHODS = {
     "l0": {"pruning_method": "l0", "mask_scale": 1.0, "regularization": "l0", "final_lambda": 5},
     "static": {"pruning_method": "topK", "final_threshold": 0.3, "train_weights": False},
     "hybrid": {"granularity": "hybrid", "final_threshold": 0.4, "mask_init": "uniform", "mask_scale": 0.01},
-    "hybrid-flops": {"granularity": "hybrid", "pruning_method": "magnitude", "target_flops": 0.5, "multiple_of": 8},
+    "hybrid-magnitude": {"granularity": "hybrid", "pruning_method": "magnitude", "final_threshold": 0.5},
     "hybrid-l0": {
         "granularity": "hybrid",
         "pruning_method": "l0",
@@ -77,7 +77,6 @@ METHODS = {
         "mask_scale": 0.1,
         "regularization": "l1",
         "final_lambda": 5,
-        "min_heads": 1,
     },
     "hybrid-global": {
         "granularity": "hybrid",
@@ -87,7 +86,8 @@ METHODS = {
         "mask_init": "kaiming",
     },
     "mixed": {
-        "granularity": {"attention": "column", "*.intermediate.dense": "row", "*.output.dense": "2:4"},
+        "granularity": {"attention": "column", "*.intermediate.dense": "row", "*.output.dense": "block"},
+        "block_shape": [8, 12],
         "final_threshold": 0.5,
         "mask_init": "uniform",
         "mask_scale": 0.01,
@@ -98,7 +98,6 @@ METHODS = {
         "final_threshold": 0.005,
         "mask_init": "uniform",
         "mask_scale": 0.02,
-        "uniform": True,
     },
     "cut": {"mask_init": "cut", "mask_scale": 0.01, "final_threshold": 0.3},
     "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},

@@ -17,7 +17,9 @@ from support.prune_phases import (
     rows_of,
     run,
 )
+from support.zero_matrix import ToyTask, batch_of, bert, phase_of
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears, layers_of, sizes_of
@@ -29,6 +31,7 @@ from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.prune import advice
 from ds_trainer.techniques.prune.masked import MaskedLinear
 from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
 
 METHODS = ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"]
@@ -517,6 +520,28 @@ def test_the_view_at_the_final_threshold(name):
         assert torch.equal(logits, view) == (spec.get("pruning_method") == "l0")
         logits, view = outputs(prune, viewed, 10)
         assert view is logits
+
+
+@torch.no_grad()
+def test_exit_heads_are_asked_about_the_models_own_forward():
+    """Their views are those of a phase without the one at the final threshold, which runs the layers once more."""
+    phase, batch, logits = phase_of("all"), batch_of(0, 0, 0), []
+    for viewed in (False, True):
+        torch.manual_seed(0)
+        prune = phase.techniques.prune.model_copy(update={"evaluate_at_final_threshold": viewed})
+        specs = phase.techniques.model_copy(update={"prune": prune, "distill": None})
+        techniques = build_techniques(specs, PhaseLength(6, 1, seed=5), ToyTask())
+        model = AutoModelForSequenceClassification.from_config(bert(num_hidden_layers=3)).eval()
+        for technique in techniques:
+            model = technique.attach(model)
+            technique.on_step(1)
+        forward, views = Forward(batch, model(**batch.inputs), 0), {}
+        for technique in techniques:
+            views |= technique.views(forward, lambda batch, model=model: model(**batch.inputs))
+        logits.append({name: view.logits for name, view in views.items()} | {"own": forward.out.logits})
+    assert logits[1].keys() - logits[0].keys() == {"final_threshold"}
+    assert all(torch.equal(values, logits[1][name]) for name, values in logits[0].items())
+    assert not torch.equal(logits[1]["final_threshold"], logits[1]["own"])
 
 
 def densities(prune: Prune, model: nn.Module, steps: int, rate: float = 0.0) -> list[float]:

@@ -89,7 +89,7 @@ def mask_together(layers: Mapping[str, MaskedLinear], sites: Mapping[str, Site],
         for name in names:
             scores[name] = (scores[name] - mean) / deviation if deviation > 0 else torch.zeros_like(scores[name])
     order = torch.cat([*scores.values()]).argsort(descending=True, stable=True)
-    weights = torch.cat([sites[name].sizes.flatten() for name in layers])[order]
+    weights = torch.cat([sites[name].sizes.flatten() for name in layers])[order].double()
     kept = torch.empty_like(order, dtype=torch.bool)
     # a decision that crosses the share is kept if at most half of its weights lie beyond
     kept[order] = weights.cumsum(0) - weights / 2 <= share * weights.sum()
