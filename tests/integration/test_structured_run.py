@@ -101,7 +101,7 @@ def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
 def test_its_folders_are_measured_side_by_side(run, tmp_path):
     """By the command, with the score on the run's task."""
     folders = [str(run / phase / "model") for phase in ("dense", "filled")]
-    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
+    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "4"]
     done = run_script("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     found = read(tmp_path / "benchmark.json")

@@ -89,6 +89,12 @@ def test_output_and_gradients_equal_plain_autograd(name, penalty, plain):
     assert layer.weight.grad.is_contiguous()
     total = gates.grad + (scores.grad if penalty else 0)
     torch.testing.assert_close(by_rows(layer, layer.mask_scores.grad), total)
+    if not penalty:  # static model pruning: with the weight frozen, the scores learn from the same gradient
+        frozen = make(name, plain)
+        frozen.weight.requires_grad_(False)
+        frozen(hidden.detach()).square().sum().backward()
+        assert frozen.weight.grad is None
+        torch.testing.assert_close(frozen.mask_scores.grad, layer.mask_scores.grad)
     assert layer.mask.kept == int(spread(name, gates).count_nonzero())
     with torch.no_grad():
         torch.testing.assert_close(layer.eval()(hidden), expected)
@@ -201,16 +207,6 @@ def test_an_evaluation_masks_once_and_sees_the_weights_of_today():
     layer.train()(hidden)
     layer.weight.data.mul_(2)
     torch.testing.assert_close(evaluate(), 4 * first)
-
-
-def test_a_frozen_weight_gets_no_gradient():
-    """Static model pruning: with the weight frozen, the scores alone learn, and from the same gradient."""
-    layer, frozen, hidden = make(), make(), torch.randn(4, IN)
-    frozen.weight.requires_grad_(False)
-    for each in (layer, frozen):
-        each(hidden).square().sum().backward()
-    assert frozen.weight.grad is None
-    torch.testing.assert_close(frozen.mask_scores.grad, layer.mask_scores.grad)
 
 
 def exact_slope(scores: Tensor, kind: str) -> Tensor:
