@@ -34,8 +34,8 @@ FAMILIES = {
 """Names of families, and what tests call them. Below the encoders are the decoders."""
 DECODERS = list(FAMILIES)[6:]
 OF_MODELS = {
-    "masked weights": "tests/techniques/test_prune.py::test_(any_encoder_is_masked|a_decoder_is_pruned)",
-    "masked heads, neurons": "tests/techniques/test_granularity.py::test_whole_decisions_are_masked_and_folded",
+    "masked weights": "tests/techniques/test_prune.py::test_any_model_is_masked_trained_and_folded",
+    "masked heads, neurons": "tests/techniques/test_prune.py::test_heads_and_neurons_are_masked_and_folded",
     "zeros cut out": "tests/models/test_shrink.py::test_(the_cut_model_computes|every_listed_kind_of_layer_is_cut)",
     "cut of heads, neurons": "tests/models/cut/test_cut_blocks.py::test_every_(family|listed_kind_of_layer)_is_cut",
     "cut of weights": "tests/models/cut/test_cut_weights.py::test_every_matrix_keeps_its_share_of_every_family",
