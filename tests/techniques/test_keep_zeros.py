@@ -6,7 +6,6 @@ from support.prune_phases import make_model, run
 
 from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.models.layers import encoder_linears
-from ds_trainer.phase import _check_is_elementwise
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.technique import PhaseLength
 
@@ -53,5 +52,5 @@ def test_where_it_changes_nothing_or_cannot_hold_it_is_refused():
     with pytest.raises(ValueError, match="keep_zeros keeps the zeros that are there, and prune makes others"):
         parse_recipe({"model": {"name_or_path": "x"}, "phases": [phase]})
     with pytest.raises(ValueError, match=r"optimizer.type is Muon, whose steps are not made weight by weight"):
-        _check_is_elementwise("Muon")
-    _check_is_elementwise("AdamW")
+        technique.check("Muon", 1.0)
+    assert technique.check("AdamW", 1.0) is None

@@ -610,3 +610,4 @@ def test_too_short_a_way_for_the_scores_of_single_weights_is_told():
     for spec in ({"pruning_method": "magnitude"}, {"pruning_method": "l0"}, {"train_weights": False}):
         assert advice.of_length(PruneSpec(**spec), 765, 0.1) is None
     assert advice.of_length(PruneSpec(granularity="hybrid"), 765, 0.1) is None
+    assert "765 steps" in make_prune(total=765).check("AdamW", 0.1)

@@ -13,8 +13,8 @@ from ds_trainer.models.layers import encoder_linears
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.techniques.technique import Technique
 
+# in lower case, as DeepSpeed reads them
 _MIXING_OPTIMIZERS = {"muon", "onebitadam", "onebitlamb", "zerooneadam"}
-"""In lower case, as DeepSpeed reads them."""
 
 
 class KeepZeros(Technique):
@@ -40,7 +40,7 @@ class KeepZeros(Technique):
         if optimizer.lower() in _MIXING_OPTIMIZERS:
             raise UserError(
                 f"keep_zeros: optimizer.type is {optimizer}, whose steps are not made weight by weight, so zeros would "
-                f"not stay: use AdamW, Adam, Adagrad or SGD"
+                "not stay: use AdamW, Adam, Adagrad or SGD"
             )
 
     def start(self, device: torch.device) -> None:

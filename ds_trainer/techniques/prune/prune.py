@@ -67,7 +67,7 @@ class Prune(Technique):
         return (scores,) if self.spec.train_weights else (scores, GroupRule(params="*", frozen=True))
 
     def check(self, optimizer: str, travel: float) -> str | None:
-        return advice.of_length(self.spec, self.last_step, travel)
+        return advice.of_length(self.spec, self.length.total, travel)
 
     def start(self, device: torch.device) -> None:
         """Raise UserError where one threshold cannot give back the zeros of a cut that `mask_init` starts from.
