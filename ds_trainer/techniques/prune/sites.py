@@ -52,7 +52,6 @@ class Site:
 
     def gated(self, gates: Tensor) -> GateMask:
         """Return the mask that keeps these decisions, bools in any shape."""
-        assert self.grain is not None
         return GateMask(gates.view(self.shape).to(self.linear.weight.device), grain=self.grain)
 
     def nonzero(self) -> Tensor:
