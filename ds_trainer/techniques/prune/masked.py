@@ -84,7 +84,7 @@ class MaskedLinear(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         step = self.step_mask
         if not self.training and not torch.is_grad_enabled():
-            if step.rule is None and step.mask is None:  # another technique tries the model out when it is attached
+            if step.make is None and step.mask is None:  # another technique tries the model out when it is attached
                 return F.linear(hidden, rows_of(self.weight, self.plain), self.bias)
             weight = step.evaluation_weight
             if weight is None:
