@@ -9,16 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.hosts.checks import FAILED, shown
-from ds_trainer.hosts.doctor import Job, examine, table
+from ds_trainer.files.redaction import redacted
+from ds_trainer.files.tables import aligned
+from ds_trainer.hosts.doctor import FAILED, Job, examine
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
     """Check the hosts; the exit code is 0 if all is well, 1 if a check failed, 2 if the hostfile is wrong."""
     job = read_doctor_job(arguments)
-    rows = [shown(row) for row in examine(job)]
-    print(json.dumps([asdict(row) for row in rows], indent=2) if job.as_json else table(rows))
-    failed = {row.check for row in rows if row.result == FAILED}
+    rows = [redacted(asdict(row)) for row in examine(job)]
+    lines = [{name: " ".join(filter(str.isprintable, text)) for name, text in row.items()} for row in rows]
+    print(json.dumps(rows, indent=2) if job.as_json else aligned(lines))
+    failed = {row["check"] for row in rows if row["result"] == FAILED}
     return 2 if "hostfile" in failed else int(bool(failed))
 
 

@@ -20,10 +20,10 @@ from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
-from ds_trainer.hosts.remote import PROJECT
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
+PROJECT = Path(__file__).resolve().parents[2]
 NO_TASK = "no task: give --task_name, or --recipe with a task"
 
 

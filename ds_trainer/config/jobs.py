@@ -69,12 +69,10 @@ class TrialRequest(BaseModel):
     """The JSON file that the trial writes; a trial without one has failed, whatever its exit code."""
     models: Path
     """A folder in which all trials keep the models that the run makes to start from."""
-    measure: Literal["steps", "memory", "facts"] = "steps"
-    """`steps` times steps. `memory` takes none, and measures what the phase needs on one rank. `facts` only reads what
-    the data, the hardware and the versions are."""
-    batches: Annotated[int, Field(ge=1)] = 6
-    seconds: Annotated[float, Field(gt=0)] = 1.0
-    """The batches are timed for at least so long, and at least twice."""
+    seconds: Annotated[float, Field(ge=0)] = 1.0
+    """How long steps are timed, at the least; 0 takes no step, and measures what the phase needs on one rank."""
+    batches: Annotated[int, Field(ge=1)] = 4
+    """How many batches are timed, each at least twice."""
     seconds_to_beat: float | None = None
     """What the best trial so far took for one round of batches; a much slower trial stops early."""
 
@@ -102,36 +100,8 @@ class TrainJob(CommandJob):
     """The name of the repository that the run's model is sent to."""
 
 
-class TuneJob(CommandJob):
-    """A checked tuning command: the user's training command, and what may be varied."""
-
-    train: TrainJob
-    engine_file: dict[str, Any]
-    """As the user wrote it, with the command's `--set`."""
-    arguments: tuple[str, ...]
-    """Those of the training command, without the output folder."""
-    phase: str
-    space: dict[str, list[Any]] | None
-    """The values to try, by the path of `--set`; None for the default."""
-    budget: Annotated[float, Field(gt=0)]
-    """Seconds."""
-    trial_timeout: Annotated[float, Field(gt=0)]
-    """Seconds after which a trial counts as hung."""
-    trial_seconds: Annotated[float, Field(gt=0)]
-    """How long the steps of a trial are timed, at the least."""
-    num_gpus: Annotated[int, Field(ge=1)] | None
-    """The ranks of every trial, where they are not varied."""
-    hostfile: Path | None
-    hosts: int
-    output: Path
-
-    @property
-    def tuned_phase(self) -> Phase:
-        return next(phase for phase in self.train.recipe.phases if phase.name == self.phase)
-
-
 class ValueRange(BaseModel):
-    """The numbers between two, which are among them."""
+    """The numbers from `low` to `high`, both included."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -152,26 +122,54 @@ class ValueRange(BaseModel):
 
     @property
     def examples(self) -> list[float]:
-        """Both ends, and a number between them, by which a field that takes no fraction shows."""
+        """Both ends, and a number between them, which shows a field that takes no fraction."""
         if self.whole:
             return [int(self.low), int(self.high)]
         return [self.low, self.low + (self.high - self.low) / math.e, self.high]
 
 
-RecipeSpace = dict[str, list[Any] | ValueRange]
-"""The values to try, by the path of `--set`."""
+class TuneJob(CommandJob):
+    """A checked tuning command: the user's training command, and what may be varied."""
 
-
-class RecipeTuneJob(TuneJob):
-    """A checked command that tunes a recipe; `phase` is its last one, whose model is scored."""
-
+    train: TrainJob
     recipe_file: dict[str, Any]
-    """As the user wrote it, with the command's flags and `--set`."""
-    recipe_space: RecipeSpace
-    metric: str
-    """The name of a score."""
+    engine_file: dict[str, Any]
+    """Both files as the user wrote them, with the command's flags and `--set`."""
+    arguments: tuple[str, ...]
+    """Those of the training command, without the output folder."""
+    phase: str
+    """The phase that is to be fast, or the last one, whose model is scored."""
+    space: dict[str, list[Any] | ValueRange] | None
+    """The values to try, by the path of `--set`; None for the default, and without ranges where speed is the aim."""
+    metric: str | None
+    """The score to go by; None where speed is the aim."""
     greater_is_better: bool
-    """Whether more of it is better."""
+    budget: Annotated[float, Field(gt=0)]
+    """Seconds."""
+    trial_timeout: Annotated[float, Field(gt=0)]
+    """Seconds after which a trial counts as hung: since its start, or, where a score is the aim, since it last printed
+    or logged anything."""
+    trial_seconds: Annotated[float, Field(gt=0)]
+    """How long the steps of a trial are timed, at the least."""
+    num_gpus: Annotated[int, Field(ge=1)] | None
+    """The ranks of every trial, where they are not varied."""
+    hostfile: Path | None
+    hosts: int
+    output: Path
+
+    @property
+    def tuned_phase(self) -> Phase:
+        return next(phase for phase in self.train.recipe.phases if phase.name == self.phase)
+
+    @property
+    def sign(self) -> int:
+        """-1 where less of the metric is better, else 1."""
+        return 1 if self.greater_is_better else -1
+
+    @property
+    def unit(self) -> str:
+        """What trials are compared by."""
+        return self.metric or "examples/s"
 
 
 class CalibrateJob(TaskJob):

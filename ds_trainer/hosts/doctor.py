@@ -1,40 +1,42 @@
-"""Check the hosts of a hostfile before a run, and print one table: `launch/doctor.py`.
+"""Check the hosts of a hostfile before a run: `launch/doctor.py`.
 
-Each check runs on every host at once by ssh, with the variables that DeepSpeed will export there. Nothing is written
-but a file with a random token into the output folder, which is removed. Torch is not loaded here, so that a broken one
-is noticed too.
+Every host is asked at once, by ssh as DeepSpeed's launcher starts the ranks, with the variables that it will export.
+Nothing is written but a file with a random token into the output folder, which is removed. Torch is not loaded here,
+so that a broken one is noticed too. What is not checked is the traffic of a real collective.
 """
 
+import base64
 import contextlib
+import json
 import os
 import secrets
+import shlex
 import shutil
+import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.files.reading import read_file
 from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import existing_above
-from ds_trainer.hosts import checks, probe
-from ds_trainer.hosts.checks import FAILED, OK, SKIPPED, WARNING, Row, judged, skipped
-from ds_trainer.hosts.hostfile import (
-    Host,
-    environment_files,
-    exports,
-    is_misread,
-    is_plain,
-    parse_environment,
-    read_hostfile,
-)
-from ds_trainer.hosts.remote import PROJECT, Remote, Reply, at_once
+from ds_trainer.hosts import probe
+from ds_trainer.hosts.hostfile import Host, export_commands, exported_variables, read_hostfile
 from ds_trainer.ranks.failures import UserError
 
-_ALL, _HERE = "all", "this one"  # stand for a host in rows that belong to none
+PROJECT = Path(__file__).resolve().parents[2]
+OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
+_SSH_CURES = {
+    "permission denied": "make a key without a passphrase (ssh-keygen) and copy it to the host: ssh-copy-id {0}",
+    "host key verification failed": "log in once by hand, or: ssh-keyscan {0} >> ~/.ssh/known_hosts",
+    "connection refused": "start sshd on the host (apt install openssh-server), or give its port with --ssh_port",
+    "could not resolve": "write the name into /etc/hosts of this machine, or into the DNS",
+    "cannot be started": "install the same python at the same path on every host",
+    "": "is the host up, the address right, the port open to this machine? Try: ssh {0} true",
+}
+"""Parts of ssh's messages, and what helps; the last one is a part of every message."""
 
 
 @dataclass(frozen=True)
@@ -52,80 +54,119 @@ class Job:
     as_json: bool
 
 
+@dataclass(frozen=True)
+class Row:
+    """One line of the doctor's table."""
+
+    check: str
+    host: str
+    result: str
+    found: str
+    cure: str = ""
+
+
 def examine(job: Job) -> list[Row]:
-    """Make all checks, in the order in which one needs the other."""
-    environment, exported = environment_rows()
+    """Make all checks: the files, this machine, each host, and whether the ranks can meet."""
+    mistakes: list[str] = []
     try:
         hosts = read_hostfile(job.hostfile)
+        exported = exported_variables(PROJECT, mistakes)
     except UserError as error:
-        cure = "write a line `NAME slots=RANKS` for each host"
-        rest = Row("all others", _ALL, SKIPPED, "hostfile failed")
-        return [Row("hostfile", _ALL, FAILED, str(error), cure), *environment, rest]
-    addresses = {host: probe.resolve(host.address) for host in hosts}
-    here = probe.facts({"project": str(PROJECT)})
-    local = len(hosts) == 1 and addresses[hosts[0]] in (*here["interfaces"].values(), "127.0.0.1", "127.0.1.1")
-    ranks = f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks"
-    rows = [Row("hostfile", _ALL, OK, ranks), *environment, *([] if local else _launcher_rows())]
-    rows += checks.name_rows(hosts, addresses, here["name"])
-    remote = Remote(exported, () if local else job.ssh, job.timeout)
-    mistakes = check_output_folder(job.output, overwrite=True) if job.output else []
-    rows += [Row("output folder", _HERE, FAILED, mistake, "give another --output_dir") for mistake in mistakes]
-    with contextlib.nullcontext() if mistakes or not job.output else _token(job.output) as token:
-        replies = at_once(
-            lambda host: remote.ask(host, "facts", token=token, known_address=addresses[host], asked=time.time()), hosts
+        return [Row("hostfile", "all", FAILED, str(error), "write a line `NAME slots=RANKS` for each host")]
+    rows = [Row("hostfile", "all", OK, f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks")]
+    rows += [Row(".deepspeed_env", "this one", FAILED, line, "write one NAME=VALUE a line") for line in mistakes]
+    is_local = len(hosts) == 1 and hosts[0].address in ("localhost", "127.0.0.1", probe.socket.gethostname())
+    if not is_local and not shutil.which("pdsh"):
+        way_out = "apt install pdsh; or start each host by hand, with --no_ssh --node_rank N --master_addr ADDRESS"
+        rows.append(
+            Row("pdsh", "this one", FAILED, "is not on the PATH, and deepspeed starts the hosts by it", way_out)
         )
-    folder = Path(token[0]).parent if token else None
-    rows += [row for host, reply in replies.items() for row in _host_rows(host, reply, here, folder)]
-    if local:
-        unneeded = "not needed for this machine alone; deepspeed tries it unless --no_ssh_check is given"
-        rows = [replace(row, result=SKIPPED, found=unneeded) if row.check == "ssh" else row for row in rows]
-    broken = [row for row in rows if row.result == FAILED and row.check in ("name", "ssh", "python", "project")]
-    if broken:
-        why = f"{broken[0].check} failed on {broken[0].host}"
-        return [*rows, *skipped(["master port", "all-reduce"], hosts, why)]
-    # DeepSpeed takes the first address that `hostname -I` prints on the first host
-    address = next(filter(None, [job.master_addr, *replies[hosts[0]].value["addresses"]]), hosts[0].address)
-    network = network_rows(remote, hosts, address, job.master_port)
-    if all(row.result == OK for row in network):
-        # NCCL, and a single host, do not need the host's own name: if the all-reduce works, it is no fault
-        milder = {"result": WARNING} if len(hosts) > 1 else {"result": OK, "cure": ""}
-        rows = [replace(row, **milder) if (row.check, row.result) == ("own name", FAILED) else row for row in rows]
-    return [*rows, *network]
+    wrong = check_output_folder(job.output, overwrite=True) if job.output else []
+    rows += [Row("output folder", "this one", FAILED, mistake, "give another --output_dir") for mistake in wrong]
+
+    def ask(host: Host, function: str, **request: Any) -> dict[str, Any]:
+        return _ask(job, exported, () if is_local else (*job.ssh, host.name), function, request)
+
+    with (
+        ThreadPoolExecutor(max_workers=len(hosts)) as pool,
+        contextlib.nullcontext() if wrong or not job.output else _token(job.output) as token,
+    ):
+        answers = list(pool.map(lambda host: ask(host, "facts", token=token), hosts))
+        here = probe.facts({"project": str(PROJECT)})
+        for host, answer in zip(hosts, answers, strict=True):
+            faults = list(_faults(host, answer, here, is_alone=len(hosts) == 1))
+            rows += faults or [Row("host", host.name, OK, "answers, and has the versions of this one")]
+        if any("error" in answer for answer in answers):
+            return [*rows, Row("master port", "all", SKIPPED, "a host does not answer")]
+        # DeepSpeed takes the first address that `hostname -I` prints on the first host
+        address = next(filter(None, [job.master_addr, *answers[0]["addresses"]]), hosts[0].address)
+        meeting = [pool.submit(ask, hosts[0], "listen", port=job.master_port, callers=len(hosts) - 1)]
+        meeting += [pool.submit(ask, host, "connect", address=address, port=job.master_port) for host in hosts[1:]]
+        cure = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
+        cures = ["give another --master_port to deepspeed, or end the process that has it", *[cure] * len(hosts)]
+        for host, reply, cure in zip(hosts, meeting, cures, strict=False):
+            error = reply.result().get("error")
+            found = error or f"{address}:{job.master_port} is reached"
+            rows.append(Row("master port", host.name, FAILED if error else OK, found, cure if error else ""))
+    return rows
 
 
-def environment_rows() -> tuple[list[Row], dict[str, str]]:
-    """Check what DeepSpeed will export on the hosts: `.deepspeed_env`, and variables of this shell.
+def _ask(
+    job: Job, exported: dict[str, str], ssh: tuple[str, ...], function: str, request: dict[str, Any]
+) -> dict[str, Any]:
+    """Run a function of `probe.py` with the host's python, to which the script is sent; an answer may be an error."""
+    values = {"project": str(PROJECT), "seconds": job.timeout, **request}
+    packed = base64.b64encode(json.dumps(values).encode()).decode()
+    python = shlex.join([sys.executable, "-u", "-", function, packed])
+    shell = " ".join([*export_commands(exported), f"cd {shlex.quote(str(PROJECT))} 2>/dev/null;", python])
+    text = {"encoding": "utf-8", "errors": "replace"}  # a login may print in any encoding
+    try:
+        done = subprocess.run(
+            [*ssh, shell] if ssh else ["bash", "-c", shell],
+            input=Path(probe.__file__).read_text(encoding="utf-8"),
+            capture_output=True,
+            timeout=job.timeout + 5,
+            **text,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {job.timeout} s"}
+    except OSError as error:
+        return {"error": str(error)}
+    for line in done.stdout.splitlines():
+        if line.startswith(probe.MARK):
+            return dict(json.loads(line.removeprefix(probe.MARK)))
+    *_, last = [f"it ends with {done.returncode}", *filter(str.strip, done.stderr.splitlines())]
+    is_missing = done.returncode in (126, 127)  # the exit codes of a shell that cannot start a program
+    return {"error": f"{sys.executable} cannot be started: {last.strip()}" if is_missing else last.strip()}
 
-    Returns the rows, and the variables that arrive as they are.
-    """
-    rows, configured = [], dict[str, str]()
-    for path in environment_files():
-        try:
-            values, mistakes = parse_environment(read_file(path).decode(errors="replace"))
-        except UserError as error:
-            values, mistakes = {}, [str(error)]
-        configured |= values
-        found, cure = "\n".join(mistakes) or ", ".join(values), f"correct {path}: one NAME=VALUE a line, nothing else"
-        rows.append(judged(".deepspeed_env", _HERE, not mistakes, found, cure))
-    rows = rows or [Row(".deepspeed_env", _HERE, OK, "does not exist")]
-    values = exports(os.environ, configured, PROJECT)
-    if misread := [name for name in values if is_misread(values[name])]:
-        found = f"{', '.join(misread)}: the hosts' shells would read the quote, backslash or $( in the value"
-        rows.append(Row("exports", _HERE, FAILED, found, "unset it, or take these characters out"))
-    return rows, {name: value for name, value in values.items() if name not in misread}
 
-
-def _launcher_rows() -> list[Row]:
-    """Check what DeepSpeed's launcher needs on this machine to start ranks on others."""
-    pdsh = shutil.which("pdsh")
-    start = "apt install pdsh; or start each host by hand, with --no_ssh --node_rank N --master_addr ADDRESS"
-    wrong = [path for path in {str(PROJECT), str(Path.cwd()), sys.executable} if not is_plain(path)]
-    found = f"{' and '.join(map(repr, wrong))}: DeepSpeed writes it unquoted into the hosts' shells"
-    move = "move it to a path without blanks or other special characters"
-    return [
-        judged("pdsh", _HERE, pdsh, pdsh or "is not on the PATH, and deepspeed starts the hosts with it", start),
-        judged("paths", _HERE, not wrong, found if wrong else "need no quotes", move),
+def _faults(host: Host, answer: Mapping[str, Any], here: Mapping[str, Any], is_alone: bool) -> Iterator[Row]:
+    """Yield a row for each fault of a host, by its answer and by what is so on this machine."""
+    if error := answer.get("error"):
+        cure = next(cure for words, cure in _SSH_CURES.items() if words in error.lower())
+        yield Row("ssh", host.name, FAILED, error, cure.format(host.name))
+        return
+    there = answer["versions"]
+    wrong = [
+        f"{name} {there.get(name) or 'is missing'}, here {version}"
+        for name, version in here["versions"].items()
+        if there.get(name) != version
     ]
+    if wrong:
+        cure = f"share {PROJECT} and the environment, or install the same at the same paths"
+        yield Row("versions", host.name, FAILED, "; ".join(wrong), cure)
+    name, address = answer["name"], answer["own_address"]
+    if not is_alone and not answer["gloo_interface"] and (not address or address.startswith("127.")):
+        found = f"{name} is {address or 'without an address'} there, which other hosts cannot reach"
+        cure = "write the real address into its /etc/hosts, or GLOO_SOCKET_IFNAME=INTERFACE into .deepspeed_env"
+        yield Row("own name", host.name, FAILED, found, f"{cure} (with GPUs NCCL_SOCKET_IFNAME too)")
+    if missing := " and no ".join(tool for tool, path in answer["tools"].items() if not path):
+        cure = f"in .deepspeed_env: PATH={os.path.dirname(sys.executable)}:$PATH; or apt install g++ ninja-build"
+        found = f"no {missing} on the PATH of a command by ssh; DeepSpeed compiles parts of itself"
+        yield Row("build tools", host.name, FAILED, found, cure)
+    if not answer["sees_output"]:
+        cure = "mount one file system (such as NFS) there on every host, which the user of ssh can write to"
+        yield Row("output folder", host.name, FAILED, "is another folder than here, or cannot be written", cure)
 
 
 @contextlib.contextmanager
@@ -140,59 +181,3 @@ def _token(output: Path) -> Iterator[tuple[str, str]]:
         yield str(path), text
     finally:
         path.unlink(missing_ok=True)
-
-
-def _host_rows(host: Host, reply: Reply, here: Mapping[str, Any], folder: Path | None) -> list[Row]:
-    """Return the rows of one host; without ssh or python the checks that need them are skipped."""
-    ssh = checks.ssh_row(host, reply.error if reply.ssh_failed else "")
-    if reply.ssh_failed:
-        return [ssh, *skipped(checks.FACT_CHECKS, [host], "ssh failed")]
-    if reply.error:
-        python = Row("python", host.name, FAILED, reply.error, checks.SAME_PYTHON)
-        return [ssh, python, *skipped(checks.FACT_CHECKS[1:], [host], "python failed")]
-    return [ssh, *checks.fact_rows(host, reply.value, here, folder)]
-
-
-def network_rows(remote: Remote, hosts: Sequence[Host], address: str, port: int) -> list[Row]:
-    """Check that the ranks can meet: all hosts reach the first one at `port`, and one rank of each sums a number."""
-    first, *others = hosts
-
-    def reach(host: Host) -> Reply:
-        if host == first:
-            return remote.ask(host, "listen", port=port, callers=len(others))
-        return remote.ask(host, "connect", address=address, port=port)
-
-    def add(host: Host) -> Reply:
-        meeting = {"address": address, "port": port, "rank": hosts.index(host), "world": len(hosts)}
-        return remote.ask(host, "all_reduce", **meeting)
-
-    free = f"give another --master_port to deepspeed, or end the process that has it: ss -ltnp 'sport = :{port}'"
-    reachable = "open all TCP ports between the hosts; if {0} is not an address of their common network, "
-    replies = at_once(reach, hosts)
-    rows = _reply_rows("master port", {first: replies.pop(first)}, free)
-    if rows[0].result == FAILED:
-        rows += skipped(["master port"], others, f"{port} is not free")
-    else:
-        rows += _reply_rows("master port", replies, f"{reachable.format(address)}give --master_addr")
-    if any(row.result == FAILED for row in rows):
-        return [*rows, *skipped(["all-reduce"], hosts, "master port failed")]
-    cure = f"{reachable.format('that')}write into .deepspeed_env: {checks.GLOO_INTERFACE}=INTERFACE"
-    return [*rows, *_reply_rows("all-reduce", at_once(add, hosts), f"{cure} (with GPUs NCCL_SOCKET_IFNAME)")]
-
-
-def _reply_rows(check: str, replies: dict[Host, Reply], cure: str) -> list[Row]:
-    return [
-        judged(check, host.name, not reply.error, reply.error or reply.value["found"], cure)
-        for host, reply in replies.items()
-    ]
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text; hosts with the same result share a line."""
-    hosts = len({row.host for row in rows if row.check == "ssh"})
-    order = list(dict.fromkeys(row.check for row in rows))
-    names: dict[Row, list[str]] = {}
-    for row in sorted(rows, key=lambda row: order.index(row.check)):
-        names.setdefault(replace(row, host="", found=row.found.replace("\n", "; ")), []).append(row.host)
-    hosts_of = {row: f"all {hosts}" if len(among) == hosts > 1 else ", ".join(among) for row, among in names.items()}
-    return aligned([{**vars(row), "host": host} for row, host in hosts_of.items()])

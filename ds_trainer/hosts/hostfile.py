@@ -6,7 +6,7 @@ The checks are stricter than DeepSpeed's, which trains on this machine alone whe
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,9 @@ from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import read_file
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
-EXAMPLE = "worker-1 slots=8"
+_EXAMPLE = "worker-1 slots=8"
 _LABEL = r"\w([\w-]{0,61}\w)?"
 _NAME = re.compile(rf"([A-Za-z_][\w.-]*@)?{_LABEL}(\.{_LABEL})*", re.ASCII)
-_MISREAD = re.compile(r"[\"`\\]|\$\(")
-_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
-"""A word that means the same to a shell with and without quotes."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX")
 """DeepSpeed exports those variables of the shell whose names start with one of these."""
 
@@ -48,78 +45,48 @@ def read_hostfile(path: Path) -> list[Host]:
         text = read_file(path).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8: save it as plain text") from None
-    hosts, mistakes = parse_hostfile(text)
-    if not hosts and not mistakes:
-        mistakes = [f"{path} names no host: write a line for each, such as {EXAMPLE}"]
-    raise_mistakes(mistakes)
-    return hosts
-
-
-def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
-    """Return the hosts of a hostfile, and its mistakes with their line numbers."""
     hosts, mistakes, lines = list[Host](), list[str](), dict[str, int]()
     for number, line in enumerate(text.split("\n"), start=1):
-        words = line.split("#")[0].split()
+        words = line.partition("#")[0].split()
         if not words:
             continue
         slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", words[-1])
         if not _NAME.fullmatch(words[0]):
             mistakes.append(f"line {number}: {quoted(words[0])} is no host name or IPv4 address")
         elif len(words) != 2 or not slots:
-            mistakes.append(f"line {number}: {quoted(line.strip())} is not of the form {EXAMPLE!r}")
+            mistakes.append(f"line {number}: {quoted(line.strip())} is not of the form '{_EXAMPLE}'")
         elif words[0] in lines:
-            mistakes.append(f"line {number}: {words[0]} is in line {lines[words[0]]} already")
+            mistakes.append(f"line {number}: {words[0]} is in line {lines[words[0]]} already: keep one of the two")
         else:
             hosts.append(Host(words[0], int(slots[1])))
             lines[words[0]] = number
-    return hosts, mistakes
+    if not hosts and not mistakes:
+        mistakes = [f"{path} names no host: write a line for each, such as {_EXAMPLE}"]
+    raise_mistakes(mistakes)
+    return hosts
 
 
-def environment_files() -> list[Path]:
-    """Return the existing files whose lines DeepSpeed exports on every host."""
+def exported_variables(project: Path, mistakes: list[str]) -> dict[str, str]:
+    """Return the variables that DeepSpeed exports on the hosts: some of this shell's, and those of `.deepspeed_env`.
+
+    The mistakes in the file are added to `mistakes`. They show nothing of its lines, which may hold secrets.
+    """
+    path = ":".join(filter(None, [str(project), os.environ.get("PYTHONPATH")]))
+    values = {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)} | {"PYTHONPATH": path}
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    paths = dict.fromkeys(folder.absolute() / name for folder in (Path.home(), Path()))
-    return [path for path in paths if path.is_file()]
+    for file in dict.fromkeys(folder.absolute() / name for folder in (Path.home(), Path())):
+        for number, line in enumerate(
+            read_file(file).decode(errors="replace").splitlines() if file.is_file() else (), 1
+        ):
+            name, equals, value = (part.strip() for part in line.partition("="))
+            if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
+                values[name] = value
+            else:
+                mistakes.append(f"{file}, line {number}, is not NAME=VALUE; no blank lines and comments are allowed")
+    return values
 
 
-def parse_environment(text: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables of a `.deepspeed_env`, and its mistakes by line number.
-
-    The mistakes show nothing of the lines, which may hold secrets.
-    """
-    values, mistakes = {}, []
-    for number, line in enumerate(text.splitlines(), start=1):
-        name, equals, value = (part.strip() for part in line.partition("="))
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            mistakes.append(f"line {number} is not NAME=VALUE; blank lines and comments are not allowed either")
-        elif is_misread(value):
-            mistakes.append(f"line {number}: the hosts' shells would read the quote, backslash or $( in the value")
-        else:
-            values[name] = value
-    return values, mistakes
-
-
-def exports(environment: Mapping[str, str], configured: Mapping[str, str], project: Path) -> dict[str, str]:
-    """Return the variables that DeepSpeed exports on the hosts.
-
-    They are some of this shell's `environment`, the path of the project, and those `configured` in `.deepspeed_env`.
-    """
-    path = ":".join([str(project), *filter(None, [environment.get("PYTHONPATH")])])
-    shell = {name: value for name, value in environment.items() if name.startswith(_EXPORTED)}
-    return {**shell, "PYTHONPATH": path, **configured}
-
-
-def is_misread(value: str) -> bool:
-    """Whether a shell would act on a character of the value between double quotes, where DeepSpeed writes it."""
-    return _MISREAD.search(value) is not None
-
-
-def is_plain(path: str) -> bool:
-    """Whether a shell takes the path as it is without quotes around it, which is how DeepSpeed writes it."""
-    return _PLAIN.fullmatch(path) is not None
-
-
-def export_commands(values: Mapping[str, str]) -> Iterator[str]:
+def export_commands(values: dict[str, str]) -> Iterator[str]:
     """Yield shell commands that export the values, quoted as by DeepSpeed: `$PATH` is the host's own."""
     for name, value in values.items():
-        yield f"export {name}={value};" if not value or is_plain(value) else f'export {name}="{value}";'
+        yield f'export {name}="{value}";'

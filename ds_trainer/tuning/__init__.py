@@ -1,4 +1,4 @@
-"""`launch/tune.py`: find the settings under which a phase trains fastest on this machine. Loads no torch.
+"""`launch/tune.py`: search for the settings under which a phase trains fastest, or a recipe scores best.
 
-Read `tune.py` first.
+No torch is loaded here. Read `search.py` first.
 """
