@@ -41,6 +41,8 @@ _ALL, _DRAWS = 128, 1000
 """As many combinations for a score are all tried; of more, so many are drawn at most, known and refused ones too."""
 _FINISHED, _WARM_UP = 3, 3
 """The runs that must have finished before one is ended early, and the part of the steps in which none is: a third."""
+_TO_LOAD = 300.0
+"""Seconds that the first trial may take, for which the libraries are loaded and data are made ready."""
 _REPLACED = ("deepspeed_config", "recipe", "set", "model_name_or_path", "task_name", "data_dir", "cache_dir", "seed")
 """The flags of a training command whose values are in the files that a tuning writes."""
 
@@ -67,7 +69,8 @@ def measure_machine(job: TuneJob) -> Machine:
     distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
     # batch sizes for several ranks may not suit one, and do not matter here
     settings = {RANKS: 1, **dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), "phases.*.train_batch_size": None}
-    trial = trials.run_speed_trial(job.model_copy(update={"hostfile": None}), settings, request(job, "machine", 0))
+    patient = {"hostfile": None, "trial_timeout": max(job.trial_timeout, _TO_LOAD)}
+    trial = trials.run_speed_trial(job.model_copy(update=patient), settings, request(job, "machine", 0))
     if trial.outcome != MEASURED:
         raise UserError(f"phase {job.phase} cannot be measured on one rank ({trial.outcome}): {trial.reason}")
     results = dict(trial.details)
@@ -107,7 +110,7 @@ class Search:
         message = "\n".join(["no candidate ran to its end:", *lines])
         raise NothingFitsError(message) if fits_nowhere else TuningFailedError(message)
 
-    def attempt(self, settings: Settings, cannot_win: CannotWin | None = None) -> Trial:
+    def attempt(self, settings: Settings, cannot_win: CannotWin = lambda step, score: False) -> Trial:
         """Measure a candidate, unless it is a mistake, lacks memory by arithmetic, or was tried in other words."""
         try:
             key, lack = space.plan(self.job, self.machine, settings)
@@ -121,12 +124,13 @@ class Search:
             return self.trials[-1]
         return self.measure(settings, key, cannot_win)
 
-    def measure(self, settings: Settings, key: str, cannot_win: CannotWin | None = None) -> Trial:
+    def measure(self, settings: Settings, key: str, cannot_win: CannotWin = lambda step, score: False) -> Trial:
         """Run a trial, or take the next one that an earlier call has made."""
         name, trial = space.label(settings), self.record.take(settings)
         if trial:
             name = f"known: {name}"
-            any(cannot_win(*evaluation) for evaluation in trial.details.get("curve", ()) if cannot_win)
+            for step, score in trial.details.get("curve", ()):
+                cannot_win(step, score)  # the pruner compares later runs with it
         else:
             distributed.info(f"trial {len(self.trials) + 1}: {name} ({self.end - time.monotonic():.0f} s left)")
             if self.job.metric:

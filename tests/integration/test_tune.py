@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, environment
+from support.launching import ROOT, environment, run_python
 
 from ds_trainer.cli.train import read_train_job
 
@@ -49,95 +51,88 @@ if sabotaged(2):
 """
 
 
-@pytest.fixture(scope="module")
-def words(taught_recipe, tmp_path_factory) -> list[str]:
-    """The tuning of a phase with masks and a teacher: user's files that print an error, micro-batches that go wrong."""
-    folder = tmp_path_factory.mktemp("tune")
-    (folder / "sabotage.py").write_text(SABOTAGE)
-    (folder / "recipe.json").write_text(json.dumps(taught_recipe))
-    (folder / "space.json").write_text(json.dumps({"ranks": [1], MICRO: [8, 4, 2]}))
-    files = ["--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(folder / "recipe.json")]
-    files += [
-        "--plugin",
-        "sabotage",
-        "--space",
-        str(folder / "space.json"),
-        "--trial_timeout",
-        "25s",
-        "--trial_seconds",
-        "0.2s",
-    ]
-    return [*files, "--output_dir", str(folder / "out")]
-
-
-def start(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    path = f"{folder}{os.pathsep}{environment()['PYTHONPATH']}"
-    command = [sys.executable, "launch/tune.py", *words]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment() | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
-    )
-
-
-def trials_of(out: Path) -> list[dict]:
+def trials_of(out: Path) -> dict[str, dict]:
+    """The trials by the last word of their labels, which is the micro-batch, or "files" for the user's own."""
     file = out / "trials.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    entries = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return {entry["label"].rpartition(" ")[2]: entry for entry in entries}
 
 
-@pytest.fixture(scope="module")
-def outcome(words) -> tuple[Path, str, list[dict]]:
-    """The output folder of a tuning that was ended while its last candidate hung, and of a second call that went on;
-    what that one printed; and the trials that the first had finished."""
-    out = Path(words[-1])
-    first = start(words, out.parent)
-    end = time.monotonic() + 200
+def outcomes(trials: dict[str, dict]) -> dict[str, str]:
+    return {name: trial["outcome"] for name, trial in trials.items()}
+
+
+def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(taught_recipe, tmp_path):
+    """On two ranks, of a phase with masks and a teacher. Ended while a candidate hangs, it leaves no process.
+
+    The second call repeats only what was killed; the trial that printed "error" counts, for it left its results. The
+    winner is an engine file for training.
+    """
+    (tmp_path / "sabotage.py").write_text(SABOTAGE)
+    (tmp_path / "recipe.json").write_text(json.dumps(taught_recipe))
+    out, path = tmp_path / "out", f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
+    words = ["launch/tune.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(tmp_path / "recipe.json")]
+    words += ["--plugin", "sabotage", "--space", json.dumps({MICRO: [8, 4, 2]}), "--trial_timeout", "25s"]
+    words += ["--trial_seconds", "0.2s", "--num_gpus", "2", "--output_dir", str(out)]
+
+    def start() -> subprocess.Popen[str]:
+        mine = environment() | {"PYTHONPATH": path}
+        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=mine, stderr=subprocess.PIPE, text=True)
+
+    first, end = start(), time.monotonic() + 200
     while not any("hangs" in log.read_text() for log in out.glob("trials/*/output.log")):
         assert first.poll() is None, first.stderr.read()[-3000:]
         assert time.monotonic() < end
         time.sleep(0.1)
     first.send_signal(signal.SIGTERM)
+    first.stderr.read()
     assert first.wait(30) == 128 + signal.SIGINT
-    finished = trials_of(out)
-    second = start(words, out.parent)
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended in between
+            assert str(tmp_path).encode() not in process.read_bytes()
+    finished = {"files": "measured", "8": "out of memory", "4": "killed"}
+    assert outcomes(trials_of(out)) == finished
+    second = start()
     _, printed = second.communicate(timeout=300)
     assert second.returncode == 0, printed[-3000:]
-    return out, printed, finished
-
-
-def outcomes(trials: list[dict]) -> dict[str, str]:
-    return {trial["label"].rpartition(" ")[2]: trial["outcome"] for trial in trials}
-
-
-def test_every_trial_has_an_outcome_and_the_search_goes_on(outcome):
-    """The one that printed "error" counts, for it left its results."""
-    out, _, _ = outcome
-    expected = {"rank": "measured", "8": "out of memory", "4": "killed", "2": "hung"}
-    assert outcomes(trials_of(out)) == expected
-    page = (out / "tuned.md").read_text()
-    assert "ran out of memory" in page
-    assert "no result after 25 s" in page
-
-
-def test_an_ended_tuning_leaves_no_process_and_goes_on(outcome):
-    """What had been measured, or lacks memory, is not tried again; what was killed is."""
-    out, printed, finished = outcome
-    assert outcomes(finished) == {"rank": "measured", "8": "out of memory", "4": "killed"}
+    assert outcomes(trials_of(out)) == {**finished, "2": "hung"}
     assert printed.count("known: ") == 2
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended in between
-            assert str(out).encode() not in path.read_bytes()
-
-
-def test_the_winner_is_an_engine_file_for_training(outcome, words):
-    out, _, _ = outcome
-    files = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", words[words.index("--recipe") + 1]]
-    job = read_train_job([*files, "--output_dir", str(out / "new")])
+    assert all(text in printed for text in ("ran out of memory", "no result after 25 s", "train with:"))
+    mine = trials_of(out)["files"]
+    assert (len(mine["details"]["seconds"]), mine["details"]["examples"]) == (4, 16)
+    assert mine["value"] == pytest.approx(4 * 16 / sum(mine["details"]["seconds"]))
+    tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
+    job = read_train_job([*tuned, "--output_dir", str(out / "new")])
     assert job.engine_config["zero_optimization"]["stage"] == 2
 
 
-def test_trials_report_speed_and_memory(outcome):
-    """Six batches of the phase's own examples, timed over and over, and a peak near the foretold one."""
-    own = trials_of(outcome[0])[0]
-    assert len(own["seconds"]) == 6
-    assert own["examples"] == 16
-    assert own["details"]["rounds"] >= 2
-    assert 0.7 < own["predicted"] / own["peak"] < 1.3
+def test_trials_for_a_score_are_scored_on_held_out_examples_alone(tiny_recipe, csv_folder, tmp_path):
+    """A fifth of 240 training rows; a run that read the evaluation set, with a label unknown to it, would have failed.
+
+    A run of a loss that is not finite is a result. The model of the winner is kept, and its recipe trains.
+    """
+    shutil.copy(csv_folder / "train.csv", tmp_path)
+    row = (csv_folder / "validation.csv").read_text().splitlines()[1]
+    (tmp_path / "validation.csv").write_text(f"text,kind\n{row}\nthe poison,a label that training has not\n")
+    recipe = copy.deepcopy(tiny_recipe)
+    recipe["task"] |= {"data_dir": str(tmp_path), "held_out": 0.2}
+    recipe["phases"] = [recipe["phases"][0] | {"name": "train", "max_steps": 12, "eval_steps": 6}]
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
+    words += ["--recipe_space", json.dumps({"phases.train.learning_rate": [1e30]}), "--metric", "eval/accuracy"]
+    out = tmp_path / "out"
+    done = run_python("launch/tune.py", *words, "--output_dir", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, other = (json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines())
+    assert (mine["outcome"], other["outcome"]) == ("measured", "not finite")
+    assert [step for step, _ in mine["details"]["curve"]] == [6, 12]
+    assert mine["value"] == mine["details"]["curve"][-1][1]
+    assert mine["value"] * 48 == pytest.approx(round(mine["value"] * 48), abs=1e-4)
+    assert {"MiB", "ms (batch 1)"} <= mine["details"]["costs"].keys()
+    assert "of 48 held-out examples" in done.stderr
+    results = json.loads((out / "trials" / mine["key"][:12] / "all_results.json").read_text())
+    assert results["train"]["measured_on"]["examples"] == 48
+    assert list(out.glob("trials/*/model/config.json"))
+    tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
+    job = read_train_job([*tuned, "--output_dir", str(out / "new")])
+    assert (job.recipe.phases[0].learning_rate, job.recipe.task.score_held_out) == (4e-3, False)

@@ -1,332 +1,291 @@
-"""`deepspeed --hostfile` over two hosts, a host that goes down, and the doctor of hostfiles."""
+"""`deepspeed --hostfile` over two hosts, a host that goes down, and the doctor of hostfiles.
+
+A host is a network, mount, host-name and process namespace with its own address, /etc/hosts, /etc/ssh, home and sshd;
+a veth pair joins the two and the file system is shared. Only the scratch folder is written. Every process of a host
+ends with its first one, and that with the test process, even by SIGKILL: nothing can be left behind.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.launching import environment, run_deepspeed
-from support.two_hosts import INTERFACE, TwoHosts, missing, processes_in, wait_until
+from support.launching import ROOT, Done, run_deepspeed
 
 from ds_trainer.ranks import machine
+
+SSHD, INTERFACE, ADDRESSES = "/usr/sbin/sshd", "dsn0", {1: "10.77.0.1", 2: "10.77.0.2"}
+TOOLS = ("ip", "ssh", "ssh-keygen", SSHD, "pdsh", "unshare", "nsenter", "setpriv", "mount", "hostname")
+SPACES = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+TIMEOUT = 20
+"""Seconds that a rank of the run waits for another."""
+# ssh then gives a silent host up by itself; TCP would take a quarter of an hour
+KEEP_ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=5 -o ServerAliveCountMax=2"}
+# the parts of DeepSpeed that are built on first use, by whatever run of the tests comes first
+EXTENSIONS = (
+    os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / f".cache/torch_extensions/py3{sys.version_info.minor}_cpu"
+)
+ENVIRONMENT = f"""\
+PATH={Path(sys.executable).parent}:$PATH
+TORCH_EXTENSIONS_DIR={EXTENSIONS}
+OMP_NUM_THREADS=1
+HF_HUB_OFFLINE=1
+"""
+# The first process of a host: makes its files its own, says so, and lives until it is killed. SIGCHLD is ignored, so
+# that the kernel buries the orphans.
+INIT = """
+import signal, socket, subprocess, sys
+name, folder = sys.argv[1:]
+socket.sethostname(name)
+for mine, place in (("ssh", "/etc/ssh"), ("hosts", "/etc/hosts"), ("nsswitch.conf", "/etc/nsswitch.conf")):
+    subprocess.run(["mount", "--bind", f"{folder}/{mine}", place], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
+subprocess.run(["mkdir", "/run/sshd"], check=True)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here; None where they can."""
+    if os.geteuid() or not all(map(shutil.which, TOOLS)):
+        return f"two hosts need root and {', '.join(TOOLS)}"
+    trial = ["unshare", *SPACES, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", "peer0"]
+    done = subprocess.run(trial, capture_output=True, text=True)
+    return f"no namespaces or veth pairs here: {done.stderr.strip()}" if done.returncode else None
+
 
 REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-TIMEOUT = 10
-"""Seconds that a rank of the run waits for another."""
-NINJA_FOLDER = Path(sys.executable).parent
-# the parts of DeepSpeed that are built on first use, by whatever run of the tests comes first
-EXTENSIONS = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
-    Path.home() / f".cache/torch_extensions/py3{sys.version_info.minor}_cpu"
-)
-ENVIRONMENT = {
-    "PATH": f"{NINJA_FOLDER}:$PATH",
-    "TORCH_EXTENSIONS_DIR": EXTENSIONS,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-# ssh then gives a silent host up by itself; TCP would take a quarter of an hour
-KEEP_ALIVE = {"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=5 -o ServerAliveCountMax=2"}
-SSH_TIMEOUT = 15
+
+class TwoHosts:
+    """Hosts 1 and 2, called host1 and host2, up until `end`."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch, self.hostfile, keys = scratch, scratch / "hostfile", scratch / "keys"
+        self.parents: dict[int, subprocess.Popen[str]] = {}
+        self.inits: dict[int, str] = {}
+        """The first process of each host, by its id outside."""
+        for folder in (keys, *(scratch / f"host{host}/{name}" for host in ADDRESSES for name in ("home", "ssh"))):
+            folder.mkdir(parents=True)
+        scratch.chmod(0o755)
+        for name in ("id", "host1", "host2"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+        known = [
+            f"host{host},{address} {(keys / f'host{host}.pub').read_text()}" for host, address in ADDRESSES.items()
+        ]
+        (keys / "known_hosts").write_text("".join(known))
+        self.hostfile.write_text("host1 slots=1\nhost2 slots=1\n")
+        for host in ADDRESSES:
+            self._write_files(host, keys)
+            self._start(host)
+        self._ip(1, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", self.inits[2])
+        for host, address in ADDRESSES.items():
+            self._ip(host, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            for name in (INTERFACE, "lo"):
+                self._ip(host, "link", "set", name, "up")
+            assert self.run(host, SSHD, "-f", "/etc/ssh/sshd_config").returncode == 0
+
+    def _write_files(self, host: int, keys: Path) -> None:
+        folder = self.scratch / f"host{host}"
+        (folder / "ssh/sshd_config").write_text(
+            f"HostKey {keys}/host{host}\nAuthorizedKeysFile {keys}/id.pub\nStrictModes no\nUsePAM no\nUseDNS no\n"
+            f"PermitRootLogin prohibit-password\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            f"SetEnv HOME={folder}/home\n"
+        )
+        (folder / "ssh/ssh_config").write_text(
+            f"Host *\n IdentityFile {keys}/id\n UserKnownHostsFile {keys}/known_hosts\n StrictHostKeyChecking yes\n"
+        )
+        (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS
+        self.name(host, ADDRESSES[host])
+
+    def name(self, host: int, mine: str) -> None:
+        """Write a host's /etc/hosts, with this address of its own: Debian has 127.0.1.1."""
+        names = {**ADDRESSES, host: mine}
+        lines = ["127.0.0.1 localhost", *(f"{address} host{number}" for number, address in names.items())]
+        (self.scratch / f"host{host}/hosts").write_text("\n".join(lines) + "\n")  # in place: it is mounted
+
+    def _start(self, host: int) -> None:
+        init = [sys.executable, "-S", "-c", INIT, f"host{host}", str(self.scratch / f"host{host}")]
+        self.parents[host] = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *SPACES, *init], stdout=subprocess.PIPE, text=True
+        )
+        assert self.parents[host].stdout.readline() == "up\n"
+        children = Path(f"/proc/{self.parents[host].pid}/task/{self.parents[host].pid}/children")
+        self.inits[host] = children.read_text().strip()
+
+    def _ip(self, host: int, *arguments: str) -> None:
+        subprocess.run(["nsenter", "-t", self.inits[host], "-n", "ip", *arguments], check=True, capture_output=True)
+
+    def start(self, host: int, *command: str) -> subprocess.Popen[str]:
+        """Start a command in a host, its output as text in pipes; it ends when what is returned is killed."""
+        path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        mine = {"PATH": path, "HOME": str(self.scratch / f"host{host}/home"), "LANG": "C.UTF-8", **KEEP_ALIVE}
+        spaces = ["nsenter", "-t", self.inits[host], "-n", "-m", "-p", "-u", f"--wd={ROOT}", "--"]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*spaces, "setpriv", "--pdeathsig", "KILL", *command], env=mine, text=True, **pipes)
+
+    def run(self, host: int, *command: str) -> Done:
+        process = self.start(host, *command)
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+    def end(self) -> None:
+        for parent in self.parents.values():
+            parent.kill()  # and with it, the namespace and all that is in it
+            parent.communicate()
+
+    def take_down(self, host: int) -> None:
+        """Cut the link, so that nobody is told, and kill every process of the host at once."""
+        self._ip(host, "link", "set", INTERFACE, "down")
+        os.kill(int(self.inits[host]), signal.SIGSTOP)
+        space = os.readlink(f"/proc/{self.inits[host]}/ns/pid")
+        for entry in Path("/proc").glob("[0-9]*"):
+            if entry.name != self.inits[host] and _space(entry) == space:  # it keeps the network, and so host 1's end
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
-def write_environment(hosts: TwoHosts, **values: str) -> None:
-    lines = [f"{name}={value}\n" for name, value in {**ENVIRONMENT, **values}.items()]
-    (hosts.home(1) / ".deepspeed_env").write_text("".join(lines))
+def _space(entry: Path) -> str:
+    try:
+        return os.readlink(entry / "ns/pid")
+    except OSError:  # it has ended
+        return ""
+
+
+def wait_until(done: Callable[[], object], what: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory):
-    with TwoHosts(tmp_path_factory.mktemp("hosts")) as pair:
-        write_environment(pair)
-        yield pair
+def hosts(tmp_path_factory) -> Iterator[TwoHosts]:
+    pair = TwoHosts(tmp_path_factory.mktemp("hosts"))
+    (pair.scratch / "host1/home/.deepspeed_env").write_text(ENVIRONMENT)
+    yield pair
+    pair.end()
 
 
 @pytest.fixture(scope="module")
-def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
-    """The tiny recipe with dropout, shorter in its first phase, and long enough in its second to be cut off there."""
+def words(tiny_recipe, tmp_path_factory) -> list[str]:
+    """A training of the tiny recipe, its second phase long enough to be cut off there."""
     finetune, prune = tiny_recipe["phases"]
-    model = {**tiny_recipe["model"], "config": {**tiny_recipe["model"]["config"], "hidden_dropout_prob": 0.1}}
     phases = [{**finetune, "max_steps": 10}, {**prune, "max_steps": 40, "save_steps": 10, "logging_steps": 1}]
     path = tmp_path_factory.mktemp("recipe") / "tiny.json"
-    path.write_text(json.dumps({**tiny_recipe, "model": model, "phases": phases}))
-    return path
-
-
-def arguments(recipe: Path, output: Path, *more: str) -> list[str]:
-    engine = ["--deepspeed_config", "ds_configs/zero2.json"]
-    return ["launch/train.py", *engine, "--recipe", str(recipe), "--output_dir", str(output), *more]
+    path.write_text(json.dumps({**tiny_recipe, "phases": phases}))
+    return ["launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(path), "--output_dir"]
 
 
 @pytest.fixture(scope="module")
-def one_host(recipe_file, tmp_path_factory) -> Path:
+def one_host(words, tmp_path_factory) -> Path:
+    """The run of two ranks on one host, which also builds what is still to be built."""
     output = tmp_path_factory.mktemp("one") / "out"
-    done = run_deepspeed(2, *arguments(recipe_file, output))
+    done = run_deepspeed(2, *words, str(output))
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 
 
-@pytest.fixture(scope="module")
-def both_hosts(one_host, recipe_file, hosts, tmp_path_factory) -> Path:
-    """After `one_host`, which builds what is still to be built."""
-    output = tmp_path_factory.mktemp("both") / "out"
-    done = hosts.run(1, ["deepspeed", "--hostfile", str(hosts.hostfile), *arguments(recipe_file, output)], KEEP_ALIVE)
+def results(output: Path) -> tuple[dict[tuple[str, int], float], bytes]:
+    """The training losses by phase and step, of a step that was done twice the last; and the final weights."""
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    losses = {(r["phase"], r["step"]): r["train/loss"] for r in records if "train/loss" in r}
+    return losses, (output / "model/model.safetensors").read_bytes()
+
+
+def test_two_hosts_train_as_two_ranks_on_one_do(one_host, words, hosts, tmp_path):
+    """Every training loss, and the final weights to the last bit, are those of 2 ranks on one host."""
+    done = hosts.run(1, "deepspeed", "--hostfile", str(hosts.hostfile), *words, str(tmp_path / "out"))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "host2: " in done.stderr
-    return output
+    assert results(tmp_path / "out") == results(one_host)
+    (session,) = json.loads((tmp_path / "out/all_results.json").read_text())["prune"]["trained_on"]
+    assert session["hosts"] == {name: {machine.device_name(): 1} for name in ("host1", "host2")}
 
 
-def losses(output: Path) -> dict[tuple[str, int], float]:
-    """The training losses by phase and step; of a step that was done twice, the last."""
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return {(r["phase"], r["step"]): r["train/loss"] for r in records if "train/loss" in r}
-
-
-def weights(output: Path) -> bytes:
-    return (output / "model" / "model.safetensors").read_bytes()
-
-
-def test_two_hosts_train_as_two_ranks_on_one_do(one_host, both_hosts):
-    """Every training loss, and the final weights to the last bit, are those of 2 ranks on one host."""
-    assert losses(both_hosts) == losses(one_host)
-    assert len(losses(both_hosts)) == 45
-    assert weights(both_hosts) == weights(one_host)
-    (session,) = json.loads((both_hosts / "all_results.json").read_text())["prune"]["trained_on"]
-    assert session["hosts"] == {f"host{number}": {machine.device_name(): 1} for number in (1, 2)}
-
-
-def test_a_tuning_measures_on_both_hosts(both_hosts, recipe_file, hosts, tmp_path):
-    """The doctor finds good hosts well before anything is tried; the user's own file is tried on a rank of each.
-
-    The command printed trains there.
-    """
-    (tmp_path / "space.json").write_text('{"zero_optimization.stage": [1]}')
-    files = ["--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(recipe_file)]
-    limits = ["--budget", "1s", "--trial_seconds", "0.1s", "--space", str(tmp_path / "space.json")]
-    where = ["--hostfile", str(hosts.hostfile), "--output_dir", str(tmp_path / "out")]
-    built = {"TORCH_EXTENSIONS_DIR": EXTENSIONS}  # for the trial on one rank, which no launcher gives its environment
-    done = hosts.run(1, [sys.executable, "launch/tune.py", *files, *limits, *where], KEEP_ALIVE | built)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    (trial,) = map(json.loads, (tmp_path / "out/trials.jsonl").read_text().splitlines())
-    assert (trial["outcome"], trial["label"].split(",")[0]) == ("measured", "2 ranks")
-    assert "host2: " in (tmp_path / "out/trials/000/output.log").read_text()
-    assert f"--hostfile {hosts.hostfile} --module ds_trainer.cli.train" in done.stderr.split("train with:")[1]
-
-
-@pytest.fixture(scope="module")
-def power_cut(both_hosts, recipe_file, hosts, tmp_path_factory):
-    """A run whose second host goes down in the middle, unannounced: its end, the seconds that took, what is left."""
-    output = tmp_path_factory.mktemp("cut") / "out"
-    command = arguments(recipe_file, output, "--timeout", str(TIMEOUT))
-    process = hosts.start(1, ["deepspeed", "--hostfile", str(hosts.hostfile), *command], KEEP_ALIVE)
-    try:
-        saved = output / "checkpoint-20" / "complete.json"
-        wait_until(lambda: saved.exists() or process.poll() is not None, "a checkpoint of the second phase", 300)
-        assert saved.exists(), process.communicate()
-        hosts.cut_link()
-        hosts.kill(2)
-        start = time.monotonic()
-        out, err = process.communicate(timeout=300)
-        seconds = time.monotonic() - start
-    finally:
-        process.kill()
-        process.wait()
-    left = hosts.processes(1)
-    hosts.boot(2)
-    return output, process.returncode, seconds, out + err, left
-
-
-def test_a_run_ends_when_a_host_goes_down(power_cut):
-    """Soon after the run's own timeout and ssh's, not with 0, naming the host; and host 1 is left empty."""
-    output, code, seconds, text, left = power_cut
-    print(f"ended with {code} after {seconds:.1f} s:", *text.splitlines()[-12:], sep="\n")
-    assert not (output / "model").exists()
-    assert code != 0, text[-3000:]
-    assert seconds < max(TIMEOUT, SSH_TIMEOUT) + 45
-    assert "host2" in text.rpartition("error: ")[2]
-    assert left == {}
-
-
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_one_host_goes_on_where_two_stopped(power_cut, one_host, recipe_file, tmp_path, ranks):
-    """`--resume` on one host: as many ranks lose nothing, to the last bit; fewer do every step, and prune as much.
-
-    Their losses differ: each rank draws its own dropout.
-    """
-    output = tmp_path / "out"
-    subprocess.run(["cp", "-r", str(power_cut[0]), str(output)], check=True)
-    done = run_deepspeed(ranks, *arguments(recipe_file, output, "--resume"))
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert losses(output).keys() == losses(one_host).keys()
-    if ranks == 2:
-        assert losses(output) == losses(one_host)
-        assert weights(output) == weights(one_host)
-    final = json.loads((output / "all_results.json").read_text())["prune"]
-    assert [list(session["hosts"]) for session in final["trained_on"]] == [["host1", "host2"], [socket.gethostname()]]
-    assert final["weights"] == json.loads((one_host / "all_results.json").read_text())["prune"]["weights"]
-
-
-def test_hosts_end_with_the_process_that_made_them(tmp_path):
-    """By SIGKILL, with no chance to clean up: no process of either host is left."""
-    script = (
-        "import signal, sys; from pathlib import Path; from support.two_hosts import TwoHosts\n"
-        "with TwoHosts(Path(sys.argv[1])) as hosts:\n"
-        "    hosts.start(1, ['sleep', '600'])\n"
-        "    print(*hosts.inits.values(), flush=True); signal.pause()"
-    )
-    maker = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "hosts")],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    inits = [int(word) for word in maker.stdout.readline().split()]
-    spaces = {os.readlink(f"/proc/{pid}/ns/pid") for pid in inits}
-    maker.kill()
-    maker.communicate()
-
-    assert len(spaces) == 2
-    wait_until(lambda: not any(processes_in(space) for space in spaces), "the end of both hosts")
-
-
-# --- the doctor -----------------------------------------------------------------------------------------------------
-
-
-def examine(hosts: TwoHosts, *arguments: str, code: int, hostfile: Path | None = None) -> dict[tuple[str, str], dict]:
+def examine(hosts: TwoHosts, *arguments: str) -> dict[tuple[str, str], dict]:
     """The doctor's rows by check and host, asked on host 1."""
-    command = [sys.executable, "launch/doctor.py", "--hostfile", str(hostfile or hosts.hostfile), "--json"]
-    done = hosts.run(1, [*command, *arguments])
-    assert done.returncode == code, done.stdout + done.stderr
-    return {(row["check"], row["host"]): row for row in json.loads(done.stdout)}
+    command = [sys.executable, "launch/doctor.py", "--hostfile", str(hosts.hostfile), "--json", *arguments]
+    done = hosts.run(1, *command)
+    rows = json.loads(done.stdout)
+    assert done.returncode == any(row["result"] == "FAILED" for row in rows), done.stdout + done.stderr
+    return {(row["check"], row["host"]): row for row in rows}
 
 
-def failed(rows: dict[tuple[str, str], dict]) -> set[tuple[str, str]]:
-    return {key for key, row in rows.items() if row["result"] == "FAILED"}
-
-
-def test_the_doctor_finds_every_fault_of_a_host(hosts, tmp_path):
-    """Many at once on host 2, each in its own row with its cure, and nothing else is called wrong."""
+def test_the_doctor_reports_every_fault_of_a_host(hosts, tmp_path):
+    """Many at once on host 2, each in its own row with its cure, and nothing else is called wrong; then all is well."""
     fake = hosts.scratch / "numpy.dist-info"
     fake.mkdir()
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0.1\n")
     real = next(f.locate().parent for f in metadata.files("numpy") if f.name == "METADATA")
-    hidden = [path for path in ("/usr/bin/ninja", "/usr/local/bin/ninja") if Path(path).exists()]
+    hidden = [path for path in ("/usr/bin/c++", "/usr/local/bin/c++") if Path(path).exists()]
     mounts = [["--bind", str(fake), str(real)], ["-t", "tmpfs", "tmpfs", str(tmp_path)]]
     mounts += [["--bind", "/dev/null", path] for path in hidden]
     for words in mounts:
-        assert hosts.run(2, ["mount", *words]).returncode == 0
-    hosts.write_hosts_file(2, "debian")
+        assert hosts.run(2, "mount", *words).returncode == 0
+    hosts.name(2, "127.0.1.1")
     listen = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(600)"
-    listener = hosts.start(1, [sys.executable, "-c", listen])
+    listener = hosts.start(1, sys.executable, "-c", listen)
     assert listener.stdout.readline() == "up\n"
-    (hosts.home(1) / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n\n")
-    try:
-        rows = examine(hosts, "--output_dir", str(tmp_path / "out"), code=1)
-    finally:
-        listener.kill()
-        listener.communicate()
-        hosts.write_hosts_file(2, "good")
-        write_environment(hosts)
-        for words in mounts:
-            assert hosts.run(2, ["umount", words[-1]]).returncode == 0
-    told = {
-        (".deepspeed_env", "this one"): ("line 2 is not NAME=VALUE", "one NAME=VALUE a line"),
-        ("versions", "host2"): (f"numpy 1.0.1, here {metadata.version('numpy')}", "pip install"),
-        ("own name", "host2"): ("host2 is 127.0.1.1", f"GLOO_SOCKET_IFNAME={INTERFACE}"),
-        ("build tools", "host2"): ("no ninja", f"PATH={NINJA_FOLDER}:$PATH"),
+    rows = examine(hosts, "--output_dir", str(tmp_path / "out"))
+    listener.kill()
+    listener.communicate()
+    hosts.name(2, ADDRESSES[2])
+    for words in mounts:
+        assert hosts.run(2, "umount", words[-1]).returncode == 0
+    expected = {
+        ("versions", "host2"): (f"numpy 1.0.1, here {metadata.version('numpy')}", "install the same"),
+        ("own name", "host2"): ("host2 is 127.0.1.1", "GLOO_SOCKET_IFNAME=INTERFACE"),
+        ("build tools", "host2"): ("no c++", "apt install g++"),
         ("output folder", "host2"): ("is another folder", "NFS"),
-        ("master port", "host1"): ("29500: Address already in use", "--master_port"),
+        ("master port", "host1"): ("Address already in use", "--master_port"),
     }
-    # host 1's ssh sessions have no ninja either, unless Debian's is there
-    assert failed(rows) - {("build tools", "host1")} == told.keys()
-    for key, (found, cure) in told.items():
+    for key, (found, cure) in expected.items():
         assert found in rows[key]["found"]
         assert cure in rows[key]["cure"]
-    assert rows["all-reduce", "host2"] == {
-        "check": "all-reduce",
-        "host": "host2",
-        "result": "skipped",
-        "found": "master port failed",
-        "cure": "",
-    }
-
-
-def test_the_doctor_finds_a_host_without_sshd(hosts):
-    """ssh's own reason and the cure; what needs ssh is skipped and says so; the other host is still looked at."""
-    hosts.stop_sshd(2)
-    try:
-        rows = examine(hosts, code=1)
-    finally:
-        hosts.start_sshd(2)
-    assert failed(rows) == {("ssh", "host2")}
-    assert "Connection refused" in rows["ssh", "host2"]["found"]
-    assert "start sshd" in rows["ssh", "host2"]["cure"]
-    assert rows["versions", "host2"]["found"] == "ssh failed"
-    assert rows["versions", "host1"]["result"] == "ok"
-    assert rows["all-reduce", "host1"]["found"] == "ssh failed on host2"
-
-
-def test_the_doctor_finds_debians_own_name(hosts, tmp_path):
-    """With 127.0.1.1 on both hosts the all-reduce fails for real, within the time limit; the interface cures both.
-
-    Then every check is ok, the all-reduce went over the hosts' own network, and nothing is left in the output folder.
-    """
-    for host in (1, 2):
-        hosts.write_hosts_file(host, "debian")
-    try:
-        rows = examine(hosts, "--timeout", "10", code=1)
-        write_environment(hosts, GLOO_SOCKET_IFNAME=INTERFACE)
-        cured = examine(hosts, "--output_dir", str(tmp_path / "new"), code=0)
-    finally:
-        write_environment(hosts)
-        for host in (1, 2):
-            hosts.write_hosts_file(host, "good")
-    both = {("own name", "host1"), ("own name", "host2"), ("all-reduce", "host1"), ("all-reduce", "host2")}
-    assert failed(rows) == both
-    assert all("GLOO_SOCKET_IFNAME=" in rows[key]["cure"] for key in both)
-    assert all(f"GLOO_SOCKET_IFNAME={INTERFACE}" in rows["own name", host]["cure"] for host in ("host1", "host2"))
-    assert {row["result"] for row in cured.values()} == {"ok"}
-    for host in (1, 2):
-        assert f"gloo, from {hosts.addresses[host]} on {INTERFACE}" in cured["all-reduce", f"host{host}"]["found"]
-    checks = {check for check, _ in cured}
-    assert checks >= {"ssh", "python", "versions", "project", "own name", "build tools", "output folder", "master port"}
+    assert {key for key, row in rows.items() if row["result"] == "FAILED"} - {
+        ("master port", "host2")
+    } == expected.keys()
+    assert {row["result"] for row in examine(hosts, "--output_dir", str(tmp_path / "out")).values()} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_doctor_ends_when_the_link_goes_in_the_all_reduce(hosts):
-    """The link is cut when host 2's rank has started: FAILED within the time limit, and host 1 is left empty."""
-    command = [sys.executable, "launch/doctor.py", "--hostfile", str(hosts.hostfile), "--json", "--timeout", "12"]
-    doctor = hosts.start(1, command)
-    try:
-        wait_until(lambda: any(" all_reduce " in line for line in hosts.processes(2).values()), "host 2's rank", 60)
-        hosts.cut_link()
-        start = time.monotonic()
-        out, err = doctor.communicate(timeout=60)
-        seconds = time.monotonic() - start
-    finally:
-        doctor.kill()
-        doctor.wait()
-        hosts.mend_link()
-    rows = {(row["check"], row["host"]): row for row in json.loads(out)}
-    assert failed(rows) == {("all-reduce", "host1"), ("all-reduce", "host2")}, err
-    assert re.search(r"not responding|no answer within 12 s", rows["all-reduce", "host2"]["found"])
-    assert seconds < 40  # 12 + 5 by design
-    assert doctor.returncode == 1
-    wait_until(lambda: not hosts.processes(1), "the end of host 1's rank")
-    wait_until(lambda: not hosts.processes(2), "the end of host 2's rank", 15)
+def test_a_run_ends_when_a_host_goes_down_and_goes_on_elsewhere(hosts, words, one_host, tmp_path):
+    """Soon after its own timeout and ssh's, not with 0, naming the host; the doctor then names it too.
 
-
-def test_the_doctor_ends_with_a_missing_hostfile(hosts, tmp_path):
-    """FAILED, with a mistake's exit code, and told that DeepSpeed would have trained on this machine alone."""
-    rows = examine(hosts, code=2, hostfile=tmp_path / "none")
-    assert failed(rows) == {("hostfile", "all")}
-    assert "train on this machine alone" in rows["hostfile", "all"]["found"]
+    `--resume` on one host, on as many ranks, loses nothing, to the last bit. This is the last test of the two hosts.
+    """
+    output, command = tmp_path / "out", ["deepspeed", "--hostfile", str(hosts.hostfile), *words]
+    process = hosts.start(1, *command, str(output), "--timeout", str(TIMEOUT))
+    saved = output / "checkpoint-20" / "complete.json"
+    wait_until(lambda: saved.exists() or process.poll() is not None, "a checkpoint of the second phase", 300)
+    hosts.take_down(2)
+    start = time.monotonic()
+    out, err = process.communicate(timeout=300)
+    assert saved.exists(), out + err
+    assert not (output / "model").exists()
+    assert process.returncode != 0
+    assert time.monotonic() - start < 90
+    assert "host2" in (out + err).rpartition("error: ")[2]
+    assert examine(hosts, "--timeout", "6")["ssh", "host2"]["result"] == "FAILED"
+    done = run_deepspeed(2, *words, str(output), "--resume")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert results(output) == results(one_host)
+    sessions = json.loads((output / "all_results.json").read_text())["prune"]["trained_on"]
+    assert [list(session["hosts"]) for session in sessions] == [["host1", "host2"], [socket.gethostname()]]
