@@ -32,6 +32,7 @@ _OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", 
 _OF_THE_DATA = {"name", "data_dir", "dataset", "train_file", "header", "held_out", "text_columns", "label_column"}
 _OF_THE_DATA |= {"tokens_column", "tags_column"}
 """The fields of a task that decide which examples are held out."""
+_WRITE = 'write {"PATH": [values to try], ...} or {"PATH": {"low": 1e-5, "high": 1e-3, "log": true}, ...}'
 _MOST_COMBINATIONS = 200
 
 
@@ -66,13 +67,10 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     apply_flags(given, recipe_file, engine_file)  # without mistakes: the job was read
     space = mistakes.of(_space, flags.space) if flags.space else None
     metric = flags.metric and flags.metric.removeprefix("eval/")
-    last, greater = train.recipe.phases[-1], True
-    if metric:
-        phase = last.name
-        mistakes += _score_mistakes(train.recipe, flags)
-        greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task)
-    else:
-        phase = mistakes.of(_phase, train, flags.phase)
+    last = train.recipe.phases[-1]
+    mistakes += _score_mistakes(train.recipe, flags) if metric else []
+    greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task) if metric else True
+    phase = last.name if metric else mistakes.of(_phase, train, flags.phase)
     flags.trial_timeout = flags.trial_timeout or (1800.0 if metric else 300.0)
     values: dict[str, Any] = {"train": train, "trust": train.trust, "arguments": files, "hosts": len(hosts or "1")}
     values |= {"recipe_file": recipe_file, "engine_file": engine_file, "phase": phase, "greater_is_better": greater}
@@ -128,17 +126,17 @@ def _space(text: str) -> dict[str, list[Any] | ValueRange]:
     """Read a space from a file, or from the text itself where that is an object."""
     is_inline = text.lstrip().startswith("{")
     data = parse_json(text.encode(), "--space") if is_inline else read_json(text, "the space")
-    write = 'write {"PATH": [values to try], ...} or {"PATH": {"low": 1e-5, "high": 1e-3, "log": true}, ...}'
     if not data or [] in data.values():
-        raise UserError(f"--space has no values to try: {write}")
-    space: dict[str, list[Any] | ValueRange] = {}
-    for path, values in data.items():
-        try:
-            space[path] = values if isinstance(values, list) else ValueRange.model_validate(values)
-        except ValidationError as error:
-            why = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise UserError(f"--space {path} is {shown(values)} ({why}): {write}") from None
-    return space
+        raise UserError(f"--space has no values to try: {_WRITE}")
+    return {path: values if isinstance(values, list) else _range(path, values) for path, values in data.items()}
+
+
+def _range(path: str, values: Any) -> ValueRange:
+    try:
+        return ValueRange.model_validate(values)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--space {path} is {shown(values)} ({why}): {_WRITE}") from None
 
 
 def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:

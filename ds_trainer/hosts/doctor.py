@@ -105,9 +105,10 @@ def examine(job: Job) -> list[Row]:
         cure = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
         cures = ["give another --master_port to deepspeed, or end the process that has it", *[cure] * len(hosts)]
         for host, reply, cure in zip(hosts, meeting, cures, strict=False):
-            error = reply.result().get("error")
-            found = error or f"{address}:{job.master_port} is reached"
-            rows.append(Row("master port", host.name, FAILED if error else OK, found, cure if error else ""))
+            if fault := reply.result().get("error"):
+                rows.append(Row("master port", host.name, FAILED, fault, cure))
+            else:
+                rows.append(Row("master port", host.name, OK, f"{address}:{job.master_port} is reached"))
     return rows
 
 
@@ -119,14 +120,14 @@ def _ask(
     packed = base64.b64encode(json.dumps(values).encode()).decode()
     python = shlex.join([sys.executable, "-u", "-", function, packed])
     shell = " ".join([*export_commands(exported), f"cd {shlex.quote(str(PROJECT))} 2>/dev/null;", python])
-    text = {"encoding": "utf-8", "errors": "replace"}  # a login may print in any encoding
     try:
         done = subprocess.run(
             [*ssh, shell] if ssh else ["bash", "-c", shell],
             input=Path(probe.__file__).read_text(encoding="utf-8"),
             capture_output=True,
             timeout=job.timeout + 5,
-            **text,
+            encoding="utf-8",
+            errors="replace",  # a login may print in any encoding
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {job.timeout} s"}

@@ -153,7 +153,7 @@ class Search:
             return True
         part = (end - self.started) / self.job.budget
         enough = [f"--budget {math.ceil((now - self.started + count * mean) / part)}s" for count in (2, left)]
-        told = f"a trial takes {mean:.0f} s here: {enough[1]} would be enough for the {left} candidates that are left"
+        told = f"a trial takes {mean:.0f} s here, and {enough[1]} would be enough for {left} more"
         if len(lasted) < 2:
             raise UserError(f"the budget is too small to compare anything, give {enough[0]} at least; {told}")
         distributed.warn(f"the budget is used up; {told}")
@@ -231,12 +231,11 @@ def best_score(search: Search) -> tuple[Trial, str]:
         return math.nan if trial.value is None else trial.value  # optuna counts a NaN as a failure
 
     study.optimize(objective, n_trials=_DRAWS)
-    best = search.measured[0]
-    count, share = max(1, search.machine.held_out), best.value or 0.0
-    if not str(job.metric).endswith("accuracy"):
-        return best, ""
+    best, count = search.measured[0], max(1, search.machine.held_out)
+    share = best.value or 0.0
     error = math.sqrt(max(0.0, share * (1 - share)) / count)
-    return best, f"one standard error of {count:,} held-out examples is {error:.4f}"
+    told = f"one standard error of {count:,} held-out examples is {error:.4f}"
+    return best, told if str(job.metric).endswith("accuracy") else ""
 
 
 def _texts(values: list[Any]) -> list[str]:
@@ -260,10 +259,8 @@ def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) 
     command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *others, "--output_dir", "OUT"]
     threads = best.settings.get(space.THREADS)
     shell = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(command)
-    own = "nothing" if tried[0].value is None else f"{tried[0].value:.4g}"
-    summary = (
-        f"best: {space.label(best.settings)}: {best.value:.4g} {job.unit}; the user's own files have {own}; {note}"
-    )
+    own = next((f"{trial.value:.4g}" for trial in tried[:1] if trial.value is not None), "none")
+    summary = f"best: {space.label(best.settings)}: {best.value:.4g} {job.unit}, the user's own files {own}; {note}"
     distributed.info(f"\n{aligned(list(rows(job, tried)))}\n\n{summary}\ntrain with:\n  {redacted(shell)}")
 
 

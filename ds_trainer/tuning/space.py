@@ -111,7 +111,7 @@ def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
     ranks on one rank alone.
     """
     batch, space = global_batch(job, machine), job.space or default_space(job, machine)
-    for values in product(*space.values()):  # type: ignore[arg-type]  # a space for speed has no ranges
+    for values in product(*space.values()):
         settings = own_settings(job, machine) | dict(zip(space, values, strict=True))
         shares = settings.get(_STAGE) and not settings.get(_OFFLOAD)
         if batch % (settings[RANKS] * settings.get(MICRO, 1)) or (shares and settings[RANKS] == 1 and not job.space):

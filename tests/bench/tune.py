@@ -7,28 +7,21 @@ trials of the same form: `python tests/bench/tune.py`.
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from figures import ROOT, SHARED, Figure, is_quick, report
 
 from ds_trainer.cli.tune import read_tune_job
-from ds_trainer.config.jobs import TrialRequest
-from ds_trainer.config.settings import parse_setting
-from ds_trainer.tuning.space import Candidate
-from ds_trainer.tuning.trials import MEASURED, run_trial
+from ds_trainer.tuning.search import request, tune
+from ds_trainer.tuning.space import RANKS
+from ds_trainer.tuning.trials import MEASURED, run_speed_trial
 
 FILES = ("zero0",) if is_quick() else ("zero0", "zero1", "zero2", "zero3")
-RANKS, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
-BUDGET, SECONDS = ("1s", "0.1s") if is_quick() else ("4m", "3s")
-Contestant = tuple[Path, Candidate]
-"""An engine file, and with what it is run."""
+RANKS_TRIED, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
+BUDGET, SECONDS = ("10m", 0.1) if is_quick() else ("4m", 3.0)
+SPACE = ["--space", '{"train_micro_batch_size_per_gpu": [8]}'] if is_quick() else []
 
 
 def subjects() -> dict[str, list[str]]:
@@ -36,67 +29,42 @@ def subjects() -> dict[str, list[str]]:
     recipes = ROOT / "ds_configs/recipes"
     found = {"quickstart": ["--recipe", str(recipes / "quickstart.json"), "--phase", "prune"]}
     if SHARED.is_dir() and not is_quick():
-        model = [
-            "--model_name_or_path",
-            str(SHARED / "models/minilm-l6"),
-            "--data_dir",
-            str(SHARED / "data/glue/SST-2"),
-        ]
+        places = {"model_name_or_path": SHARED / "models/minilm-l6", "data_dir": SHARED / "data/glue/SST-2"}
+        flags = [word for name, place in places.items() for word in (f"--{name}", str(place))]
         recipe = str(recipes / "sst2_prune_distil_exits.json")
-        found["sst2_with_a_teacher"] = ["--recipe", recipe, "--phase", "compress", *model]
+        found["sst2_with_a_teacher"] = ["--recipe", recipe, "--phase", "compress", *flags]
     return found
-
-
-def tuned(words: list[str], out: Path) -> Contestant:
-    """Tune from zero2.json; the winner."""
-    files = ["--deepspeed_config", str(ROOT / "ds_configs/zero2.json"), *words, "--output_dir", str(out)]
-    limits = ["--budget", BUDGET, "--trial_seconds", SECONDS]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch/tune.py"), *files, *limits], stderr=subprocess.PIPE, text=True
-    )
-    print(done.stderr, flush=True)
-    assert done.returncode == 0
-    train = done.stderr.split("train with:")[1].split()
-    parsed = [parse_setting(train[place + 1]) for place, word in enumerate(train) if word == "--set"]
-    settings = [(".".join(path), value) for path, value in parsed]
-    return contestant(out / "tuned.json", int(train[train.index("--num_gpus") + 1]), settings)
-
-
-def contestant(file: Path, ranks: int, settings: Sequence[tuple[str, Any]] = ()) -> Contestant:
-    """With the global batch that all have in common, where neither the recipe nor the file sets one."""
-    batch = [("train_batch_size", 32)] if json.loads(file.read_text()).get("train_batch_size") == "auto" else []
-    return file, Candidate(ranks, settings=(*settings, *batch))
-
-
-def speeds(words: list[str], out: Path, contestants: list[Contestant]) -> list[float]:
-    """Examples per second of each, the median of trials in turns."""
-    measured: list[list[float]] = [[] for _ in contestants]
-    for _ in range(ROUNDS):
-        for values, (file, candidate) in zip(measured, contestants, strict=True):
-            job = read_tune_job(["--deepspeed_config", str(file), *words, "--output_dir", str(out)])
-            folder = out / "trials"
-            request = TrialRequest(
-                phase=job.phase,
-                results=folder / "bench" / "results.json",
-                models=folder / "models",
-                seconds=0.1 if is_quick() else 3.0,
-            )
-            trial = run_trial(job, candidate, request, 300)
-            assert trial.outcome == MEASURED, f"{file.name} on {candidate.ranks}: {trial.outcome}: {trial.reason}"
-            values.append(trial.speed)
-    return [statistics.median(values) for values in measured]
 
 
 def main() -> None:
     figures = []
     with tempfile.TemporaryDirectory() as name:
         for subject, words in subjects().items():
-            out = Path(name) / subject
-            fixed = [contestant(ROOT / f"ds_configs/{file}.json", ranks) for file in FILES for ranks in RANKS]
-            contestants = [tuned(words, out), *fixed]
-            first, *others = speeds(words, out, contestants)
-            for (file, candidate), speed in zip(contestants, [first, *others], strict=True):
-                print(f"{subject}: {file.name} on {candidate.ranks} rank(s): {speed:.1f} examples/s")
+            limits = [
+                "--output_dir",
+                str(Path(name) / subject),
+                "--budget",
+                BUDGET,
+                "--trial_seconds",
+                f"{SECONDS}s",
+                *SPACE,
+            ]
+            jobs = {
+                file: read_tune_job(["--deepspeed_config", str(ROOT / f"ds_configs/{file}.json"), *words, *limits])
+                for file in {*FILES, "zero2"}
+            }
+            batch = {"train_batch_size": 32}  # the one that both recipes have
+            contestants = [("zero2", tune(jobs["zero2"]).settings)]
+            contestants += [(file, {RANKS: ranks} | batch) for file in FILES for ranks in RANKS_TRIED]
+            speeds: list[list[float]] = [[] for _ in contestants]
+            for _ in range(ROUNDS):
+                for values, (file, settings) in zip(speeds, contestants, strict=True):
+                    trial = run_speed_trial(jobs[file], settings, request(jobs[file], "bench", SECONDS))
+                    assert trial.outcome == MEASURED, f"{file} with {settings}: {trial.outcome}: {trial.reason}"
+                    values.append(trial.value)
+            first, *others = map(statistics.median, speeds)
+            for (file, settings), speed in zip(contestants, [first, *others], strict=True):
+                print(f"{subject}: {file} with {settings}: {speed:.1f} examples/s")
             figures.append(Figure(f"tune/{subject}", first / max(others), 0.97, at_least=True))
     report(*figures)
 

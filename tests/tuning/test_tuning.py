@@ -128,7 +128,7 @@ def test_the_fastest_is_timed_again_and_written(job, run, caplog):
     engine, recipe = written(made)
     assert engine == made.engine_file | {MICRO: 4, "gradient_accumulation_steps": "auto"}
     assert (recipe["seed"], recipe["phases"][1]["dropout"]) == (7, 0.1)
-    assert "best: 1 rank, train_micro_batch_size_per_gpu 4: 100 examples/s; the user's own files have 50" in caplog.text
+    assert "best: 1 rank, train_micro_batch_size_per_gpu 4: 100 examples/s, the user's own files 50" in caplog.text
     words = shlex.split(caplog.text.split("train with:\n")[1].splitlines()[0])
     assert words[:3] == ["deepspeed", "--num_gpus", "1"]
     again = read_train_job([*words[5:], "--dry_run"])
@@ -184,7 +184,7 @@ def test_a_budget_that_is_too_small_is_an_error_that_names_a_better_one(job, run
 
     _, calls = run(made.model_copy(update={"budget": 1.0}), timed, lasted=0.2)
     assert 2 < len(calls) < 8
-    assert "the budget is used up; a trial takes 0 s here: --budget" in caplog.text
+    assert "the budget is used up; a trial takes 0 s here, and --budget" in caplog.text
     with pytest.raises(UserError, match="too small"):
         run(again.model_copy(update={"phase": "finetune"}), lambda *_: 10.0, lasted=1.0)
 
