@@ -60,12 +60,13 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
         flags.num_gpus = sum(host.slots for host in hosts)
     files = ["--deepspeed_config", flags.deepspeed_config, "--recipe", flags.recipe, *training]
     dry = ["--output_dir", str(flags.output), "--dry_run", "--world", str(flags.num_gpus or 1)]
-    mistakes.raise_all()
-    train = read_train_job([*files, *dry])
+    space = mistakes.of(_space, flags.space) if flags.space else None
+    train = mistakes.of(read_train_job, [*files, *dry])
+    if train is None:
+        raise UserError("\n".join(mistakes))
     given = train_parser().parse_args(files)
     recipe_file, engine_file = read_json(given.recipe, "the recipe"), read_engine_file(given.deepspeed_config)
     apply_flags(given, recipe_file, engine_file)  # without mistakes: the job was read
-    space = mistakes.of(_space, flags.space) if flags.space else None
     metric = flags.metric and flags.metric.removeprefix("eval/")
     last = train.recipe.phases[-1]
     mistakes += _score_mistakes(train.recipe, flags) if metric else []

@@ -32,9 +32,7 @@ _SSH_CURES = {
     "permission denied": "make a key without a passphrase (ssh-keygen) and copy it to the host: ssh-copy-id {0}",
     "host key verification failed": "log in once by hand, or: ssh-keyscan {0} >> ~/.ssh/known_hosts",
     "connection refused": "start sshd on the host (apt install openssh-server), or give its port with --ssh_port",
-    "could not resolve": "write the name into /etc/hosts of this machine, or into the DNS",
-    "cannot be started": "install the same python at the same path on every host",
-    "": "is the host up, the address right, the port open to this machine? Try: ssh {0} true",
+    "": "is the host up, its name known, the port open, the same python at the same path? Try: ssh {0} true",
 }
 """Parts of ssh's messages, and what helps; the last one is a part of every message."""
 
@@ -77,10 +75,8 @@ def examine(job: Job) -> list[Row]:
     rows += [Row(".deepspeed_env", "this one", FAILED, line, "write one NAME=VALUE a line") for line in mistakes]
     is_local = len(hosts) == 1 and hosts[0].address in ("localhost", "127.0.0.1", probe.socket.gethostname())
     if not is_local and not shutil.which("pdsh"):
-        way_out = "apt install pdsh; or start each host by hand, with --no_ssh --node_rank N --master_addr ADDRESS"
-        rows.append(
-            Row("pdsh", "this one", FAILED, "is not on the PATH, and deepspeed starts the hosts by it", way_out)
-        )
+        found = "is not on the PATH, and deepspeed starts the hosts by it"
+        rows.append(Row("pdsh", "this one", FAILED, found, "apt install pdsh; or see --no_ssh in docs/many_hosts.md"))
     wrong = check_output_folder(job.output, overwrite=True) if job.output else []
     rows += [Row("output folder", "this one", FAILED, mistake, "give another --output_dir") for mistake in wrong]
 
@@ -102,13 +98,13 @@ def examine(job: Job) -> list[Row]:
         address = next(filter(None, [job.master_addr, *answers[0]["addresses"]]), hosts[0].address)
         meeting = [pool.submit(ask, hosts[0], "listen", port=job.master_port, callers=len(hosts) - 1)]
         meeting += [pool.submit(ask, host, "connect", address=address, port=job.master_port) for host in hosts[1:]]
-        cure = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
-        cures = ["give another --master_port to deepspeed, or end the process that has it", *[cure] * len(hosts)]
-        for host, reply, cure in zip(hosts, meeting, cures, strict=False):
-            if fault := reply.result().get("error"):
-                rows.append(Row("master port", host.name, FAILED, fault, cure))
-            else:
-                rows.append(Row("master port", host.name, OK, f"{address}:{job.master_port} is reached"))
+        replies = [reply.result().get("error") for reply in meeting]
+    taken = "give another --master_port to deepspeed, or end the process that has it"
+    closed = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
+    for host, fault in zip(hosts, replies, strict=True):
+        cure = taken if host is hosts[0] else closed
+        is_well = Row("master port", host.name, OK, f"{address}:{job.master_port} is reached")
+        rows.append(Row("master port", host.name, FAILED, fault, cure) if fault else is_well)
     return rows
 
 

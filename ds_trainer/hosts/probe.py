@@ -37,27 +37,25 @@ def facts(request: dict) -> dict:
         "versions": {**versions, top: digest.hexdigest()[:12] if os.path.isdir(top) else None},
         "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
         "name": socket.gethostname(),
-        "own_address": resolve(socket.gethostname()),
+        "own_address": own_address(),
         "addresses": first_addresses(),
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "sees_output": sees_token(*request["token"]) if request.get("token") else True,
     }
 
 
-def resolve(name: str) -> "str | None":
-    """Return the IPv4 address of a name, or None."""
-    try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError):  # a UnicodeError: the name is not even valid
-        return None
+def own_address() -> str:
+    """Return the IPv4 address of this host's own name, at which gloo listens, or nothing."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return ""
 
 
 def first_addresses() -> list:
     """Return what `hostname -I` prints: DeepSpeed makes the ranks meet at the first address of the first host."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return []
 
 
 def sees_token(path: str, text: str) -> bool:

@@ -38,13 +38,9 @@ LOG, RECORD = "output.log", "trials.jsonl"
 """What the processes of a trial print, in its folder; and all trials, in the folder of the tuning."""
 _TRAIN = "ds_trainer.cli.train"
 _FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = [
-    _TRAIN,
-    "ds_trainer.trial",
-    "deepspeed.module_inject.auto_ep_layer",
-    "transformers.models.bert.modeling_bert",
-]
-"""What trials need of this library, of DeepSpeed, and of transformers for a model of any kind: 6 of 8 seconds of a CPU."""
+_PRELOADED = [_TRAIN, "ds_trainer.trial", "deepspeed.module_inject.auto_ep_layer"]
+_PRELOADED += ["transformers.models.bert.modeling_bert"]
+"""What trials load of this library, of DeepSpeed, and of transformers for a model of any kind: 6 of 8 CPU seconds."""
 _GPUS = ("nvidia[0-9]*", "kfd", "accel*")
 """Devices in /dev. A GPU cannot be used by a process that is forked from one that has asked its driver anything."""
 _POLL, _GRACE = 0.1, 5.0

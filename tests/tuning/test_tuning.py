@@ -12,10 +12,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,17 +30,7 @@ from ds_trainer.trial import trial_batches
 from ds_trainer.tuning import search, trials
 from ds_trainer.tuning.search import tune
 from ds_trainer.tuning.space import Machine, combinations
-from ds_trainer.tuning.trials import (
-    ENDED_EARLY,
-    FAILED,
-    HUNG,
-    MEASURED,
-    NO_MEMORY,
-    NO_SCORE,
-    NOT_FINITE,
-    REFUSED,
-    Trial,
-)
+from ds_trainer.tuning.trials import ENDED_EARLY, FAILED, HUNG, MEASURED, NO_MEMORY, NO_SCORE, Trial
 
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
 CHECKPOINTING, RATE, STEPS = (
@@ -77,6 +67,7 @@ def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
 
     def tuned(job: TuneJob, result, on: Machine | None = None, lasted: float = 0.001) -> tuple[Trial, list[dict]]:
         calls: list[dict] = []
+        clock = SimpleNamespace(monotonic=lambda: lasted * len(calls))
 
         def speed(job, settings, request) -> Trial:
             calls.append(settings)
@@ -100,6 +91,7 @@ def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
         monkeypatch.setattr(trials, "run_speed_trial", speed)
         monkeypatch.setattr(trials, "run_score_trial", score)
         monkeypatch.setattr(search, "measure_machine", lambda job: on or machine())
+        monkeypatch.setattr(search, "time", clock)
         shutil.rmtree(job.output / "trials", ignore_errors=True)
         return tune(job), calls
 
@@ -149,8 +141,7 @@ def test_what_differs_least_from_the_fastest_is_tried_next(job, run):
         made, lambda settings, _: 10 - settings.get("gradient_clipping", 9) + 9 * (settings.get(STAGE) == 2)
     )
     tried = [(settings[STAGE], settings["gradient_clipping"]) for settings in calls[1:13]]
-    assert tried[:4] == [(1, 0.4), (1, 0.3), (1, 0.2), (1, 0.1)]
-    assert tried[4:7] == [(2, 0.1), (3, 0.1), (2, 0.4)] or tried.index((2, 0.1)) == 4
+    assert tried[:5] == [(1, 0.4), (1, 0.3), (1, 0.2), (1, 0.1), (2, 0.1)]
     assert len(set(tried)) == 12
     assert (best.settings[STAGE], best.settings["gradient_clipping"]) == (2, 0.1)
 
@@ -170,23 +161,20 @@ def test_what_cannot_fit_by_arithmetic_is_not_started(job, run):
 
 
 def test_a_budget_that_is_too_small_is_an_error_that_names_a_better_one(job, run, caplog):
-    """With time for a comparison it is a warning; what was measured is kept for the next call."""
-    made = job({MICRO: [16, 8, 4, 2, 1]}, "--budget", "60s")
-    with pytest.raises(UserError, match=r"too small to compare anything, give --budget \d+s .* a trial takes 50 s"):
+    """With time for a comparison it is a warning; two fifths are kept for the finals."""
+    made = job({MICRO: [8, 4, 2, 1]}, "--budget", "60s")
+    with pytest.raises(
+        UserError, match=r"give --budget 250s at least; a trial takes 50 s here, and --budget 417s .* 4"
+    ):
         run(made, lambda *_: 10.0, lasted=50.0)
     assert len(recorded(made)) == 1
-    again = made.model_copy(update={"budget": 0.001})
-    (made.output / "trials.jsonl").unlink()
-
-    def timed(settings: dict, number: int) -> float:
-        time.sleep(0.2)
-        return 10.0
-
-    _, calls = run(made.model_copy(update={"budget": 1.0}), timed, lasted=0.2)
-    assert 2 < len(calls) < 8
-    assert "the budget is used up; a trial takes 0 s here, and --budget" in caplog.text
-    with pytest.raises(UserError, match="too small"):
-        run(again.model_copy(update={"phase": "finetune"}), lambda *_: 10.0, lasted=1.0)
+    _, calls = run(
+        made.model_copy(update={"budget": 300.0, "trial_seconds": 1.0, "phase": "finetune"}),
+        lambda *_: 10.0,
+        lasted=50.0,
+    )
+    assert [call.get(MICRO) for call in calls] == [None, 8, 4, None, 8]
+    assert "the budget is used up; a trial takes 50 s here, and --budget 417s would be enough for 2 more" in caplog.text
 
 
 def test_a_second_call_goes_on(job, run):
@@ -321,7 +309,7 @@ def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(job, run, 
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", [FAILED, HUNG, NOT_FINITE, NO_MEMORY, REFUSED])
+@pytest.mark.parametrize("outcome", [HUNG, NO_MEMORY])
 @pytest.mark.parametrize("aim", [(), ACCURACY])
 def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, caplog, outcome, aim):
     """The user's own may fail too."""
@@ -351,27 +339,21 @@ def test_a_metric_that_the_run_has_not_ends_the_tuning(job, run):
         ({MICRO: ["auto"]}, [], "write whole numbers above 0"),
         ({"ranks": [0]}, [], "write whole numbers above 0"),
         ({"ranks": [2]}, ["--num_gpus", "2"], "is fixed by the global batch, --num_gpus"),
-        ({"train_batch_size": [8]}, [], "is fixed by the global batch"),
         ({"dropout": [8]}, [], 'neither the recipe nor the engine file has a field "dropout"'),
         ({"phases.none.dropout": [0.1]}, [], "the list has no"),
-        ({MICRO: 8}, [], "write {"),
         ({RATE: {"low": 1e-5, "high": 1.0}}, [], "only a search with --metric draws from"),
         (None, ["--budget", "20"], "write a number and s, m or h"),
         (None, ["--phase", "none"], "the phases that train are 'finetune', 'prune'"),
         ("missing.json", [], "missing.json"),
         (None, ["--set", "phases.prune.per_device_train_batch_size=8"], "which a tuning is to find"),
-        (None, ["--num_gpus", "0"], "--num_gpus is 0"),
         (None, ["--debug_port", "5678"], "--debug_port is for a run"),
         ({"phases.prune.learning_rat": [1e-3]}, ACCURACY, 'unknown key; did you mean "learning_rate"'),
         ({RATE: [1e-3, "fast"]}, ACCURACY, f'--space {RATE}, "fast": recipe: phases.1.learning_rate'),
-        ({RATE: {"low": -1.0, "high": 1.0}}, ACCURACY, f"--space {RATE}, -1.0: recipe: phases.1.learning_rate"),
         ({STEPS: {"low": 10, "high": 100}}, ACCURACY, "Input should be a valid integer"),
-        ({STEPS: {"low": 10, "high": 20.5, "whole": True}}, ACCURACY, "must be whole numbers"),
         ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
         ({STAGE: [7]}, ACCURACY, "zero_optimization.stage is 7"),
         ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
         ({"seed": [1, 2]}, [*ACCURACY, "--seed", "3"], "--seed is given too, and wins"),
-        ({RATE: []}, ACCURACY, "no values to try"),
         ("{", ACCURACY, "--space is not JSON"),
         (None, ACCURACY, "--metric needs --space"),
         ({RATE: [1e-3]}, [*ACCURACY, "--phase", "prune"], "--phase is for speed"),
