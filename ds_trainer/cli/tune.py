@@ -73,7 +73,12 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task) if metric else True
     phase = last.name if metric else mistakes.of(_phase, train, flags.phase)
     flags.trial_timeout = flags.trial_timeout or (1800.0 if metric else 300.0)
-    values: dict[str, Any] = {"train": train, "trust": train.trust, "arguments": files, "hosts": len(hosts or "1")}
+    values: dict[str, Any] = {
+        "train": train,
+        "trust": train.trust,
+        "arguments": files,
+        "hosts": len(hosts) if hosts else 1,
+    }
     values |= {"recipe_file": recipe_file, "engine_file": engine_file, "phase": phase, "greater_is_better": greater}
     job = mistakes.job(TuneJob, flags, **values, space=space, metric=metric)
     raise_mistakes(_space_mistakes(job, given))

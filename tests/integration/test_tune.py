@@ -79,7 +79,7 @@ def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(taught_recipe, t
         mine = environment() | {"PYTHONPATH": path}
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=mine, stderr=subprocess.PIPE, text=True)
 
-    first, end = start(), time.monotonic() + 200
+    first, end = start(), time.monotonic() + 400
     while not any("hangs" in log.read_text() for log in out.glob("trials/*/output.log")):
         assert first.poll() is None, first.stderr.read()[-3000:]
         assert time.monotonic() < end
