@@ -168,11 +168,9 @@ def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:
 def _space_mistakes(job: TuneJob, given: argparse.Namespace) -> Iterator[str]:
     """Report each value of the space that is a mistake with the user's own files, and in every combination."""
     space = {path: each if isinstance(each, list) else each.examples for path, each in (job.space or {}).items()}
+    flags = {field: flag for flag, field in FIELDS.items() if getattr(given, flag) is not None}
     for path, values in space.items():
         root, numbers = path.partition(".")[0], [value for value in values if type(value) is int and value > 0]
-        flag = next(
-            (flag for flag, field in FIELDS.items() if field == path and getattr(given, flag) is not None), None
-        )
         if root not in {RANKS, THREADS, *Recipe.model_fields, *key_table()["keys"]}:
             yield f"--space {path}: neither the recipe nor the engine file has a field {shown(root)}"
         elif path in (RANKS, THREADS, MICRO) and numbers != values:
@@ -183,8 +181,8 @@ def _space_mistakes(job: TuneJob, given: argparse.Namespace) -> Iterator[str]:
             yield f"--space {path} is a range, which only a search with --metric draws from: write a list"
         elif job.metric and set(path.split(".")) & _OF_THE_DATA:
             yield f"--space {path}: scores on other held-out examples could not be compared: drop it"
-        elif flag:
-            yield f"--space {path}: --{flag} is given too, and wins: drop one of them"
+        elif path in flags:
+            yield f"--space {path}: --{flags[path]} is given too, and wins: drop one of them"
         else:
             for value in values:
                 others = islice(product(*space.values()), _MOST_COMBINATIONS)

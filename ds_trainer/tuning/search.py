@@ -132,7 +132,9 @@ class Search:
             for step, score in trial.details.get("curve", ()):
                 cannot_win(step, score)  # the pruner compares later runs with it
         else:
-            distributed.info(f"trial {len(self.trials) + 1}: {name} ({self.end - time.monotonic():.0f} s left)")
+            distributed.info(
+                f"trial {len(self.trials) + 1}: {name} ({max(0.0, self.end - time.monotonic()):.0f} s left)"
+            )
             if self.job.metric:
                 trial = trials.run_score_trial(self.job, settings, key[:12], cannot_win)
             else:

@@ -107,14 +107,18 @@ def global_batch(job: TuneJob, machine: Machine) -> int:
 def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
     """Yield the settings to try for speed: every combination of the space, in its order, the last path fastest.
 
-    Those are left out that do not divide the global batch and, unless the user names the space, those that share among
-    ranks on one rank alone.
+    Those are left out that do not divide the global batch, those that differ from another one only in buckets without
+    ZeRO, and, unless the user names the space, those that share among ranks on one rank alone.
     """
-    batch, space = global_batch(job, machine), job.space or default_space(job, machine)
+    batch = global_batch(job, machine)
+    space: dict[str, Any] = job.space or default_space(job, machine)
+    bucket = space.get(_BUCKET, [None])[0]
     for values in product(*space.values()):
         settings = own_settings(job, machine) | dict(zip(space, values, strict=True))
         shares = settings.get(_STAGE) and not settings.get(_OFFLOAD)
         if batch % (settings[RANKS] * settings.get(MICRO, 1)) or (shares and settings[RANKS] == 1 and not job.space):
+            continue
+        if settings.get(_STAGE) == 0 and settings.pop(_BUCKET, bucket) != bucket:
             continue
         if MICRO in settings:
             settings[STEPS] = "auto"  # other phases may have other global batches
