@@ -1,17 +1,14 @@
 """What a notebook calls: the work of the commands, in one process without a launcher, given Python values.
 
-Every function makes the command line that a user would have typed, checks it as the command does, and makes the same
-call. A model trained here is, bit by bit, the one that the command trains, and the same lines are shown. A checkpoint
-of a run can be given wherever a model folder can. An error names the argument where the command's names a flag.
+Every function checks its arguments as the command checks its flags, and makes the same call. A model trained here is,
+bit by bit, the one that the command trains, and the same lines are shown. A checkpoint of a run can be given wherever
+a model folder can. An error names the argument where the command's names a flag.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +29,14 @@ if TYPE_CHECKING:
 JsonFile = str | Path | Mapping[str, Any]
 """A JSON file, the name of one in `ds_configs/`, or its content."""
 
-
-_FIELDS = {f"--{flag}": field for flag, field in training.FIELDS.items()}
-_OF_TRAIN = _FIELDS | {"--overwrite_output_dir": "overwrite=True", "--resume": "resume=True", "--plugin": "plugins"}
-_OF_TRAIN |= {"--recipe": "recipe", "--deepspeed_config": "deepspeed_config", "--set ": ""}
-_OF_EVALUATE = {"--task_name": "name", "--data_dir": "data_dir", "--set ": ""}
-_OF_EXPORT = {"--output_dir": "output_dir", "--overwrite": "overwrite=True", "--cut": "spec"}
-"""The words for flags of the commands in the errors of `train`, of `evaluate`, and of `cut` and `shrink`."""
+_NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_ENGINE_FILE = dict.fromkeys(_NUMBERS, "auto")
+_WORDS = {f"--{name}": name for name in ("recipe", "deepspeed_config", "output_dir")}
+_WORDS |= {"--overwrite_output_dir": "overwrite=True", "--overwrite": "overwrite=True", "--resume": "resume=True"}
+_WORDS |= {"--plugin": "plugins", "--cut": "spec", "--set ": "", "--model_name_or_path": "model.name_or_path"}
+_WORDS |= {"--task_name": "the task's name", "--data_dir": "the task's data_dir"}
+"""What stands for the flags of the commands in the errors of the functions; the longer of two flags comes first."""
+_FLAGS = re.compile("|".join(map(re.escape, _WORDS)))
 
 
 class Results(dict[Any, Any]):
@@ -53,21 +51,20 @@ class Results(dict[Any, Any]):
 
 
 @contextlib.contextmanager
-def _in_python(words: Mapping[str, str]) -> Iterator[None]:
-    """Show the log, and put these words for those that an error of this library has from the command."""
-    flags = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+def _in_python() -> Iterator[None]:
+    """Show the log, and name arguments in place of flags in the errors that this library foresees."""
     show_log()
     try:
         yield
     except Exception as error:
         if hasattr(error, "exit_code"):
-            told = [str(error), *getattr(error, "__notes__", [])]
-            message, *notes = [flags.sub(lambda match: words[match[0]], text) for text in told]
-            error.args, error.__notes__ = (message,), notes
+            texts = [str(error), *getattr(error, "__notes__", [])]
+            message, *error.__notes__ = (_FLAGS.sub(lambda match: _WORDS[match[0]], text) for text in texts)
+            error.args = (message,)
         raise
 
 
-@_in_python(_OF_TRAIN)
+@_in_python()
 def train(
     recipe: Recipe | JsonFile,
     output_dir: str | Path,
@@ -82,63 +79,67 @@ def train(
     Without `deepspeed_config` the engine file is that of ZeRO stage 0 in fp32, with all numbers "auto". Further `flags`
     are those of the command, such as "--cache_dir", "DIR". Raises UserError with every mistake.
     """
-    if isinstance(recipe, Recipe):
-        recipe = recipe.model_dump(exclude_none=True)
-    files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
-    with tempfile.TemporaryDirectory() as folder, _in_python({f"{folder}/{name}.json": name for name in files}):
-        words = ["--output_dir", str(output_dir), *flags]
-        for name, value in files.items():
-            if isinstance(value, Mapping):
-                file = Path(folder, f"{name}.json")
-                file.write_text(json.dumps(value), encoding="utf-8")
-                value = file
-            words += [f"--{name}", str(value)]
-        words += [word for plugin in plugins for word in ("--plugin", plugin)]
-        job = training.read_train_job([*words, *["--overwrite_output_dir"] * overwrite, *["--resume"] * resume])
-    # the run writes both files to its output folder as well, where the command that it records can name them
-    kept = shlex.join(word.replace(folder, str(output_dir)) for word in shlex.split(job.command))
-    results = training.train(job.model_copy(update={"command": kept}))
+    switches = ["--overwrite_output_dir"] * overwrite + ["--resume"] * resume
+    job = training.read_train_job(
+        [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)],
+        recipe=_content(recipe),
+        deepspeed_config=deepspeed_config or _ENGINE_FILE,
+        output_dir=output_dir,
+    )
+    results = training.train(job)
     from ds_trainer.report.log import results_table
 
     return Results(results, results_table)
 
 
-@_in_python(_OF_EVALUATE)
-def evaluate(model: str | Path, *flags: str, **task: Any) -> Results:
+@_in_python()
+def evaluate(model: str | Path, *flags: str, recipe: Recipe | JsonFile | None = None, **task: Any) -> Results:
     """Score a model folder, or a checkpoint, as `launch/evaluate.py` does: `evaluate("OUT/model", name="sst2", ...)`.
 
-    `task` are the fields of a recipe's task; without any, a checkpoint is scored on its phase's task. The scores are
-    printed, too. With "--all_checkpoints" they are returned by step.
+    `task` are the fields of a recipe's task, beside those of the last phase of `recipe`. Without both, a checkpoint is
+    scored on its phase's task. The scores are printed, too. With "--all_checkpoints" they are returned by step.
     """
-    words = [word for name, value in task.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    job = evaluating.read_evaluate_job([str(model), *words, *flags])
+    job = evaluating.read_evaluate_job([str(model), *flags], recipe=_content(recipe), fields=task)
     return Results(evaluating.evaluate(job), _table_by_step if job.all_checkpoints else _table_of_values)
 
 
-@_in_python(_OF_EXPORT)
-def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bool = False) -> Results:
+@_in_python()
+def shrink(
+    model: str | Path,
+    output_dir: str | Path,
+    *flags: str,
+    recipe: Recipe | JsonFile | None = None,
+    overwrite: bool = False,
+    **task: Any,
+) -> Results:
     """Cut the heads and neurons that are wholly zero out of a model, as `launch/export.py --shrink` does.
 
-    `model` is a model folder or a checkpoint. Writes an ordinary, smaller model folder; returns the export's report.
+    `model` is a model folder or a checkpoint, which is scored if a task is given. Writes an ordinary, smaller model
+    folder; returns the export's report.
     """
-    return _exported(str(model), "--shrink", "--output_dir", str(output_dir), *flags, *["--overwrite"] * overwrite)
+    values = {"recipe": _content(recipe), "fields": task, "output_dir": output_dir, "overwrite": overwrite}
+    job = exporting.read_export_job([str(model), *flags], shrink=True, **values)
+    return Results(exporting.export(job), _table_of_values)
 
 
-@_in_python(_OF_EXPORT)
+@_in_python()
 def cut(
     model: str | Path,
     output_dir: str | Path,
     spec: float | Mapping[str, Any],
     *flags: str,
+    recipe: Recipe | JsonFile | None = None,
     overwrite: bool = False,
+    **task: Any,
 ) -> Results:
-    """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, "--recipe", "R")`.
+    """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, recipe="R")`.
 
-    `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. The flags name the task whose
-    training examples the cut is fitted to. Writes an ordinary model folder; returns the export's report.
+    `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. It is fitted to training examples
+    of the task that `recipe` and `task` describe. Writes an ordinary model folder; returns the export's report.
     """
-    words = ("--cut", json.dumps(spec), "--output_dir", str(output_dir), *flags)
-    return _exported(str(model), *words, *["--overwrite"] * overwrite)
+    values = {"recipe": _content(recipe), "fields": task, "output_dir": output_dir, "overwrite": overwrite}
+    job = exporting.read_export_job([str(model), *flags], cut=spec, **values)
+    return Results(exporting.export(job), _table_of_values)
 
 
 def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
@@ -158,8 +159,8 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
         return load_for_inference(folder)
 
 
-def _exported(*words: str) -> Results:
-    return Results(exporting.export(exporting.read_export_job(words)), _table_of_values)
+def _content(recipe: Recipe | JsonFile | None) -> JsonFile | None:
+    return recipe.model_dump(exclude_none=True) if isinstance(recipe, Recipe) else recipe
 
 
 def _table_by_step(scores: Mapping[Any, Any]) -> str:
@@ -178,7 +179,3 @@ def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, s
         elif not isinstance(value, list):
             form = ".4f" if isinstance(value, float) else "," if type(value) is int else ""
             yield f"{prefix}{name}", format(value, form)
-
-
-_NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_ENGINE_FILE = dict.fromkeys(_NUMBERS, "auto")

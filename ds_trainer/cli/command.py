@@ -10,7 +10,8 @@ import errno
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -35,7 +36,7 @@ def run_command(command: Callable[[Sequence[str]], int | None], arguments: Seque
     except Exception as error:  # noqa: BLE001 - the last place to print it
         code = exit_code(error)
         with contextlib.suppress(OSError):  # the reader of standard error may be gone
-            (_print_message if code > 1 or _is_of_the_disk(error) else _print_traceback)(error)
+            _print_error(error, foreseen=code > 1 or _is_of_the_disk(error))
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -49,14 +50,24 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"ds-{name}", description=description, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"ds_trainer {__version__}")
 
+    def options(self, arguments: Sequence[str], given: Mapping[str, Any]) -> argparse.Namespace:
+        """Parse a command line, with what a Python program has `given` as the values of the flags of these names.
+
+        Texts and paths are parsed as on a command line; a value of another kind is taken as it is, and None is none.
+        """
+        texts = [f"--{name}={value}" for name, value in given.items() if isinstance(value, str | Path)]
+        options = self.parse_args([*arguments, *texts])
+        others = {name: value for name, value in given.items() if not isinstance(value, str | Path | None)}
+        vars(options).update(others)
+        return options
+
     def parse_known_args(self, *arguments: Any, **more: Any) -> Any:
         """Parse, and load the plugins that are named, before anything is read that may need them."""
         flags, unknown = super().parse_known_args(*arguments, **more)
-        if getattr(flags, "plugin", None):
+        for name in getattr(flags, "plugin", []):
             from ds_trainer.plugins import load_plugin  # loads torch, which a plugin needs anyway
 
-            for name in flags.plugin:
-                load_plugin(name)
+            load_plugin(name)
         return flags, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -113,20 +124,21 @@ def _is_of_the_disk(error: Exception) -> bool:
     return any(str(error).endswith(f"(os error {number})") for number in _DISK)
 
 
-def _print_message(error: Exception) -> None:
-    """Print an error on the rank that it names; before the ranks know of each other, on the first of every host."""
-    reporter = getattr(error, "reporter", None)
-    if distributed.local_rank() == 0 if reporter is None else distributed.rank() == reporter:
-        sys.stdout.flush()
+def _print_error(error: Exception, foreseen: bool) -> None:
+    """Print the message of an error that this library foresaw, on one rank; of any other, all that is known, on each.
+
+    The rank is the one that the error names; before the ranks know of each other, it is the first of every host.
+    """
+    notes = getattr(error, "__notes__", [])
+    if foreseen:
+        reporter = getattr(error, "reporter", None)
+        if (distributed.local_rank() if reporter is None else distributed.rank()) != (reporter or 0):
+            return
         where = "" if distributed.is_main() or reporter is not None else f"rank {distributed.rank()}: "
         first = str(error) if isinstance(error, StoppedError) else f"error: {where}{error}"
-        message = "\n".join([first, *getattr(error, "__notes__", [])])
-        print(shortened(redacted(message)), file=sys.stderr, flush=True)
-
-
-def _print_traceback(error: Exception) -> None:
-    """Print all that is known of an error that this library did not foresee, on every rank where it happens."""
+        text = shortened(redacted("\n".join([first, *notes])))
+    else:
+        before_python_311 = notes if sys.version_info < (3, 11) else []
+        text = redacted("".join([*traceback.format_exception(error), *before_python_311])).rstrip("\n")
     sys.stdout.flush()
-    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    if sys.version_info < (3, 11):
-        print("\n".join(getattr(error, "__notes__", [])), file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)

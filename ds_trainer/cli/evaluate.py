@@ -35,9 +35,12 @@ def evaluate(job: EvaluateJob) -> dict[Any, Any]:
         return evaluate_checkpoints(job) if job.all_checkpoints else evaluate_folder(job)
 
 
-def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
-    """Parse and check an evaluation command; a UserError has every mistake, one a line."""
-    flags = evaluate_parser().parse_args(list(arguments))
+def read_evaluate_job(arguments: Sequence[str], **given: Any) -> EvaluateJob:
+    """Parse and check an evaluation command; a UserError has every mistake, one a line.
+
+    A Python program can give the recipe, as an object too, and the fields of the task, by the names `recipe`, `fields`.
+    """
+    flags = evaluate_parser().options(arguments, given)
     trust, mistakes = trust_of(flags), Mistakes()
     from_checkpoint = flags.all_checkpoints or is_checkpoint(flags.model)
     checkpoints = _read_checkpoints(flags, mistakes) if from_checkpoint else []
@@ -58,7 +61,7 @@ def read_evaluate_job(arguments: Sequence[str]) -> EvaluateJob:
     return job
 
 
-def evaluate_parser() -> argparse.ArgumentParser:
+def evaluate_parser() -> Parser:
     parser = Parser("evaluate", "Score a model folder, or checkpoints, on a task.")
     add_model_flags(parser, model="model folder or hub name, OUT/checkpoint-N, or with --all_checkpoints OUT")
     every = "score every checkpoint in OUT, or OUT/PHASE: a table, checkpoints.json and a figure"

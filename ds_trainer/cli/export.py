@@ -57,9 +57,12 @@ def export(job: ExportJob) -> dict[str, Any]:
     return report
 
 
-def read_export_job(arguments: Sequence[str]) -> ExportJob:
-    """Parse and check an export command; a UserError has every mistake, one a line."""
-    flags = export_parser().parse_args(list(arguments))
+def read_export_job(arguments: Sequence[str], **given: Any) -> ExportJob:
+    """Parse and check an export command; a UserError has every mistake, one a line.
+
+    A Python program can give flags as values, by their names; the fields of the task are `fields`.
+    """
+    flags = export_parser().options(arguments, given)
     mistakes, of_checkpoint = Mistakes(_flag_mistakes(flags)), is_checkpoint(flags.model)
     checkpoint = mistakes.of(read_checkpoint, flags.model) if of_checkpoint else None
     mistakes += [] if of_checkpoint else _model_mistakes(flags)
@@ -78,7 +81,7 @@ def read_export_job(arguments: Sequence[str]) -> ExportJob:
     return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, cut=cut, **values)
 
 
-def export_parser() -> argparse.ArgumentParser:
+def export_parser() -> Parser:
     parser = Parser("export", "Make of a model or checkpoint what is deployed.")
     add_model_flags(parser, model="model folder, or OUT/checkpoint-N")
     add = parser.add_argument
@@ -101,10 +104,10 @@ def onnx_mistakes(flag: str) -> Iterator[str]:
         yield f"{flag}: {' and '.join(missing)} cannot be imported: pip install {' '.join(missing)}"
 
 
-def _read_cut(text: str) -> CutSpec:
+def _read_cut(text: Any) -> CutSpec:
     """Read the value of --cut; a cut in steps is refused, since it is trained between them."""
     try:
-        value = json.loads(text)
+        value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         raise UserError(f"--cut {shown(text)}: give the share to keep, such as 0.5, or a phase's cut as JSON") from None
     spec = parse_cut(value)

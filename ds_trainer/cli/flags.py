@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_to_task
 from ds_trainer.config.trust import Trust
-from ds_trainer.files.json_file import read_json
+from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
@@ -30,18 +32,30 @@ NO_TASK = "no task: give --task_name, or --recipe with a task"
 def _shipped(folder: str, text: str) -> str:
     """Return the path of the file in `folder` of this library that has this name; any other path as it is."""
     files = {path.stem: path for path in sorted((PROJECT / folder).glob("*.json"))}
-    if text in files and not os.path.isfile(text):
+    if os.path.isfile(text) or not re.fullmatch(r"[\w-]{1,60}", text):
+        return text  # whoever reads it says what is wrong with it
+    if text in files:
         return str(files[text])
-    if re.fullmatch(r"[\w-]{1,60}", text) and not os.path.exists(text):
-        near = difflib.get_close_matches(text, files) or files
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no file, nor a name in {folder}: {', '.join(near)}")
-    return text  # whoever reads it says what is wrong with it
+    near = difflib.get_close_matches(text, files) or files
+    raise argparse.ArgumentTypeError(f"{shown(text)} is no file, nor a name in {folder}: {', '.join(near)}")
 
 
 shipped_engine = partial(_shipped, "ds_configs")
 """Parses a flag that names an engine file."""
 shipped_recipe = partial(_shipped, "ds_configs/recipes")
 """Parses a flag that names a recipe."""
+
+
+def read_source(
+    flags: argparse.Namespace, name: str, role: str, read: Callable[[str, str], dict[str, Any]] = read_json
+) -> dict[str, Any]:
+    """Read the JSON file that a flag names, or copy the object that a Python program gives in its place."""
+    source = getattr(flags, name)
+    if isinstance(source, Mapping):
+        return parse_json(json.dumps(source, default=str).encode(), role)
+    if not source:
+        raise UserError(f"{role} is missing: give --{name}")
+    return read(source, role)
 
 
 def add_model_flags(parser: argparse.ArgumentParser, model: str = "model folder or hub name") -> None:
@@ -55,6 +69,7 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags from which `read_task` reads."""
     source = "take the task from this recipe, e.g. OUTPUT_DIR/recipe.json, or a name of ds_configs/recipes"
     parser.add_argument("--recipe", type=shipped_recipe, help=source)
+    parser.set_defaults(fields={})  # those of the task that a Python program gives
     add_common_flags(parser, "any field of the task: max_seq_length=128, or as for training task.max_seq_length=128")
 
 
@@ -80,7 +95,7 @@ def trust_of(flags: argparse.Namespace) -> Trust:
 
 def names_task(flags: argparse.Namespace) -> bool:
     """Whether a command that can do without a task is given one."""
-    return any((flags.recipe, flags.task_name, flags.data_dir, flags.set))
+    return any((flags.recipe, flags.task_name, flags.data_dir, flags.set, flags.fields))
 
 
 def read_task(
@@ -90,13 +105,14 @@ def read_task(
 
     Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
     """
-    data = mistakes.of(read_json, flags.recipe, "the recipe") if flags.recipe else None
-    recipe, folder = mistakes.of(parse_recipe, data) if data else None, Path(flags.recipe or "").parent
-    spec = (recipe.phases[-1].task or recipe.task) if recipe else None
-    if saved and not flags.recipe:
-        recipe, spec, folder = saved.recipe, saved.task, saved.run
+    recipe, spec, folder = (saved.recipe, saved.task, saved.run) if saved else (None, None, None)
+    if flags.recipe:
+        data = mistakes.of(read_source, flags, "recipe", "the recipe")
+        recipe = mistakes.of(parse_recipe, data) if data else None
+        spec = (recipe.phases[-1].task or recipe.task) if recipe else None
+        folder = Path(flags.recipe).parent if isinstance(flags.recipe, str) else None
     task_data = spec.model_dump(exclude={"packing"}) if spec else {}  # a model is served one text in each row
-    given = {"name": flags.task_name, "data_dir": flags.data_dir}
+    given = {"name": flags.task_name, "data_dir": flags.data_dir, **flags.fields}
     task_data |= {field: value for field, value in given.items() if value is not None}
     for setting in flags.set:
         mistakes.of(apply_to_task, task_data, setting)
@@ -106,7 +122,7 @@ def read_task(
     mistakes += check_data_files(task, splits=(split,)) if task else []
     cache_dir = recipe.cache_dir if recipe else None
     # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
-    roots = [*([folder] if os.path.isfile(folder / RUN_LIST) else []), *flags.allow_write]
+    roots = [*([folder] if folder and os.path.isfile(folder / RUN_LIST) else []), *flags.allow_write]
     return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
 
 

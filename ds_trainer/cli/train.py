@@ -8,12 +8,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.flags import add_common_flags, add_push_flag, shipped_engine, shipped_recipe, trust_of
+from ds_trainer.cli.flags import add_common_flags, add_push_flag, read_source, shipped_engine, shipped_recipe, trust_of
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
@@ -39,7 +39,8 @@ FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
 def train_command(arguments: Sequence[str]) -> None:
     """Check everything, then train."""
     if "--recipe_schema" in arguments:
-        _print_schema(arguments)
+        train_parser().parse_args(list(arguments))  # loads the plugins, whose tasks and techniques are in the schema
+        print(json.dumps(Recipe.model_json_schema(), indent=2))
         return
     train(read_train_job(arguments))
 
@@ -53,7 +54,13 @@ def train(job: TrainJob) -> dict[str, Any]:
     try:
         with trusting(job.trust):
             if job.dry_run:
-                _print_dry_run(job)
+                # a program may read standard output: what DeepSpeed prints there goes to standard error
+                with contextlib.redirect_stdout(sys.stderr):
+                    from ds_trainer.run import dry_run
+
+                    table = dry_run(job)
+                if distributed.is_main():
+                    print(table, flush=True)
                 return {}
             if job.trial:
                 from ds_trainer.trial import run_trial
@@ -73,37 +80,33 @@ def train(job: TrainJob) -> dict[str, Any]:
             del os.environ[name]
 
 
-def _print_dry_run(job: TrainJob) -> None:
-    # a program may read standard output: what DeepSpeed prints there goes to standard error
-    with contextlib.redirect_stdout(sys.stderr):
-        from ds_trainer.run import dry_run
+def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
+    """Parse and check a training command; a UserError has every mistake, one a line.
 
-        told = dry_run(job)
-    if distributed.is_main():
-        print(told, flush=True)
-
-
-def read_train_job(arguments: Sequence[str]) -> TrainJob:
-    """Parse and check a training command; a UserError has every mistake, one a line."""
-    flags = train_parser().parse_args(list(arguments))
+    A Python program can give both files, as objects too, and the output folder as values, by the names of their flags.
+    """
+    flags = train_parser().options(arguments, given)
     trust, world, mistakes = trust_of(flags), flags.world or distributed.world_size(), Mistakes()
     if flags.world and not flags.dry_run:
         mistakes.append("--world is for --dry_run: the launcher says how many ranks train, deepspeed --num_gpus N")
-    recipe_file = mistakes.of(read_json, flags.recipe, "the recipe") or {}
-    engine_file = mistakes.of(read_engine_file, flags.deepspeed_config) or {}
+    recipe_file = mistakes.of(read_source, flags, "recipe", "the recipe") or {}
+    engine = (flags, "deepspeed_config", "the engine file", lambda path, _: read_engine_file(path))
+    engine_file = mistakes.of(read_source, *engine) or {}
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     mistakes += apply_flags(flags, recipe_data, engine_config)
     recipe = mistakes.of(parse_recipe, recipe_data)
     phases = recipe.phases if recipe else [None]
+    name = flags.deepspeed_config if isinstance(flags.deepspeed_config, str) else "the engine file"
     for phase in phases:
-        mistakes += check_engine_file(engine_config, phase, world, name=flags.deepspeed_config)
+        mistakes += check_engine_file(engine_config, phase, world, name=name)
     mistakes += source_mistakes(recipe, trust) if recipe else []
     mistakes += debug_port_mistakes(flags.debug_port)
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if recipe and output is None:
         mistakes.append("no output folder: give --output_dir, or output_dir in the recipe")
+    notes: list[str] = []
     if recipe and output:
         if distributed.is_main() and not flags.dry_run:
             mistakes += check_output_folder(output, flags.overwrite, resume, checkpoint)
@@ -113,26 +116,21 @@ def read_train_job(arguments: Sequence[str]) -> TrainJob:
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
     trial = TrialRequest.model_validate(read_json(flags.trial, "the trial")) if flags.trial else None
-    values = {
-        "trial": trial,
-        "recipe": recipe,
-        "engine_config": engine_config,
-        "output": output,
-        "checkpoint": checkpoint,
-    }
-    job = mistakes.job(TrainJob, flags, command=_as_given(arguments), resume=resume, trust=trust, **values)
-    for line in [*idle_warnings(engine_config, phases, world, name=flags.deepspeed_config), *notes]:
+    values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
+    command = _as_given(arguments, given)
+    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume, trust=trust, trial=trial)
+    for line in [*idle_warnings(engine_config, phases, world, name=name), *notes]:
         distributed.warn(line)
     return job
 
 
-def train_parser() -> argparse.ArgumentParser:
+def train_parser() -> Parser:
     parser = Parser("train", "Train a recipe on DeepSpeed.")
     add, existing = parser.add_argument, parser.add_mutually_exclusive_group()
     engine = "the engine file, DeepSpeed's own JSON; or a name of ds_configs, e.g. zero2"
     recipe = "model, task, phases and techniques, as JSON; or a name of ds_configs/recipes, e.g. sst2_cut"
-    add("--deepspeed_config", type=shipped_engine, required=True, help=engine)
-    add("--recipe", type=shipped_recipe, required=True, help=recipe)
+    add("--deepspeed_config", type=shipped_engine, help=engine)
+    add("--recipe", type=shipped_recipe, help=recipe)
     add("--model_name_or_path", help="model folder or hub name the first phase starts from")
     add("--output_dir", help="where everything is written")
     add("--seed", type=int)
@@ -150,13 +148,6 @@ def train_parser() -> argparse.ArgumentParser:
     add_push_flag(parser)
     add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
-
-
-def _print_schema(arguments: Sequence[str]) -> None:
-    """Print the recipe's JSON schema, with the tasks and techniques of the plugins that the command names."""
-    add_common_flags(parser := Parser("train", ""), "")
-    parser.parse_known_args(list(arguments))
-    print(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
 def apply_flags(flags: argparse.Namespace, recipe: dict[str, Any], engine_config: dict[str, Any]) -> list[str]:
@@ -193,12 +184,19 @@ def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
     return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder, trust)]
 
 
-def _as_given(arguments: Sequence[str]) -> str:
-    """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks."""
+def _as_given(arguments: Sequence[str], given: Mapping[str, Any]) -> str:
+    """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks.
+
+    A file that a Python program gave as an object is named by the copy that the run writes into its folder.
+    """
     local, world = distributed.local_world_size(), distributed.world_size()
     ranks = ["--num_gpus", str(world)] if local == world else []
     launcher = ["ds-train"] if world == 1 else ["deepspeed", *ranks, "--module", "ds_trainer.cli.train"]
-    return shlex.join([*launcher, *(word for word in arguments if "--local_rank" not in word)])
+    words = [word for word in arguments if "--local_rank" not in word]
+    for name, value in given.items():
+        place = Path(given["output_dir"], f"{name}.json") if isinstance(value, Mapping) else value
+        words += [f"--{name}", str(place)]
+    return shlex.join([*launcher, *words])
 
 
 if __name__ == "__main__":  # `deepspeed --module ds_trainer.cli.train`
