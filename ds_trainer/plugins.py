@@ -14,8 +14,9 @@ from types import MappingProxyType, ModuleType
 
 from pydantic.fields import FieldInfo
 
-from ds_trainer.config.recipe import Phase, Recipe, TaskParser, Techniques
+from ds_trainer.config.recipe import Phase, Recipe, TaskParser
 from ds_trainer.config.task_specs import FAMILIES, Family
+from ds_trainer.config.technique_specs import Techniques
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.text.glue import TASK_NAMES

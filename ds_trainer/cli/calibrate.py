@@ -9,7 +9,8 @@ from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
 from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
 from ds_trainer.config.jobs import CalibrateJob
-from ds_trainer.config.recipe import TaskSpec, TextSpec, saved_exits
+from ds_trainer.config.recipe import saved_exits
+from ds_trainer.config.task_specs import TaskSpec, TextSpec
 from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks.failures import UserError, raise_mistakes

@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from ds_trainer.cli.command import Mistakes, flag_mistake
 from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.recipe import TaskSpec, parse_recipe, parse_task
+from ds_trainer.config.recipe import parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_to_task
+from ds_trainer.config.task_specs import TaskSpec
 from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import shown

@@ -1,13 +1,13 @@
 """The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ds_trainer.config.fields import Count, Positive, Strict
-from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.config.fields import Count, Positive, Strict, only
 
 Method = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
@@ -19,21 +19,25 @@ STRUCTURED = ("hybrid", "head", "neuron", "model")
 """The granularities that make matrices smaller. The others write zeros."""
 
 
+def _are_tokens(keep: Any) -> bool:
+    return not keep.isdigit() if isinstance(keep, str) else type(keep) is int and keep > 0
+
+
+def _are_shares(keep: Any) -> bool:
+    shares = keep if isinstance(keep, list) else [keep]
+    return keep is None or (shares != [] and all(type(share) in (int, float) and 0 < share < 1 for share in shares))
+
+
+_TOKENS = only(_are_tokens, '"seen", a number of tokens without quotes, or the name of a file that lists them')
+_SHARES = only(_are_shares, "a share between 0 and 1, such as 0.5, or a falling list of shares, such as [0.7, 0.5]")
+
+
 class VocabularySpec(Strict):
     """Which tokens a model keeps. The special tokens, and those that spell any text, always stay."""
 
-    keep: Literal["seen"] | Positive | str = Field(
+    keep: Annotated[Literal["seen"] | Positive | str, _TOKENS] = Field(
         "seen", description='"seen" in the training texts, the most frequent N, or a file with a token in each line'
     )
-
-    @field_validator("keep", mode="before")
-    @classmethod
-    def _tokens(cls, keep: Any) -> Any:
-        if isinstance(keep, str) and keep.isdigit():
-            raise UserError(f'"{keep}" would be the name of a file: write {keep} without quotes to keep so many tokens')
-        if not isinstance(keep, str) and (type(keep) is not int or keep < 1):
-            raise UserError('give "seen", a number of tokens, or the name of a file that lists them')
-        return keep
 
     @property
     def file(self) -> Path | None:
@@ -51,30 +55,21 @@ class CutSpec(Strict):
     )
     layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
     layer_criterion: Literal["loss", "cosine"] = Field(
-        "loss",
-        description="which layers go: those whose absence adds the least loss, or those that change their input least "
-        "(arXiv 2403.03853)",
+        "loss", description="drop layers whose absence adds least loss, or that change least (arXiv 2403.03853)"
     )
     contiguous: bool = Field(False, description="drop layers that follow one another (arXiv 2403.17887)")
-    width: Size | None = Field(
-        None, description="share of the channels of the residual stream to keep, or how many (arXiv 2407.14679)"
-    )
+    width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
     heads: Size | None = Field(
-        None,
-        description="share of each layer's heads to keep, or how many groups that share a key and value",
+        None, description="share of each layer's heads, or how many groups with one key and value"
     )
     neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
-    keep: KeptShare | Annotated[list[KeptShare], Field(min_length=1)] | None = Field(
+    keep: Annotated[KeptShare | list[KeptShare] | None, _SHARES] = Field(
         None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
     )
-    target_flops: KeptShare | None = Field(
-        None, description="share of the FLOPs of the encoder, as it is now, to keep; instead of keep"
-    )
+    target_flops: KeptShare | None = Field(None, description="share of the encoder's FLOPs to keep; instead of keep")
     target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
-    uniform: bool = Field(
-        False, description="the same share in every layer; otherwise shares are chosen by the loss they add"
-    )
+    uniform: bool = Field(False, description="the same share in every layer, not shares chosen by the loss they add")
     method: Method = Field(
         "obs",
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
@@ -146,37 +141,21 @@ class CutSpec(Strict):
         first, *later = (self.model_copy(update={"keep": share}) for share in kept)
         return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
 
-    @field_validator("keep", mode="before")
-    @classmethod
-    def _shares(cls, keep: Any) -> Any:
-        shares = keep if isinstance(keep, list) else [keep]
-        if keep is None or (shares and all(type(share) in (int, float) and 0 < share < 1 for share in shares)):
-            return keep
-        raise UserError("give a share between 0 and 1, such as 0.5, or a falling list of shares, such as [0.7, 0.5]")
-
     @model_validator(mode="before")
     @classmethod
     def _half_of_four(cls, data: Any) -> Any:
         return {"keep": 0.5} | data if isinstance(data, dict) and data.get("granularity") == "2:4" else data
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "CutSpec":
-        raise_mistakes(self._mistakes())
-        return self
-
-    def _mistakes(self) -> Iterator[str]:
-        amounts, structured = self.targets, self.granularity in STRUCTURED
+    def mistakes(self) -> Iterator[str]:
+        """Say what makes no sense together: amounts, and what they are of."""
+        amounts, structured, sizes = self.targets, self.granularity in STRUCTURED, " and ".join(self.sizes)
         targets = [name for name in amounts if name != "keep"]
-        if not amounts and not self.sizes and self.vocabulary is None:
-            yield (
-                "nothing says how much to keep: set keep, target_flops, target_latency, vocabulary, or sizes of the "
-                f"model: {', '.join(SIZES)}"
-            )
-        if self.sizes and (amounts or self.granularity != "hybrid" or self.min_heads):
-            yield (
-                f"{' and '.join(self.sizes)}: a cut to sizes of the whole model goes without keep, targets, "
-                "granularity and min_heads: drop these, or the sizes"
-            )
+        if not amounts and not sizes and self.vocabulary is None:
+            known = f"keep, target_flops, target_latency, vocabulary, or sizes of the model: {', '.join(SIZES)}"
+            yield f"nothing says how much to keep: set {known}"
+        if sizes and (amounts or self.granularity != "hybrid" or self.min_heads):
+            others = "keep, targets, granularity and min_heads"
+            yield f"{sizes}: a cut to sizes of the whole model goes without {others}: drop these, or the sizes"
         if self.granularity == "model" and amounts != ["target_flops"]:
             yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
         if self.contiguous and not self.layers and self.granularity != "model":
@@ -193,5 +172,5 @@ class CutSpec(Strict):
             yield f"min_heads is {self.min_heads}, and no heads are cut: drop it"
         if self.granularity == "2:4" and self.keep != 0.5:
             yield f"keep is {self.keep}, and 2:4 keeps half: leave it out or write 0.5"
-        if isinstance(self.keep, list) and any(b >= a for a, b in zip(self.keep, self.keep[1:], strict=False)):
+        if isinstance(self.keep, list) and any(b >= a for a, b in itertools.pairwise(self.keep)):
             yield f"keep is {self.keep}: a cut in steps keeps less at each, such as [0.7, 0.5, 0.25]"

@@ -1,10 +1,11 @@
 """The types of a recipe's fields, each with its unit and the message for a mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
@@ -12,28 +13,39 @@ _TOO_LARGE = 2**63
 """The first whole number that torch and numpy cannot hold."""
 
 
-def _whole_or_fraction(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
-    if whole or (isinstance(value, float) and 0 <= value <= 1):
-        return value
-    raise UserError("write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
+def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
+    """Accept the values that fit, with one message for all others: pydantic has one for each member of a union."""
+
+    def check(value: Any) -> Any:
+        if fits(value):
+            return value
+        instead = f", not {value}" if isinstance(value, dict | list) else ""  # of another value the caller adds it
+        raise UserError(f"write {allowed}{instead}")
+
+    return BeforeValidator(check)
 
 
-def _name_or_number(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _TOO_LARGE
-    if whole or isinstance(value, str):
-        return value
-    raise UserError("write the name of a column, or in a file without a header its number, from 0")
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number from 0 up that torch and numpy can hold."""
+    return type(value) is int and 0 <= value < _TOO_LARGE
 
 
+_WHOLE_OR_FRACTION = only(
+    lambda value: is_whole(value) or (isinstance(value, float) and 0 <= value <= 1),
+    "a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0",
+)
+_NAME_OR_NUMBER = only(
+    lambda value: is_whole(value) or isinstance(value, str),
+    "the name of a column, or in a file without a header its number, from 0",
+)
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
 """A part of a whole that is not all of it."""
-Steps = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
+Steps = Annotated[int | float, _WHOLE_OR_FRACTION]
 """An int is optimizer steps, a float in [0, 1] a fraction of the phase."""
-Units = Annotated[int | float, BeforeValidator(_whole_or_fraction)]
+Units = Annotated[int | float, _WHOLE_OR_FRACTION]
 """An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
-Column = Annotated[str | int, BeforeValidator(_name_or_number)]
+Column = Annotated[str | int, _NAME_OR_NUMBER]
 """A column of a table: a str is its name, an int its number, from 0."""
 Positive = Annotated[int, Field(strict=True, gt=0, lt=_TOO_LARGE)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=_TOO_LARGE)]
@@ -46,6 +58,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType({})
     """The fields of older versions: for each the value that changed nothing, and what replaces the others."""
+
+    def mistakes(self) -> Iterable[str]:
+        """Say which fields do not go together; each of them is valid by itself."""
+        return ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        raise_mistakes(self.mistakes())
+        return self
 
     @model_validator(mode="before")
     @classmethod

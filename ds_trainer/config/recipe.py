@@ -11,13 +11,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits  # noqa: F401
+from ds_trainer.config.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits
 from ds_trainer.config.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.config.schedules import LrSchedule
 from ds_trainer.config.task_specs import (
@@ -54,21 +55,18 @@ class ModelSpec(Strict):
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields; random weights")
     tokenizer: TokenizerSpec | None = Field(None, description="only with `config`")
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.tokenizer is not None and self.config is None:
-            raise UserError("tokenizer is trained only for a model made from `config`: remove it, the model has one")
+            yield "tokenizer is trained only for a model made from `config`: remove it, the model has one"
         if self.config is not None and "model_type" not in self.config:
-            raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
-        return self
+            yield 'config has no "model_type": add one that transformers knows, e.g. "bert"'
 
 
 class GroupRule(Strict):
     """Settings for the parameters whose names match; the first rule that matches a parameter decides."""
 
     params: str = Field(
-        description='name pattern with * and ?, e.g. "*.embeddings.*"; what techniques add (mask_scores, exit_heads, '
-        'distill_projection) is reached only by patterns that contain its name, e.g. "*.mask_scores"'
+        description='a pattern, e.g. "*.embeddings.*"; what techniques add is reached only by its name, "*.mask_scores"'
     )
     learning_rate: Rate | None = Field(None, description="by default that of the phase")
     weight_decay: Rate | None = Field(None, description="by default that of the phase, and 0 for biases and norms")
@@ -91,9 +89,7 @@ class Phase(Strict):
     num_train_epochs: Rate | None = Field(None, description="0 leaves the model that the phase starts from as it is")
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
     learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
-    lr_scheduler_type: LrSchedule | None = Field(
-        None, description="how rates fall after the warm-up; by default as the engine file's scheduler says, or linear"
-    )
+    lr_scheduler_type: LrSchedule | None = Field(None, description="by default that of the engine file, or linear")
     warmup_steps: Steps | None = Field(None, description="how long rates rise from 0; with lr_restarts, in each part")
     lr_restarts: Count = Field(0, description="run warm-up and decay so many times again, in equal parts of the phase")
     weight_decay: Rate | None = Field(None, description="fills optimizer.params.weight_decay; not of biases and norms")
@@ -118,9 +114,7 @@ class Phase(Strict):
     metric_for_best_model: str | None = Field(None, description="e.g. accuracy: also keep the best checkpoint by it")
     greater_is_better: bool | None = Field(None, description="whether more of that is better; by default its task says")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
-    early_stopping_patience: Positive | None = Field(
-        None, description="end the phase after so many evaluations in a row without a better metric_for_best_model"
-    )
+    early_stopping_patience: Positive | None = Field(None, description="end after so many evaluations without a better")
     shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
 
     @property
@@ -143,11 +137,9 @@ class Phase(Strict):
             return self.greater_is_better
         greater = greater_is_better(metric, task, *(spec for _, spec in self.techniques))
         if greater is None:
-            known = [name for name in (*task.greater_is_better, *TaskBase.greater_is_better) if "*" not in name]
-            raise UserError(
-                f'phase "{self.name}": is a higher or a lower {shown(metric)} better? Set greater_is_better, or name a '
-                f"score whose direction is known, such as {known[0]}"
-            )
+            known = next(name for name in (*task.greater_is_better, *TaskBase.greater_is_better) if "*" not in name)
+            way_out = f"Set greater_is_better, or name a score whose direction is known, such as {known}"
+            raise UserError(f'phase "{self.name}": is a higher or a lower {shown(metric)} better? {way_out}')
         return greater
 
     @model_validator(mode="before")
@@ -160,10 +152,8 @@ class Phase(Strict):
         weights = loss_weights(techniques)
         for name, weight in weights.items():
             if loss and loss.get(name, weight) != weight:
-                raise UserError(
-                    f"loss[{name!r}] is {shown(loss[name])}, and the techniques have {shown(weight)} for it "
-                    f"(final_lambda and the alpha_* are names of loss weights): write only one of them"
-                )
+                both = f"loss[{name!r}] is {shown(loss[name])}, and the techniques have {shown(weight)} for it"
+                raise UserError(f"{both} (final_lambda and the alpha_* are loss weights): write only one of them")
         table = ({"task": 1.0} if loss is None else loss) | weights
         exits, distill = techniques.get("exits"), techniques.get("distill")
         if exits is not None:
@@ -175,44 +165,32 @@ class Phase(Strict):
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
         return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Phase:
+    def mistakes(self) -> Iterator[str]:
+        prune, exits, distill = self.techniques.prune, self.techniques.exits, self.techniques.distill
         if self.num_train_epochs is None and self.max_steps is None:
-            raise UserError("neither num_train_epochs nor max_steps is set: set one of them")
-        idle = [name for name, spec in [*self.techniques, ("shrink", self.shrink)] if spec]
-        if idle and not self.trains:
-            raise UserError(
-                f"num_train_epochs is 0, and {' and '.join(idle)} would need training: drop one or the other"
-            )
+            yield "neither num_train_epochs nor max_steps is set: set one of them"
+        elif idle := [name for name, spec in [*self.techniques, ("shrink", self.shrink)] if spec and not self.trains]:
+            yield f"num_train_epochs is 0, and {' and '.join(idle)} would need training: drop one or the other"
         if self.student and self.cut:
-            raise UserError("student and cut are both set: make the student in a phase of its own, and cut its model")
-        prune = self.techniques.prune
+            yield "student and cut are both set: make the student in a phase of its own, and cut its model"
         if prune and prune.regularization and "prune.penalty" not in self.loss:
-            raise UserError(f"regularization is {prune.regularization} but its weight is missing: set final_lambda")
-        for name, spec in (("distill", self.techniques.distill), ("exits", self.techniques.exits)):
-            for term in spec.terms if spec else []:
-                if f"{name}.{term}" not in self.loss:
-                    raise UserError(f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"]')
-        if self.techniques.layer_skip and "layer_skip.exits" not in self.loss:
-            raise UserError('layer_skip has no weight: set loss["layer_skip.exits"], e.g. 1.0 beside "task": 1.0')
+            yield f"regularization is {prune.regularization} but its weight is missing: set final_lambda"
+        terms = {"distill": distill and distill.terms, "exits": exits and exits.terms}
+        terms["layer_skip"] = self.techniques.layer_skip and ["exits"]
+        for name, term in ((name, term) for name, its in terms.items() for term in its or []):
+            if f"{name}.{term}" not in self.loss:
+                yield f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"], e.g. to 1.0'
         by_metric = [name for name in ("load_best_model_at_end", "early_stopping_patience") if getattr(self, name)]
         if by_metric and self.metric_for_best_model is None:
-            raise UserError(f"{by_metric[0]} needs metric_for_best_model, e.g. accuracy")
-        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
-            raise UserError("metric_for_best_model needs eval_steps, and save_steps that fall on the same steps")
+            yield f"{by_metric[0]} needs metric_for_best_model, e.g. accuracy"
         if by_metric and prune:
-            raise UserError(
-                f"{by_metric[0]} with prune would export a step at which the model has not its final density: "
-                f"drop it; metric_for_best_model alone keeps that checkpoint"
-            )
-        frozen = self.techniques.exits is not None and self.techniques.exits.training == "heads"
-        others = [name for name in ("prune", "distill") if getattr(self.techniques, name)]
-        if frozen and others:
-            raise UserError(
-                f'exits.training is "heads", which freezes all but the heads, and {" and ".join(others)} would train '
-                f'the model: set exits.training to "joint", or give the exits a phase of their own'
-            )
-        return self
+            yield f"{by_metric[0]} with prune would export a step without the final density: drop one of them"
+        if self.metric_for_best_model and not (self.save_steps and self.eval_steps):
+            yield "metric_for_best_model needs eval_steps, and save_steps that fall on the same steps"
+        others = " and ".join(name for name in ("prune", "distill") if getattr(self.techniques, name))
+        if exits and exits.training == "heads" and others:
+            way_out = 'set exits.training to "joint", or give the exits a phase of their own'
+            yield f'exits.training is "heads", which freezes the model that {others} would train: {way_out}'
 
 
 class Recipe(Strict):
@@ -233,73 +211,59 @@ class Recipe(Strict):
         before = ["@model", *(f"@{phase.name}" for phase in phases)]
         return [step for phase, previous in zip(phases, before, strict=False) for step in _in_steps(phase, previous)]
 
-    @model_validator(mode="after")
-    def _phases_connect(self) -> Recipe:
-        names: list[str] = []
-        for phase in self.phases:
-            if phase.name in _RESERVED or phase.name.startswith(("checkpoint-", "superseded-", "damaged-")):
-                raise UserError(f'a phase is named "{phase.name}", a name of the run folder itself: rename it')
-            if phase.name in names:
-                raise UserError(f'two phases are named "{phase.name}": rename one')
-            for field, source in phase.sources.items():
-                if source.startswith("@") and source[1:] not in (*names, "previous", "model"):
-                    allowed = ", ".join(f'"@{name}"' for name in ("previous", "model", *names))
-                    raise UserError(f'{field} of phase "{phase.name}" is "{source}": allowed are {allowed}')
-            if phase.histograms and not self.tensorboard:
-                raise UserError(f'phase "{phase.name}" has histograms, which only TensorBoard shows: set tensorboard')
-            if phase.techniques.exits:
-                self._check_exits(phase)
-            if phase.metric_for_best_model:
-                phase.prefers_more(phase.metric_for_best_model, phase.task or self.task)
-            name = (phase.task or self.task).name
-            if phase.techniques.layer_skip and name != "clm":
-                raise UserError(f'phase "{phase.name}" has layer_skip, and its task is {name}: it needs the task "clm"')
-            if phase.techniques.distill:
-                self._check_family(phase, "teaches", phase.techniques.distill.teacher)
-            if phase.cut and phase.cut.judges_answers:
-                self._check_family(phase, "is cut for", phase.start_from)
-            names.append(phase.name)
-        return self
-
     def earlier(self, phase: Phase, reference: str) -> Phase | None:
         """Return the earlier phase that a reference of this one, such as "@previous", names; None if it names none."""
         before = list(itertools.takewhile(lambda other: other.name != phase.name, self.phases))
         named = {f"@{other.name}": other for other in before}
         return before[-1] if reference == "@previous" and before else named.get(reference)
 
-    def _check_family(self, phase: Phase, verb: str, reference: str) -> None:
-        """Allow only a model whose answers are of the phase's kind, where these answers count."""
-        other = self.earlier(phase, reference) or phase
-        wanted, found = family(phase.task or self.task), family(other.task or self.task)
-        if wanted != found:
-            raise UserError(
-                f'phase "{phase.name}" is of the family {wanted}, and "{other.name}", whose model {verb} it, of '
-                f"{found}: take a model of the same task"
-            )
+    def mistakes(self) -> Iterator[str]:
+        names: list[str] = []
+        for phase in self.phases:
+            this, task, distill = f'phase "{phase.name}"', phase.task or self.task, phase.techniques.distill
+            if phase.name in _RESERVED or phase.name.startswith(("checkpoint-", "superseded-", "damaged-")):
+                yield f'a phase is named "{phase.name}", a name of the run folder itself: rename it'
+            if phase.name in names:
+                yield f'two phases are named "{phase.name}": rename one'
+            for field, source in phase.sources.items():
+                if source.startswith("@") and source[1:] not in (*names, "previous", "model"):
+                    allowed = ", ".join(f'"@{name}"' for name in ("previous", "model", *names))
+                    yield f'{field} of {this} is "{source}": allowed are {allowed}'
+            if phase.histograms and not self.tensorboard:
+                yield f"{this} has histograms, which only TensorBoard shows: set tensorboard"
+            if phase.techniques.exits:
+                yield from self._exit_mistakes(this, task, phase.techniques.exits)
+            if phase.metric_for_best_model:
+                phase.prefers_more(phase.metric_for_best_model, task)
+            if phase.techniques.layer_skip and task.name != "clm":
+                yield f'{this} has layer_skip, and its task is {task.name}: it needs the task "clm"'
+            # where the answers of another model count, they must be of the same kind
+            judged = phase.cut is not None and phase.cut.judges_answers
+            models = {"teaches": distill.teacher if distill else "", "is cut for": phase.start_from if judged else ""}
+            for verb, reference in models.items():
+                other = self.earlier(phase, reference) or phase
+                wanted, given = family(task), family(other.task or self.task)
+                if wanted != given:
+                    whose = f'"{other.name}", whose model {verb} it, of {given}'
+                    yield f"{this} is of the family {wanted}, and {whose}: take a model of the same task"
+            names.append(phase.name)
 
-    def _check_exits(self, phase: Phase) -> None:
+    def _exit_mistakes(self, this: str, task: TaskSpec, exits: ExitsSpec) -> Iterator[str]:
         """Allow exits on labelled text and tags, and calibration only on examples that no phase has trained on."""
-        task, exits = phase.task or self.task, phase.techniques.exits
         if not isinstance(task, LabelledSpec):
-            raise UserError(
-                f'phase "{phase.name}" has exits, and its task is {task.name}: exits need labelled text or tags'
-            )
-        if isinstance(task, TokenSpec) and exits and exits.pooling:
-            raise UserError(f'phase "{phase.name}" has exits.pooling, which the heads of {task.name} lack: drop it')
-        if exits and exits.calibrated and not task.held_out:
-            raise UserError(
-                f'phase "{phase.name}" calibrates its exits, and no training examples are held out for that: set '
-                f"task.held_out to their share, e.g. 0.02 (0.1 of a small training set)"
-            )
+            yield f"{this} has exits, and its task is {task.name}: exits need labelled text or tags"
+            return
+        if isinstance(task, TokenSpec) and exits.pooling:
+            yield f"{this} has exits.pooling, which the heads of {task.name} lack: drop it"
+        if exits.calibrated and not task.held_out:
+            way_out = "set task.held_out to their share, e.g. 0.02 (0.1 of a small training set)"
+            yield f"{this} calibrates its exits, and no training examples are held out for that: {way_out}"
         data = ("name", "data_dir", "dataset", "train_file")
         for other in (other.task or self.task for other in self.phases):
-            if not isinstance(other, LabelledSpec) or any(getattr(other, f) != getattr(task, f) for f in data):
-                continue
-            if other.held_out != task.held_out:
-                raise UserError(
-                    f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data: one "
-                    f"would train on what the other holds out; write the same in both"
-                )
+            same = isinstance(other, LabelledSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
+            if same and other.held_out != task.held_out:
+                shares = f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data"
+                yield f"{shares}: one would train on what the other holds out; write the same in both"
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
@@ -371,20 +335,22 @@ def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
         return model.model_validate(data)
     except ValidationError as error:
         prefix = f"{file}: " if file else ""
-        raise UserError("\n".join(f"{prefix}{_message(model, item)}" for item in error.errors())) from None
+        raise UserError(
+            "\n".join(f"{prefix}{line}" for item in error.errors() for line in _lines(model, item))
+        ) from None
 
 
-def _message(model: type[BaseModel], error: Any) -> str:
-    """Return the message of one of pydantic's errors, with the path of the field as the user wrote it."""
+def _lines(model: type[BaseModel], error: Any) -> list[str]:
+    """Return the messages of one of pydantic's errors, with the path of the field as the user wrote it."""
     owner, path = _walk(model, error["loc"])
-    if error["type"] != "extra_forbidden":
-        message, value = error["msg"].removeprefix("Value error, "), error["input"]
-        instead = "" if isinstance(value, dict | list) else f" (found {shown(value)})"
-        return f"{'.'.join(path)}: {message}{instead}" if path else message
-    known = list(owner.model_fields)
-    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
-    hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(known))
-    return f"{'.'.join(path)}: unknown key; {hint}"
+    prefix = f"{'.'.join(path)}: " if path else ""
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path[-1], owner.model_fields, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(owner.model_fields))
+        return [f"{prefix}unknown key; {hint}"]
+    message, value = error["msg"].removeprefix("Value error, "), error["input"]
+    instead = f" (found {shown(value)})" if path and not isinstance(value, dict | list) else ""
+    return [f"{prefix}{line}{instead}" for line in message.split("\n")]
 
 
 def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:

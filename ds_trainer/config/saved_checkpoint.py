@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.recipe import Phase, Recipe, TaskSpec, parse_recipe, task_of
+from ds_trainer.config.recipe import Phase, Recipe, parse_recipe, task_of
+from ds_trainer.config.task_specs import TaskSpec
 from ds_trainer.files.checkpoint_files import Sums, read_marker
 from ds_trainer.files.json_file import read_json
 from ds_trainer.ranks.failures import UserError

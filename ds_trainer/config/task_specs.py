@@ -6,15 +6,14 @@ are tags of words, all others are labelled text. Whether the files exist is chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ds_trainer.config.fields import Column, Count, Fraction, Positive, Share, Strict
-from ds_trainer.ranks.failures import UserError
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
@@ -71,9 +70,7 @@ class TextSpec(LabelledSpec):
     quoting: bool | None = Field(None, description="cells are in quotes; by default in .csv, and in .tsv if it shows")
     missing: list[str] = Field(["nan", "NaN", "NA"], description="cells that mean no value, as empty ones do")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
-    multi_label: bool | None = Field(
-        None, description="an example has any number of labels; by default if cells are lists"
-    )
+    multi_label: bool | None = Field(None, description="any number of labels each; by default if cells are lists")
     positive_class: ClassName | None = Field(
         None, description="the class whose F1 is `f1`; GLUE's tasks have their own"
     )
@@ -86,11 +83,9 @@ class TextSpec(LabelledSpec):
     )
     max_seq_length: Length = Field(128, description="tokens at which texts are cut, special ones included")
 
-    @model_validator(mode="after")
-    def _label_is_no_text(self) -> TextSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.label_column is not None and self.label_column in (self.text_columns or ()):
-            raise UserError(f"label_column is {self.label_column}, which is among text_columns: name the labels' own")
-        return self
+            yield f"label_column is {self.label_column}, which is among text_columns: name the column of the labels"
 
 
 class TokenSpec(LabelledSpec):
@@ -109,11 +104,9 @@ class TokenSpec(LabelledSpec):
     label_all_tokens: bool = Field(False, description="a loss on all pieces of a word, and not on the first alone")
     max_seq_length: Length = Field(128, description="the words beyond it go into further windows")
 
-    @model_validator(mode="after")
-    def _tags_are_no_words(self) -> TokenSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.tokens_column == self.tags_column:
-            raise UserError(f"tokens_column and tags_column are both {self.tags_column}: name the tags' own")
-        return self
+            yield f"tokens_column and tags_column are both {self.tags_column}: name the column of the tags"
 
 
 class SquadSpec(TaskBase):
@@ -130,13 +123,10 @@ class SquadSpec(TaskBase):
     n_best_size: Positive = Field(20, description="best spans of a window, and answers of a question, that are kept")
     max_answer_length: Positive = Field(30, description="tokens")
 
-    @model_validator(mode="after")
-    def _windows_can_overlap(self) -> SquadSpec:
+    def mistakes(self) -> Iterator[str]:
         """Refuse settings that leave gaps beside the shortest question; longer ones are checked when they are read."""
-        mistake = self.gap_beside(question=1, special=1)
-        if mistake:
-            raise UserError(mistake)
-        return self
+        if mistake := self.gap_beside(question=1, special=1):
+            yield mistake
 
     def gap_beside(self, question: int, special: int) -> str | None:
         """Say why no window covers some tokens of a long context; None if all are covered.
@@ -146,11 +136,11 @@ class SquadSpec(TaskBase):
         room = self.max_seq_length - special - question
         if self.doc_stride <= room:
             return None
+        least = self.doc_stride + special + question
         return (
             f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens "
-            f"to the context beside {special} special ones and {question} of a question: parts of the context would "
-            f"be in no window; lower doc_stride or max_query_length, or raise max_seq_length to "
-            f"{self.doc_stride + special + question} or more"
+            f"to the context beside {special} special ones and {question} of a question, so that parts of it are in no "
+            f"window: lower doc_stride or max_query_length, or raise max_seq_length to {least} or more"
         )
 
 
@@ -179,21 +169,16 @@ class LmSpec(TaskBase):
     mlm_smoothing: float = Field(0.7, ge=0, description="tokens are chosen with weight count ** -mlm_smoothing")
     head_positions: Literal["labels", "all"] = Field("labels", description="where mlm logits are computed")
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> LmSpec:
-        total = self.word_mask + self.word_keep + self.word_rand
+    def mistakes(self) -> Iterator[str]:
+        total, least, most = self.word_mask + self.word_keep + self.word_rand, self.min_seq_length, self.max_seq_length
         if abs(total - 1) > 1e-6:
-            raise UserError(f"word_mask + word_keep + word_rand is {total:g}: make it 1")
-        if self.min_seq_length > self.max_seq_length:
-            raise UserError(
-                f"min_seq_length is {self.min_seq_length} and max_seq_length is {self.max_seq_length}, so that every "
-                f"example would be dropped: lower min_seq_length"
-            )
+            yield f"word_mask + word_keep + word_rand is {total:g}: make it 1"
+        if least > most:
+            yield f"min_seq_length is {least} and max_seq_length is {most}, so that every example is dropped: lower it"
         if self.name == "mlm" and self.packing:
-            raise UserError("packing: an encoder lets all tokens of a row see each other: drop it, or use clm")
+            yield "packing: an encoder lets all tokens of a row see each other: drop it, or use clm"
         if self.name == "mlm" and self.messages_column:
-            raise UserError("messages_column: only clm has labels on the assistant's turns: drop it, or use clm")
-        return self
+            yield "messages_column: only clm has labels on the assistant's turns: drop it, or use clm"
 
     @property
     def column(self) -> str:

@@ -6,13 +6,13 @@ weights of the original scripts, `final_lambda` and the `alpha_*`, there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec
+from ds_trainer.config.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec, only
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.ranks.failures import UserError
 
@@ -27,13 +27,9 @@ class TopKSpec(Strict):
     top_k: Positive = Field(description="tokens of which the probability is kept at each position")
 
 
-def _whole_or_top_k(value: Any) -> Any:
-    """Raise one message for another value: pydantic would raise some for each member of the union."""
-    known = value.get("top_k") if isinstance(value, dict) and value.keys() == {"top_k"} else None
-    if isinstance(value, bool | TopKSpec) or (type(known) is int and known > 0):
-        return value
-    instead = f", not {value}" if isinstance(value, dict) else ""  # of another value the caller adds it
-    raise UserError(f'write true, false, or {{"top_k": 64}} with a number of tokens from 1 up{instead}')
+def _is_cache(value: Any) -> bool:
+    top_k = value.get("top_k") if isinstance(value, dict) and value.keys() == {"top_k"} else None
+    return isinstance(value, bool | TopKSpec) or (type(top_k) is int and top_k > 0)
 
 
 class DistillSpec(TechniqueSpec):
@@ -45,15 +41,14 @@ class DistillSpec(TechniqueSpec):
     terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
     temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
     divergence: Literal["forward", "reverse", "js"] = Field(
-        "forward", description="of the logits term: KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
+        "forward", description="of the logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
     )
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="in which the teacher computes")
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
-    cache_teacher: Annotated[bool | TopKSpec, BeforeValidator(_whole_or_top_k)] = Field(
-        False,
-        description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens',
+    cache_teacher: Annotated[bool | TopKSpec, only(_is_cache, 'true, false, or {"top_k": 64}, tokens from 1 up')] = (
+        Field(False, description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens')
     )
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
@@ -65,11 +60,9 @@ class DistillSpec(TechniqueSpec):
     alpha_mse: Rate | None = Field(None, description='becomes the loss weight "distill.mse"')
     alpha_cos: Rate | None = Field(None, description='becomes the loss weight "distill.cos"')
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DistillSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.top_k and "mse" in self.terms:
-            raise UserError("cache_teacher keeps no logits with top_k, which the term mse compares: drop one of them")
-        return self
+            yield "cache_teacher keeps no logits with top_k, which the term mse compares: drop one of them"
 
     @field_validator("terms", mode="before")
     @classmethod
@@ -99,16 +92,11 @@ class LayerSkipSpec(Strict):
     curriculum: Literal["rotational", "gradual"] = Field(
         "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
     )
-    rotation: Positive | None = Field(
-        None,
-        description="N: each step trains one exit in N, by turns; 1 trains all; by default one exit a step",
-    )
+    rotation: Positive | None = Field(None, description="N: a step trains one exit in N; by default one exit in all")
 
-    @model_validator(mode="after")
-    def _turns_of_a_rotation(self) -> LayerSkipSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.rotation is not None and self.curriculum != "rotational":
-            raise UserError("rotation is how many turns the curriculum rotational has: drop it beside gradual")
-        return self
+            yield "rotation is how many turns the curriculum rotational has: drop it beside gradual"
 
 
 class Techniques(Strict):
@@ -122,11 +110,9 @@ class Techniques(Strict):
         None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
     )
 
-    @model_validator(mode="after")
-    def _one_home_of_zeros(self) -> Techniques:
+    def mistakes(self) -> Iterator[str]:
         if self.prune and self.keep_zeros:
-            raise UserError("keep_zeros keeps the zeros that are there, and prune makes others: drop one of them")
-        return self
+            yield "keep_zeros keeps the zeros that are there, and prune makes others: drop one of them"
 
     @property
     def models(self) -> dict[tuple[str, str], str]:
@@ -150,15 +136,13 @@ class StudentSpec(Strict):
     model_type: str | None = Field(None, description='family of the copy, by default the same; "distilbert" of a BERT')
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields: random weights instead")
 
-    @model_validator(mode="after")
-    def _one_way(self) -> StudentSpec:
+    def mistakes(self) -> Iterator[str]:
         if (self.layers is None) == (self.config is None):
-            raise UserError("set layers to copy them, or config for random weights: one of the two")
+            yield "set layers to copy them, or config for random weights: one of the two"
         if self.config is not None and "model_type" not in self.config:
-            raise UserError('config has no "model_type": add one that transformers knows, e.g. "bert"')
+            yield 'config has no "model_type": add one that transformers knows, e.g. "bert"'
         if self.config is not None and self.model_type is not None:
-            raise UserError("model_type goes with layers: beside config, write it inside config")
-        return self
+            yield "model_type goes with layers: beside config, write it inside config"
 
 
 def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
@@ -176,10 +160,10 @@ def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
     if len(partners) > 1:
         raise UserError(f"{' and '.join(partners)} are both set, and each decides what alpha_ce weighs: keep one")
     if distill.get("alpha_ce") is not None and not partners:
-        raise UserError(
-            "alpha_ce is set alone: add alpha_distil (then alpha_ce weighs the task's loss), or alpha_mlm, alpha_clm "
-            "or alpha_squad (then it weighs the distilled logits)"
+        others = (
+            "add alpha_distil (then it weighs the task's loss), or alpha_mlm, alpha_clm or alpha_squad (the logits)"
         )
+        raise UserError(f"alpha_ce is set alone: {others}")
     is_distilbert = bool(partners) and partners != ["alpha_distil"]
     weights = {
         "prune.penalty": prune.get("final_lambda"),

@@ -121,7 +121,7 @@ def mistakes_of(data) -> str:
         (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
         (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
         (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
-        (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["with a number of tokens from 1 up"]),
+        (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["tokens from 1 up"]),
         (with_distill(alpha_distil=1, divergence="kl"), ["divergence", "'forward', 'reverse' or 'js'"]),
         (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.config.schedules import Schedule, interval, lr_multiplier, steps_of
 from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import PhaseLength
