@@ -106,6 +106,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
 
 def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
     if job.output_file:
+        job.output_file.parent.mkdir(parents=True, exist_ok=True)
         job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     if job.predictions_dir:
         if not files:

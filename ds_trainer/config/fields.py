@@ -1,5 +1,6 @@
 """The types of a recipe's fields, each with its unit and the message for a mistake."""
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -25,17 +26,17 @@ def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number from 0 up that torch and numpy can hold."""
+def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < _TOO_LARGE
 
 
-_WHOLE_OR_FRACTION = only(
-    lambda value: is_whole(value) or (isinstance(value, float) and 0 <= value <= 1),
-    "a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0",
-)
+def _is_whole_or_fraction(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and 0 <= value <= 1)
+
+
+_WHOLE_OR_FRACTION = only(_is_whole_or_fraction, "a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
 _NAME_OR_NUMBER = only(
-    lambda value: is_whole(value) or isinstance(value, str),
+    lambda value: _is_whole(value) or isinstance(value, str),
     "the name of a column, or in a file without a header its number, from 0",
 )
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -70,13 +71,26 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_removed_fields(cls, data: Any) -> Any:
-        """Drop the removed fields that change nothing, which stand in every recipe that a run has written."""
+    def _with_known_fields(cls, data: Any) -> Any:
+        """Drop the removed fields that change nothing, which stand in every recipe that a run has written.
+
+        An unknown field gets its hint into its name, by which pydantic reports it among the other mistakes.
+        """
         if not isinstance(data, dict):
             return data
-        other = {name: data[name] for name in cls.removed if data.get(name) not in (None, cls.removed[name][0])}
-        raise_mistakes([f"{name} was removed in 0.3: {cls.removed[name][1]}" for name in other])
-        return {name: value for name, value in data.items() if name not in cls.removed}
+        other = [name for name, (idle, _) in cls.removed.items() if data.get(name) not in (None, idle)]
+        raise_mistakes(f"{name} was removed in 0.3: {cls.removed[name][1]}" for name in other)
+        known = cls.model_fields
+        return {
+            name if name in known else f"{name}: {_unknown(name, known)}": value
+            for name, value in data.items()
+            if name not in cls.removed
+        }
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return "unknown key; " + (f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}")
 
 
 class TechniqueSpec(Strict):

@@ -8,7 +8,6 @@ imports neither torch nor DeepSpeed, so that mistakes are reported at once.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterator
@@ -334,46 +333,21 @@ def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        prefix = f"{file}: " if file else ""
-        raise UserError(
-            "\n".join(f"{prefix}{line}" for item in error.errors() for line in _lines(model, item))
-        ) from None
+        lines = [line for item in error.errors() for line in _lines(item)]
+    raise UserError("\n".join(f"{file}: {line}" if file else line for line in lines))
 
 
-def _lines(model: type[BaseModel], error: Any) -> list[str]:
+def _lines(error: Any) -> list[str]:
     """Return the messages of one of pydantic's errors, with the path of the field as the user wrote it."""
-    owner, path = _walk(model, error["loc"])
-    prefix = f"{'.'.join(path)}: " if path else ""
+    # pydantic puts the family of a task into the path, as the tag of the member of the union that it chose
+    before = (None, *error["loc"])
+    parts = zip(before, error["loc"], strict=False)
+    path = ".".join(str(part) for last, part in parts if not (last == "task" and part in FAMILIES))
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], owner.model_fields, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "known here: " + ", ".join(sorted(owner.model_fields))
-        return [f"{prefix}unknown key; {hint}"]
+        return [path]
     message, value = error["msg"].removeprefix("Value error, "), error["input"]
     instead = f" (found {shown(value)})" if path and not isinstance(value, dict | list) else ""
-    return [f"{prefix}{line}{instead}" for line in message.split("\n")]
-
-
-def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel], list[str]]:
-    """Return the model that holds the last part of an error's place, and the place as the user wrote it."""
-    path: list[str] = []
-    annotation: Any = model
-    for part in loc:
-        if part in FAMILIES and TextSpec in _models_in(annotation):
-            annotation = FAMILIES[part].spec  # pydantic puts in the tag of the member it chose
-            continue
-        path.append(str(part))
-        inside = _models_in(annotation)
-        model = next(iter(inside)) if inside else model
-        if isinstance(part, str) and part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-    return model, path
-
-
-def _models_in(annotation: Any) -> set[type[BaseModel]]:
-    """Return the pydantic models inside `X`, `X | None` or `list[X]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return {annotation}
-    return {model for argument in get_args(annotation) for model in _models_in(argument)}
+    return [f"{path}: {line}{instead}" if path else line for line in message.split("\n")]
 
 
 def _terms(technique: str, table: dict[str, Any]) -> list[str]:

@@ -56,27 +56,18 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
     path = Path(os.path.realpath(name))
     run = next((place for place in path.parents[:2] if (place / RECIPE).is_file()), None)
     if run is None:
-        raise UserError(
-            f"{name} does not lie in the folder of a run: neither {path.parent} nor the folder above has a {RECIPE}"
-        )
+        nowhere = f"neither {path.parent} nor the folder above has a {RECIPE}"
+        raise UserError(f"{name} does not lie in the folder of a run: {nowhere}")
     try:
         sums, position = read_marker(path)
     except UserError as error:
         raise UserError(f"{name} is damaged ({error}): use another checkpoint") from error
-    data = read_json(run / RECIPE, "the recipe")
+    data, phase = read_json(run / RECIPE, "the recipe"), position["phase"]
     names = [phase.name for phase in parse_recipe(data).phases]
     writer = names[-1] if path.parent == run else path.parent.name
-    phase = position.get("phase") or {}
-    if not phase:
-        raise UserError(
-            f"{name} was written by an older version of this library, which did not store the phase: go on from it "
-            f"with ds-train --resume {name}, whose next checkpoint has it"
-        )
     if writer not in names or phase["name"] != writer:
-        raise UserError(
-            f"{name} was written by the phase {phase['name']}, but lies in the folder of the phase {writer}, and "
-            f"{run / RECIPE} has the phases {', '.join(names)}: the recipe or the folder is not that of the run"
-        )
+        instead = f"lies in the folder of the phase {writer}, and {run / RECIPE} has the phases {', '.join(names)}"
+        raise UserError(f"{name} was written by the phase {phase['name']}, but {instead}: take the recipe of its run")
     data["phases"][names.index(writer)] = phase
     recipe = parse_recipe(data)
     saved_phase = recipe.phases[names.index(writer)]

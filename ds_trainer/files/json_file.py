@@ -61,12 +61,10 @@ def _parsed(raw: bytes, name: str) -> Any:
         cause = f"line {line} is not UTF-8: save it as UTF-8"
     except hjson.HjsonDecodeError as error:
         cause = f"{cut(error.msg, 200)} at line {error.lineno}, column {error.colno}"
-    except IndexError:  # what Hjson raises at an end where it does not expect one
-        cause = "it ends inside a comment or a text"
-    except RecursionError:
-        cause = "it is nested too deeply"
-    except (OverflowError, ValueError):  # Python reads no number of thousands of digits
-        cause = "a number is too large"
+    except (IndexError, RecursionError, OverflowError, ValueError) as error:
+        # Hjson raises an IndexError at an end where it expects none; Python reads no number of thousands of digits
+        causes = {IndexError: "it ends inside a comment or a text", RecursionError: "it is nested too deeply"}
+        cause = causes.get(type(error), "a number is too large")
     raise UserError(f"{name} is not JSON: {cause}")
 
 

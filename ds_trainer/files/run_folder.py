@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from ds_trainer.files.checkpoint_files import MARKER
-from ds_trainer.files.messages import cut
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import existing_above, is_aside, is_leftover, write_json
 from ds_trainer.ranks import distributed
@@ -50,18 +49,14 @@ def check_output_folder(
 
     An empty or missing folder may be resumed, because a run that was killed in its first second has written nothing.
     """
-    try:
-        folder.exists()
-    except OSError as error:  # the name is too long, or links form a circle
-        return [f"the output folder {cut(str(folder), 300)} cannot be made: {error.strerror}"]
     parent = existing_above(folder)
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
         return [f"the output folder {folder} cannot be made: {parent} is a file, or read-only"]
-    if checkpoint and not (checkpoint / MARKER).is_file():
+    if checkpoint and not os.path.isfile(checkpoint / MARKER):
         return [f"--resume {checkpoint}: this is no complete checkpoint of this program; name a folder checkpoint-N"]
     if checkpoint and not checkpoint.resolve().is_relative_to(folder.resolve()):
         return [f"--resume {checkpoint}: the checkpoint belongs to another run than {folder}: give its --output_dir"]
-    files = folder.iterdir() if folder.is_dir() else ()
+    files = folder.iterdir() if os.path.isdir(folder) else ()
     if overwrite or checkpoint or all(is_aside(path) or path.name == _LOCK for path in files):
         return []
     if not resume:
@@ -80,9 +75,9 @@ def kept_from_runs(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(until_read.enter_context((folder / _LOCK).open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
+            way_out = "wait until the run ends, or stop it"
             raise UserError(
-                f"a run is writing to {folder}, and may delete a checkpoint while it is read: wait until the run ends, "
-                f"or stop it"
+                f"a run is writing to {folder}, and may delete a checkpoint that is read: {way_out}"
             ) from None
         except OSError:
             pass

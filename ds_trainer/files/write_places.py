@@ -41,23 +41,22 @@ def placed_engine_file(
     folder = output / DEEPSPEED_FOLDER
     placed, notes, mistakes = copy.deepcopy(dict(config)), list[str](), list[str]()
     for section, keys in _WRITTEN.items():
-        if not _is_on(placed, section):
-            continue
-        block, block_read = placed[section], as_read.get(section)
-        # without an output_path DeepSpeed writes these two to the current folder
-        if section in ("tensorboard", "csv_monitor") and block.get("output_path") in (None, "", "auto"):
-            block["output_path"] = str(folder)
-            notes.append(f"the engine file's {section}.output_path is {folder}")
-        for key in keys:
+        block, block_read = placed.get(section), as_read.get(section)
+        for key in keys if _is_on(placed, section) else ():
             value = block.get(key)
-            in_file = isinstance(block_read, Mapping) and block_read.get(key) == value
-            if not (in_file and isinstance(value, str) and value):
+            if key == "output_path" and value in (None, "", "auto"):
+                value = "."  # DeepSpeed would write to the current folder
+            elif not (
+                isinstance(block_read, Mapping) and block_read.get(key) == value and value and type(value) is str
+            ):
                 continue  # it comes from --set, is missing, or is an error that the check of the engine file reports
             target = os.path.normpath(folder / value)
             if not _is_inside(target, [folder, *allowed]):
+                way_out = (
+                    f"write a relative path, which is taken inside {folder}, or give --allow_write with its folder"
+                )
                 mistakes.append(
-                    f"{section}.{key} is {quoted(value)}, which lies outside of the output folder: write a relative "
-                    f"path, which is taken inside {folder}, or give --allow_write with its folder"
+                    f"{section}.{key} is {quoted(value)}, which lies outside of the output folder: {way_out}"
                 )
             elif key != "job_name" and target != value:
                 block[key] = target
@@ -88,20 +87,17 @@ def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]
         return cache_dir
     place = os.path.abspath(os.path.join(*roots[:1], os.path.expanduser(cache_dir)))
     if not _is_inside(place, [*roots, DEFAULT_CACHE, *filter(None, [default])]):
-        raise UserError(
-            f"the recipe's cache_dir is {quoted(cache_dir)}, outside of the output folder: give --cache_dir or "
-            f"--allow_write with it if you mean that, or drop it (the default is {default or DEFAULT_CACHE})"
-        )
+        way_out = "give --cache_dir or --allow_write with it if you mean that, or drop it"
+        raise UserError(f"the recipe's cache_dir is {quoted(cache_dir)}, outside of the output folder: {way_out}")
     return place
 
 
 def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
     """Say where an evaluation could not write its results, before it computes them."""
     mistakes = []
-    if output_file:  # a device such as /dev/stdout can be written to, though its folder cannot
-        written = output_file if os.path.exists(output_file) else output_file.absolute().parent
-        if os.path.isdir(output_file) or not os.access(written, os.W_OK):
-            mistakes.append(f"--output_file is {output_file}: name a file in a folder that can be written to")
+    # a device such as /dev/stdout can be written to, though its folder cannot
+    if output_file and (os.path.isdir(output_file) or not os.access(existing_above(output_file), os.W_OK)):
+        mistakes.append(f"--output_file is {output_file}: name a file in a folder that can be written to")
     if predictions_dir:
         existing = existing_above(predictions_dir)
         if not (existing.is_dir() and os.access(existing, os.W_OK)):
