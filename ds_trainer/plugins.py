@@ -71,9 +71,7 @@ def _import_file(path: Path) -> ModuleType:
         raise UserError(f"--plugin {path}: there is no such file")
     # a plugin json.py must not stand in for Python's own module
     spec = importlib.util.spec_from_file_location(f"ds_trainer_plugin_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # pydantic looks up annotations there
+    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # pydantic looks up annotations there
     spec.loader.exec_module(module)
     return module

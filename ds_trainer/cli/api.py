@@ -82,7 +82,7 @@ def train(
     switches = ["--overwrite_output_dir"] * overwrite + ["--resume"] * resume
     job = training.read_train_job(
         [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)],
-        recipe=_content(recipe),
+        recipe=recipe,
         deepspeed_config=deepspeed_config or _ENGINE_FILE,
         output_dir=output_dir,
     )
@@ -99,27 +99,17 @@ def evaluate(model: str | Path, *flags: str, recipe: Recipe | JsonFile | None = 
     `task` are the fields of a recipe's task, beside those of the last phase of `recipe`. Without both, a checkpoint is
     scored on its phase's task. The scores are printed, too. With "--all_checkpoints" they are returned by step.
     """
-    job = evaluating.read_evaluate_job([str(model), *flags], recipe=_content(recipe), fields=task)
+    job = evaluating.read_evaluate_job([str(model), *flags], recipe=recipe, fields=task)
     return Results(evaluating.evaluate(job), _table_by_step if job.all_checkpoints else _table_of_values)
 
 
 @_in_python()
-def shrink(
-    model: str | Path,
-    output_dir: str | Path,
-    *flags: str,
-    recipe: Recipe | JsonFile | None = None,
-    overwrite: bool = False,
-    **task: Any,
-) -> Results:
+def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bool = False) -> Results:
     """Cut the heads and neurons that are wholly zero out of a model, as `launch/export.py --shrink` does.
 
-    `model` is a model folder or a checkpoint, which is scored if a task is given. Writes an ordinary, smaller model
-    folder; returns the export's report.
+    `model` is a model folder or a checkpoint. Writes an ordinary, smaller model folder; returns the export's report.
     """
-    values = {"recipe": _content(recipe), "fields": task, "output_dir": output_dir, "overwrite": overwrite}
-    job = exporting.read_export_job([str(model), *flags], shrink=True, **values)
-    return Results(exporting.export(job), _table_of_values)
+    return _exported(model, flags, output_dir=output_dir, overwrite=overwrite, shrink=True)
 
 
 @_in_python()
@@ -137,9 +127,8 @@ def cut(
     `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. It is fitted to training examples
     of the task that `recipe` and `task` describe. Writes an ordinary model folder; returns the export's report.
     """
-    values = {"recipe": _content(recipe), "fields": task, "output_dir": output_dir, "overwrite": overwrite}
-    job = exporting.read_export_job([str(model), *flags], cut=spec, **values)
-    return Results(exporting.export(job), _table_of_values)
+    place = {"output_dir": output_dir, "overwrite": overwrite}
+    return _exported(model, flags, cut=spec, recipe=recipe, fields=task, **place)
 
 
 def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> nn.Module:
@@ -159,8 +148,8 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
         return load_for_inference(folder)
 
 
-def _content(recipe: Recipe | JsonFile | None) -> JsonFile | None:
-    return recipe.model_dump(exclude_none=True) if isinstance(recipe, Recipe) else recipe
+def _exported(model: str | Path, flags: Sequence[str], **given: Any) -> Results:
+    return Results(exporting.export(exporting.read_export_job([str(model), *flags], **given)), _table_of_values)
 
 
 def _table_by_step(scores: Mapping[Any, Any]) -> str:

@@ -63,7 +63,7 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
     if not saved.held_out:
         mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
     elif share != saved.held_out:
-        way_out = f"give --set held_out={saved.held_out!r}"
-        mistakes.append(f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data: {way_out}")
+        without = f"task.held_out is {share:g}, and {heads} without {saved.held_out:g} of the data"
+        mistakes.append(f"{without}: give --set held_out={saved.held_out!r}")
     raise_mistakes(mistakes)
     return spec

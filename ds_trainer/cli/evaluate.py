@@ -14,9 +14,10 @@ from ds_trainer.config.recipe import saved_exits
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.config.trust import trusting
 from ds_trainer.files.messages import shown
-from ds_trainer.files.write_places import result_place_mistakes
+from ds_trainer.files.writing import existing_above
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import raise_mistakes
 
 _POLICY_FLAGS = ("early_exit_entropy", "early_exit_confidence", "patience")
 """The flags that replace the exit policy of a model folder."""
@@ -41,16 +42,18 @@ def read_evaluate_job(arguments: Sequence[str], **given: Any) -> EvaluateJob:
     A Python program can give the recipe, as an object too, and the fields of the task, by the names `recipe`, `fields`.
     """
     flags = evaluate_parser().options(arguments, given)
-    trust, mistakes = trust_of(flags), Mistakes()
-    from_checkpoint = flags.all_checkpoints or is_checkpoint(flags.model)
-    checkpoints = _read_checkpoints(flags, mistakes) if from_checkpoint else []
-    if from_checkpoint and not checkpoints:
-        mistakes.raise_all()
-    mistakes += [] if from_checkpoint else model_mistakes(flags.model, trust)
+    trust, mistakes, checkpoints = trust_of(flags), Mistakes(), list[SavedCheckpoint]()
+    if flags.all_checkpoints or is_checkpoint(flags.model):
+        checkpoints = _read_checkpoints(flags, mistakes)
+    else:
+        mistakes += model_mistakes(flags.model, trust)
     task, cache_dir = read_task(flags, mistakes, "validation", checkpoints[-1] if checkpoints else None)
-    mistakes += result_place_mistakes(flags.output_file, flags.predictions_dir)
-    if flags.all_checkpoints and not flags.predictions_dir and not os.access(flags.model, os.W_OK):
-        mistakes.append(f"{flags.model} cannot be written to: give --predictions_dir, for the table and the figure")
+    for flag in ("output_file", "predictions_dir"):
+        if place := getattr(flags, flag):
+            existing = existing_above(place)
+            as_wanted = os.path.isdir(existing) == (flag == "predictions_dir" or existing != place)
+            if not as_wanted or not os.access(existing, os.W_OK):
+                mistakes.append(f"--{flag} is {place}: {existing} is not what can be written to: give another place")
     policy = {name: getattr(flags, name) for name in _POLICY_FLAGS if getattr(flags, name) is not None}
     saved, exits = mistakes.of(saved_exits, flags.model), mistakes.of(checked_exits, policy) if policy else None
     of_task = tuple(replace(checkpoint, task=task) for checkpoint in checkpoints) if task else ()
@@ -90,15 +93,13 @@ def _read_checkpoints(flags: argparse.Namespace, mistakes: Mistakes) -> list[Sav
     mistakes += one_process_mistakes("a checkpoint is scored")
     paths = checkpoints_in(Path(flags.model)) if flags.all_checkpoints else [Path(flags.model)]
     if not paths:
-        mistakes.append(
-            f"--all_checkpoints: {flags.model} holds no checkpoint-N: name the output folder of a run, for its last "
-            f"phase, or the folder of an earlier phase in it"
-        )
+        way_out = "name the output folder of a run, for its last phase, or the folder of an earlier phase in it"
+        mistakes.append(f"--all_checkpoints: {flags.model} holds no checkpoint-N: {way_out}")
     unreadable = Mistakes()
     checkpoints = [checkpoint for path in paths if (checkpoint := unreadable.of(read_checkpoint, path))]
     if not checkpoints:
-        mistakes += unreadable
-    elif unreadable:
+        raise_mistakes([*mistakes, *unreadable])  # the task is that of a checkpoint
+    if unreadable:
         distributed.warn("these checkpoints are not scored:\n" + "\n".join(unreadable))
     return checkpoints
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ds_trainer.cli.command import Mistakes, flag_mistake
 from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.recipe import parse_recipe, parse_task
+from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.settings import apply_to_task
 from ds_trainer.config.task_specs import TaskSpec
@@ -33,10 +33,10 @@ NO_TASK = "no task: give --task_name, or --recipe with a task"
 def _shipped(folder: str, text: str) -> str:
     """Return the path of the file in `folder` of this library that has this name; any other path as it is."""
     files = {path.stem: path for path in sorted((PROJECT / folder).glob("*.json"))}
-    if os.path.isfile(text) or not re.fullmatch(r"[\w-]{1,60}", text):
-        return text  # whoever reads it says what is wrong with it
-    if text in files:
+    if text in files and not os.path.isfile(text):
         return str(files[text])
+    if os.path.exists(text) or not re.fullmatch(r"[\w-]{1,60}", text):
+        return text  # whoever reads it says what is wrong with it
     near = difflib.get_close_matches(text, files) or files
     raise argparse.ArgumentTypeError(f"{shown(text)} is no file, nor a name in {folder}: {', '.join(near)}")
 
@@ -52,6 +52,8 @@ def read_source(
 ) -> dict[str, Any]:
     """Read the JSON file that a flag names, or copy the object that a Python program gives in its place."""
     source = getattr(flags, name)
+    if isinstance(source, Recipe):
+        source = source.model_dump(exclude_none=True)
     if isinstance(source, Mapping):
         return parse_json(json.dumps(source, default=str).encode(), role)
     if not source:

@@ -164,15 +164,15 @@ def apply_flags(flags: argparse.Namespace, recipe: dict[str, Any], engine_config
 def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], setting: str) -> None:
     """Change a field of the file that has a field of its name; UserError names the nearest of both files."""
     path, value = parse_setting(setting)
-    name, source = path[0], f'--set "{cut(setting, 200)}"'
-    if name not in {*Recipe.model_fields, *key_table()["keys"], *key_table()["removed"], *engine_config}:
+    name, source, of_recipe, of_engine = path[0], f'--set "{cut(setting, 200)}"', Recipe.model_fields, key_table()
+    if name not in {*of_recipe, *of_engine["keys"], *of_engine["removed"], *engine_config}:
         homes = {field: f"task.{field}" for task in get_args(TaskSpec) for field in task.model_fields}
         homes |= {field: f"phases.*.{field}" for field in Phase.model_fields}
-        homes |= {field: field for field in (*key_table()["keys"], *Recipe.model_fields)}
+        homes |= {field: field for field in (*of_engine["keys"], *of_recipe)}
         near = difflib.get_close_matches(name, homes, 1)
-        way_out = f"did you mean {homes[near[0]]}?" if near else f"the recipe has {', '.join(Recipe.model_fields)}"
+        way_out = f"did you mean {homes[near[0]]}?" if near else f"the recipe has {', '.join(of_recipe)}"
         raise UserError(f"{source}: neither the recipe nor the engine file has a field {shown(name)}: {way_out}")
-    assign(recipe if name in Recipe.model_fields else engine_config, path, value, source)
+    assign(recipe if name in of_recipe else engine_config, path, value, source)
 
 
 def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
@@ -194,7 +194,7 @@ def _as_given(arguments: Sequence[str], given: Mapping[str, Any]) -> str:
     launcher = ["ds-train"] if world == 1 else ["deepspeed", *ranks, "--module", "ds_trainer.cli.train"]
     words = [word for word in arguments if "--local_rank" not in word]
     for name, value in given.items():
-        place = Path(given["output_dir"], f"{name}.json") if isinstance(value, Mapping) else value
+        place = value if isinstance(value, str | Path) else f"{given['output_dir']}/{name}.json"
         words += [f"--{name}", str(place)]
     return shlex.join([*launcher, *words])
 

@@ -174,7 +174,7 @@ class Phase(Strict):
             yield "student and cut are both set: make the student in a phase of its own, and cut its model"
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             yield f"regularization is {prune.regularization} but its weight is missing: set final_lambda"
-        terms = {"distill": distill and distill.terms, "exits": exits and exits.terms}
+        terms: dict[str, Any] = {"distill": distill and distill.terms, "exits": exits and exits.terms}
         terms["layer_skip"] = self.techniques.layer_skip and ["exits"]
         for name, term in ((name, term) for name, its in terms.items() for term in its or []):
             if f"{name}.{term}" not in self.loss:
@@ -259,8 +259,8 @@ class Recipe(Strict):
             yield f"{this} calibrates its exits, and no training examples are held out for that: {way_out}"
         data = ("name", "data_dir", "dataset", "train_file")
         for other in (other.task or self.task for other in self.phases):
-            same = isinstance(other, LabelledSpec) and all(getattr(other, f) == getattr(task, f) for f in data)
-            if same and other.held_out != task.held_out:
+            same = all(getattr(other, field) == getattr(task, field) for field in data)
+            if same and isinstance(other, LabelledSpec) and other.held_out != task.held_out:
                 shares = f"held_out is {other.held_out} in one phase and {task.held_out} in another on the same data"
                 yield f"{shares}: one would train on what the other holds out; write the same in both"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.writing import existing_above
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 CACHE_VARIABLE = "DS_TRAINER_CACHE"
@@ -41,8 +40,10 @@ def placed_engine_file(
     folder = output / DEEPSPEED_FOLDER
     placed, notes, mistakes = copy.deepcopy(dict(config)), list[str](), list[str]()
     for section, keys in _WRITTEN.items():
-        block, block_read = placed.get(section), as_read.get(section)
-        for key in keys if _is_on(placed, section) else ():
+        if not _is_on(placed, section):
+            continue
+        block, block_read = placed[section], as_read.get(section)
+        for key in keys:
             value = block.get(key)
             if key == "output_path" and value in (None, "", "auto"):
                 value = "."  # DeepSpeed would write to the current folder
@@ -90,19 +91,6 @@ def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]
         way_out = "give --cache_dir or --allow_write with it if you mean that, or drop it"
         raise UserError(f"the recipe's cache_dir is {quoted(cache_dir)}, outside of the output folder: {way_out}")
     return place
-
-
-def result_place_mistakes(output_file: Path | None, predictions_dir: Path | None) -> list[str]:
-    """Say where an evaluation could not write its results, before it computes them."""
-    mistakes = []
-    # a device such as /dev/stdout can be written to, though its folder cannot
-    if output_file and (os.path.isdir(output_file) or not os.access(existing_above(output_file), os.W_OK)):
-        mistakes.append(f"--output_file is {output_file}: name a file in a folder that can be written to")
-    if predictions_dir:
-        existing = existing_above(predictions_dir)
-        if not (existing.is_dir() and os.access(existing, os.W_OK)):
-            mistakes.append(f"--predictions_dir is {predictions_dir}: {existing} is no folder that can be written to")
-    return mistakes
 
 
 def _is_on(config: Mapping[str, Any], section: str) -> bool:
