@@ -24,14 +24,15 @@ from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
 from ds_trainer.cli.flags import read_task
 from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.config.settings import assign, parse_setting
-from ds_trainer.config.trust import Trust
-from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks.distributed import share_threads
+
+COMMANDS = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
 
 
 @pytest.fixture
-def command(tiny_recipe, write_json, tmp_path):
-    """A good training command, to be spoilt: flag -> value."""
+def command(tiny_recipe, write_json, tmp_path, monkeypatch):
+    """A good training command in the root, to be spoilt: flag -> value."""
+    monkeypatch.chdir(ROOT)
     return {
         "--deepspeed_config": "ds_configs/zero2.json",
         "--recipe": write_json("recipe.json", tiny_recipe),
@@ -49,9 +50,8 @@ def mistakes_of(command: dict, *more: str) -> str:
     return str(caught.value)
 
 
-def test_a_good_command_is_taken(command, monkeypatch):
+def test_a_good_command_is_taken(command):
     """The fixture is good, so that each spoilt one fails for its own reason."""
-    monkeypatch.chdir(ROOT)
     job = read_train_job(arguments_of(command, "--seed", "7", "--set", "phases.*.max_steps=3"))
     assert job.recipe.seed == 7
     assert [phase.max_steps for phase in job.recipe.phases] == [3, 3]
@@ -61,8 +61,10 @@ def test_a_good_command_is_taken(command, monkeypatch):
     ("spoil", "words"),
     [
         ({"--recipe": "/nowhere.json"}, ["the recipe /nowhere.json does not exist"]),
+        ({"--recipe": ""}, ["the recipe is missing: give --recipe"]),
         ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is a folder"]),
         ({"--model_name_or_path": "/nowhere/model"}, ["/nowhere/model does not exist"]),
+        ({"--model_name_or_path": "/" + "x" * 5000}, ["x does not exist"]),
         ({"--model_name_or_path": "ds_configs"}, ["no config.json"]),
         ({"--data_dir": "/nowhere"}, ["/nowhere"]),
         ({"--task_name": "sst3"}, ["sst3", "sst2"]),
@@ -70,6 +72,7 @@ def test_a_good_command_is_taken(command, monkeypatch):
         ({"--output_dir": "ds_configs"}, ["not empty", "--overwrite_output_dir"]),
         ({"--seed": "x"}, ["--seed", "invalid int", "usage:"]),
         ({"--output_dri": "x"}, ["--output_dri", "usage:"]),
+        ({"--world": "4"}, ["--world is for --dry_run"]),
         ({"--set": "phases.nope.max_steps=3"}, ['no "nope"', "finetune", "prune"]),
         ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
         ({"--set": "nonsense"}, ["PATH=JSON"]),
@@ -79,15 +82,10 @@ def test_a_good_command_is_taken(command, monkeypatch):
         ({"--set": ".".join(["model"] * 5000) + "=3"}, ["write PATH=JSON"]),
         ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
         ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
-        ({"--set": "fp16.enabled=1"}, []),
     ],
 )
-def test_mistakes_of_a_command(command, spoil, words, monkeypatch):
-    """What was found, what is allowed, what to change."""
-    monkeypatch.chdir(ROOT)
-    if not words:
-        read_train_job(arguments_of(command | spoil))
-        return
+def test_mistakes_of_a_command(command, spoil, words):
+    """The message says what was found, what is allowed, what to change."""
     message = mistakes_of(command | spoil)
     assert [word for word in words if word not in message] == []
 
@@ -108,90 +106,79 @@ def test_shipped_files_are_found_by_name(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "\x00", "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
+    "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
 )
-def test_broken_files_are_told_by_name(command, write_json, text, monkeypatch):
+def test_broken_files_are_told_by_name(command, write_json, text):
     """Broken JSON in either file names that file."""
-    monkeypatch.chdir(ROOT)
     for flag, role in (("--recipe", "the recipe"), ("--deepspeed_config", "the engine file")):
         assert role in mistakes_of(command | {flag: write_json("broken.json", text)})
 
 
-def test_mistakes_of_both_files_and_the_flags_come_together(command, tiny_recipe, write_json, monkeypatch):
-    """One message tells the recipe's, the engine file's, the data's and the output's."""
-    monkeypatch.chdir(ROOT)
+def test_mistakes_of_both_files_and_the_flags_come_together(command, tiny_recipe, write_json):
+    """One message tells those of the recipe, the engine file, the data, the output; an evaluation does the same."""
     recipe = tiny_recipe | {"task": tiny_recipe["task"] | {"train_file": "gone.csv"}}
     engine = {"train_batch_size": 7, "zero_optimisation": {}}
     spoilt = {"--recipe": write_json("r.json", recipe), "--deepspeed_config": write_json("e.json", engine)}
     message = mistakes_of(command | spoilt | {"--output_dir": "ds_configs"})
-    for word in ("gone.csv", "zero_optimisation", "train_batch_size", "not empty"):
-        assert word in message
+    words = ("gone.csv", "zero_optimisation", "train_batch_size", "not empty")
+    assert [word for word in words if word not in message] == []
+    with pytest.raises(ValueError, match=r"(?s)does not exist.*max_seq_length"):
+        read_evaluate_job(["/none", "--task_name", "sst2", "--data_dir", "/", "--set", "max_seq_length=0"])
 
 
 def test_the_command_fails_in_three_seconds_with_2_and_writes_nothing(command, write_json, tmp_path):
-    """Before torch is loaded: exit code 2, a line on stderr, no traceback, no folder."""
-    spoilt = command | {"--deepspeed_config": write_json("bad.json", {"gradient_clipping": "high", "fp61": {}})}
+    """Before torch is loaded: exit code 2, a line on stderr, no traceback, no folder; of two ranks one speaks."""
+    spoilt = arguments_of(
+        command | {"--deepspeed_config": write_json("bad.json", {"gradient_clipping": "high", "fp61": {}})}
+    )
     started = time.perf_counter()
-    done = run_python("launch/train.py", *arguments_of(spoilt))
+    done = run_python("launch/train.py", *spoilt)
     assert time.perf_counter() - started < 3
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert "gradient_clipping" in done.stderr
-    assert "fp16" in done.stderr
+    done = run_deepspeed(2, "launch/train.py", *spoilt)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("did you mean fp16") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_one_rank_tells_it(command, write_json):
-    """Of two ranks only the first speaks, and the launcher ends with 2."""
-    spoilt = command | {"--deepspeed_config": write_json("bad.json", {"fp61": {}})}
-    done = run_deepspeed(2, "launch/train.py", *arguments_of(spoilt))
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count("did you mean fp16") == 1
-
-
-def test_mistakes_found_only_with_the_data_still_end_with_2(command, tiny_recipe, write_json, tmp_path, csv_folder):
-    """A broken line deep in a data file, and a pattern that no layer matches, are told without a traceback."""
+@pytest.mark.parametrize("spoilt", ["data", "pattern", "scheduler"])
+def test_mistakes_found_only_with_the_data_still_end_with_2(command, spoilt, write_json, tmp_path, csv_folder):
+    """A broken line deep in a data file, a pattern that no layer matches, a schedule of one rate for two groups."""
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "validation.csv").write_text((csv_folder / "validation.csv").read_text())
     (broken / "train.csv").write_text("text,kind\na pear,fruit\nan owl,bird\na saw\n")
-    done = run_script("launch/train.py", *arguments_of(command, "--data_dir", str(broken)))
-    assert done.returncode == 2, done.stderr
-    assert "train.csv" in done.stderr
-    assert "line 4" in done.stderr
     pattern = 'phases.finetune.techniques.prune={"modules":["*.quary"],"initial_warmup":0,"final_warmup":0}'
-    more = ["--overwrite_output_dir", "--set", pattern]
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
+    more, words = {
+        "data": (["--data_dir", str(broken)], ["train.csv", "line 4"]),
+        "pattern": (["--set", pattern], ['"*.quary" matches no linear layer']),
+        "scheduler": (["--dry_run"], ["warmup_max_lr", "lr_scheduler_type"]),
+    }[spoilt]
+    if spoilt == "scheduler":
+        command |= {"--deepspeed_config": write_json("engine.json", {"scheduler": scheduler})}
     done = run_script("launch/train.py", *arguments_of(command, *more))
     assert done.returncode == 2, done.stderr
-    assert '"*.quary" matches no linear layer' in done.stderr
+    assert [word for word in [*words, "error: "] if word not in done.stderr] == []
     assert "Traceback" not in done.stderr
-
-
-def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json):
-    """With scores at a rate of their own, a WarmupLR of one rate is told, with the way out."""
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
-    engine = write_json("engine.json", {"scheduler": scheduler})
-    done = run_script("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
-    assert done.returncode == 2, done.stderr
-    assert "warmup_max_lr" in done.stderr
-    assert "lr_scheduler_type" in done.stderr
 
 
 def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     """Both files resolved, steps, groups with counts and rates, bytes per rank, seconds; no output folder.
 
-    Without "json" it is a table with a line for each phase, and what the minutes were measured on.
+    Without "json" it is a table with a line for each phase, and what the minutes were measured on. Batch sizes and
+    memory can be those of more ranks.
     """
-    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json"))
+    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json", "--world", "4"))
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "out").exists()
     whole = json.loads(done.stdout)
     finetune, prune = whole["phases"]
     assert whole["recipe"]["seed"] == 42
     assert finetune["time"]["seconds"] > 0
-    assert finetune["time"]["examples"] <= finetune["time"]["micro_batch"] == 16
+    assert finetune["time"]["examples"] <= finetune["time"]["micro_batch"] == 4
     table = run_script("launch/train.py", *arguments_of(command, "--dry_run")).stdout.splitlines()
     assert table[0].split()[-2:] == ["MiB", "minutes"]
     assert [line.split()[:2] for line in table[1:3]] == [["finetune", "60"], ["prune", "12"]]
@@ -200,75 +187,48 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert finetune["engine_file"]["train_batch_size"] == 16
     assert "auto" not in json.dumps(prune["engine_file"])
     scores = next(group for group in prune["parameter_groups"] if group["name"] == "*.mask_scores")
-    assert scores == {
-        "name": "*.mask_scores",
-        "parameters": 2 * (4 * 32 * 32 + 2 * 32 * 64),
-        "learning_rate": 0.01,
-        "weight_decay": 0.0,
-    }
+    counts = {"name": "*.mask_scores", "parameters": 2 * (4 * 32 * 32 + 2 * 32 * 64)}
+    assert scores == counts | {"learning_rate": 0.01, "weight_decay": 0.0}
     memory, trained = prune["memory_per_rank"], sum(g["parameters"] for g in prune["parameter_groups"])
-    assert (memory["optimizer"], memory["master_weights"]) == (8 * trained, 4 * trained)
-    assert memory["of_which_mask_scores"] >= scores["parameters"] * (4 + 4 + 8)
-    at_16 = {
-        (row["tokens"], row["gradient_checkpointing"]): row["bytes"] for row in memory["activations_of_16_examples"]
-    }
-    assert len(at_16) == 4
-    longest = max(tokens for tokens, _ in at_16)
-    assert memory["activations"] == at_16[longest, False] > at_16[longest, True]
-    assert memory["peak"] > memory["process"] + memory["activations"] + 12 * trained
-
-
-def test_a_dry_run_is_for_any_number_of_ranks(command):
-    """Batch sizes, memory and traffic are those of 4 ranks; without --dry_run the launcher says how many there are."""
-    done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json", "--world", "4"))
-    assert done.returncode == 0, done.stderr
-    prune = json.loads(done.stdout)["phases"][1]
-    assert prune["engine_file"]["train_micro_batch_size_per_gpu"] == 4
-    trained = sum(g["parameters"] for g in prune["parameter_groups"])
-    assert prune["memory_per_rank"]["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
-    assert prune["traffic_per_step"]["all_gather"] == 4 * trained // 4
-    refused = run_script("launch/train.py", *arguments_of(command, "--world", "4"))
-    assert refused.returncode == 2
-    assert "--world is for --dry_run" in refused.stderr
-
-
-def test_evaluation_mistakes_come_together(tmp_path):
-    """Model, task and setting are all told."""
-    with pytest.raises(ValueError) as caught:
-        read_evaluate_job(
-            [str(tmp_path / "none"), "--task_name", "sst2", "--data_dir", str(tmp_path), "--set", "max_seq_length=0"]
-        )
-    message = str(caught.value)
-    assert "does not exist" in message
-    assert "max_seq_length" in message
+    assert memory["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
+    assert memory["of_which_mask_scores"] >= scores["parameters"] * (4 + 4 + 8 / 4)
+    rows = next(rows for name, rows in memory.items() if name.startswith("activations_of_"))
+    at = {(row["tokens"], row["gradient_checkpointing"]): row["bytes"] for row in rows}
+    assert len(at) == 4
+    longest = max(tokens for tokens, _ in at)
+    assert memory["activations"] == at[longest, False] > at[longest, True]
+    assert memory["peak"] > memory["process"] + memory["activations"] + 12 * trained / 4
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "told"),
     [
-        (["--output_file", "{folder}"], "--output_file is {folder}: name a file"),
-        (["--output_file", "{folder}/none/x.json"], "--output_file is {folder}/none/x.json: name a file in"),
-        (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: {folder}/file is no folder"),
-        (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is no folder"),
-        (["--predictions_dir", "{folder}/new/below"], None),
+        (["--output_file", "{folder}"], "--output_file is {folder}: "),
+        (["--output_file", "{folder}/file/x.json"], "--output_file is {folder}/file/x.json: {folder}/file is not"),
+        (["--output_file", "/dev/stdout", "--predictions_dir", "{folder}/new/below"], ""),
+        (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: "),
+        (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is not"),
+        (["--output_file", "/proc/1/x", "--predictions_dir", "{folder}"], "--output_file is /proc/1/x: /proc/1 is"),
     ],
 )
-def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags, message, tmp_path):
-    """A folder for a file, a file for a folder; a folder that is not there yet will be made."""
+def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags, told, tmp_path, monkeypatch):
+    """A folder for a file, a file for a folder, no permission; a folder that is not there yet will be made."""
     (tmp_path / "file").write_text("")
+    # not by permissions: the superuser needs none
+    monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) != Path("/proc/1"))
+    words = [flag.format(folder=tmp_path) for flag in flags]
     with pytest.raises(ValueError) as caught:
-        read_evaluate_job(
-            [str(tmp_path / "none"), "--task_name", "docstrings", *(flag.format(folder=tmp_path) for flag in flags)]
-        )
-    told = [line for line in str(caught.value).splitlines() if line.startswith("--")]
-    assert [line.startswith(message.format(folder=tmp_path)) for line in told] == [True] if message else told == []
+        read_evaluate_job([str(tmp_path / "none"), "--task_name", "docstrings", *words])
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("--")]
+    assert [line.startswith(told.format(folder=tmp_path)) for line in lines] == [True] * bool(told)
 
 
-@pytest.mark.parametrize("name", ["/" + "x" * 5000, "x" * 5000 + ".safetensors"])
-def test_a_model_name_that_is_too_long_is_no_folder(name):
-    """Not an error of the system."""
-    found = model_mistakes(name, Trust())
-    assert found == ([f"the model folder {name} does not exist"] if name.startswith("/") else [])
+def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
+    """The thresholds are written into the model folder: a read-only one is a mistake of the command."""
+    monkeypatch.setattr("ds_trainer.cli.calibrate.os.access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to, and the thresholds are kept in it"):
+        read_calibrate_job([str(tmp_path), "--task_name", "docstrings", "--max_drop", "1"])
 
 
 @pytest.mark.real
@@ -295,7 +255,6 @@ def test_threads_are_shared_out_between_ranks_unless_the_user_sets_them(monkeypa
 
 def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(command, write_json, monkeypatch, capsys):
     """W&B is named the folder of this run, and the next run of the process another one; a dry run trains nothing."""
-    monkeypatch.chdir(ROOT)
     monkeypatch.delenv("WANDB_DIR", raising=False)
     calls: list[Any] = []
     fake = SimpleNamespace(
@@ -310,13 +269,6 @@ def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(com
     assert train(job := read_train_job([*words, "--dry_run"])) == {}
     assert calls == [job]
     assert capsys.readouterr().out == "the table\n"
-
-
-def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
-    """The thresholds are written into the model folder: a read-only one is a mistake of the command."""
-    monkeypatch.setattr("ds_trainer.cli.calibrate.os.access", lambda path, _: Path(path) != tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to, and the thresholds are kept in it"):
-        read_calibrate_job([str(tmp_path), "--task_name", "docstrings", "--max_drop", "1"])
 
 
 def test_a_permission_that_is_missing_is_one_line(capsys):
@@ -345,9 +297,8 @@ def test_settings_change_one_field(setting, expected):
     assert target == expected
 
 
-def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, tmp_path, monkeypatch):
+def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, tmp_path):
     """`task.metrics` is taken by both; `metrics` alone by the commands on folders, and training says what to write."""
-    monkeypatch.chdir(ROOT)
     (tmp_path / "dev.csv").write_text("text,label\na,b\n")
     files = ["--task_name", "text", "--data_dir", str(tmp_path), "--set", "validation_file=dev.csv"]
     files += ["--set", 'text_columns=["text"]', "--set", "task.label_column=label"]
@@ -359,7 +310,7 @@ def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, t
     assert "did you mean task.metrics?" in mistakes_of(command, "--set", 'metrics=["f1"]')
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_says_its_version(name, capsys):
     """On standard output, whatever else it needs."""
     run = getattr(import_module(f"ds_trainer.cli.{name}"), f"{name}_command")
@@ -368,11 +319,11 @@ def test_every_command_says_its_version(name, capsys):
     assert (caught.value.code, capsys.readouterr().out) == (0, f"ds_trainer {ds_trainer.__version__}\n")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_python_without_the_packages_is_told_what_to_activate(name):
     """One line and exit code 2 in place of a ModuleNotFoundError, from every script and any folder."""
-    bare = {"PATH": os.environ["PATH"]}
     command = [sys.executable, "-S", str(ROOT / f"launch/{name}.py"), "--help"]
+    bare = {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: \S+ has no torch, .*: run `.*(activate|setup\.sh)` first\n", done.stderr)
