@@ -20,36 +20,6 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = "|".join(sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
 RECIPES = {path.stem for path in (ROOT / "ds_configs/recipes").glob("*.json")}
-RUN_BY = {
-    "launch/benchmark.py": "tests/integration/test_structured_run.py",
-    "launch/calibrate.py": "tests/cli/test_exit_command.py",
-    "launch/doctor.py": "tests/integration/test_two_hosts.py",
-    "launch/evaluate.py": "tests/integration/test_run.py",
-    "launch/export.py": "tests/integration/test_run.py",
-    "launch/report.py": "tests/report/test_page.py",
-    "launch/restart.sh": "tests/integration/test_launched_faults.py",
-    "launch/train.py": "tests/integration/test_run.py",
-    "launch/tune.py": "tests/integration/test_tune.py",
-    "ds_trainer.cli.train": "tests/test_installed.py",
-    "examples/import_older_models.py": "tests/test_import_examples.py",
-    "examples/serve.py": "tests/test_examples.py",
-    "tests/bench/all.sh": "tests/integration/test_bench.py",
-    "tests/gpu/run.sh": "tests/integration/test_bench.py",
-    "torchrun": "tests/integration/test_launched_faults.py",
-}
-"""What the commands of the pages start, and the tests that run it. Those of tests/bench/ run in test_bench.py."""
-NOT_RUN = {
-    "launch/quickstart.sh": "it makes an environment; test_run.py trains its recipe",
-    "launch/test.sh": "it is this suite",
-    "tests/gpu/wheels.sh": "it downloads gigabytes",
-    "tests/tools/write_matrix.py": "it collects this suite",
-    "tests/tools/write_speed_table.py": "test_bench.py calls what makes its table",
-    "pip": "it installs",
-    "sbatch": "there is no Slurm; test_two_hosts.py runs the script's command with Slurm's variables",
-    "srun": "there is no Slurm",
-    "tensorboard": "it is a server of another project",
-}
-"""Those that no test starts, and why."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -117,31 +87,6 @@ def test_every_flag_is_one_of_its_command(page: Path) -> None:
         assert flags <= flags_of(command), (command, words)
         named = {after for flag, after in pairwise(words) if flag == "--recipe"}
         assert {name for name in named if re.fullmatch(r"[a-z]\w+", name)} <= RECIPES, words
-
-
-def started(page: Path) -> Iterator[str]:
-    """The script, module or program that each command of a page starts."""
-    text = re.sub(r"\\\n\s*", " ", read(page))
-    lines = re.findall(r"^ {4,}(?:\w: |as \w, )?(.+)$|`([^`\n]+)`", text, re.MULTILINE)
-    for words in (shlex.split(line.replace("'", ""), comments=True) for pair in lines for line in pair if line):
-        program = next((word for word in words if "=" not in word), "")
-        if program in ("python", "bash", "deepspeed"):
-            yield from (word for word in words if re.search(r"\w\.(py|sh)$|^ds_trainer\.cli", word))
-        elif program in ("pip", "sbatch", "srun", "tensorboard", "torchrun"):
-            yield program
-
-
-def test_what_a_command_starts_is_run_by_a_test() -> None:
-    """Or it is known why not; test_bench.py runs every script of tests/bench/."""
-    programs = {program for page in PAGES for program in started(page)}
-    assert {name for name in programs if not re.match(r"tests/bench/\w+\.py", name)} == RUN_BY.keys() | NOT_RUN.keys()
-
-
-def test_the_tests_that_run_commands_name_them() -> None:
-    """A test that no longer starts what it is listed for has lost its name, as a word of a command or as a path."""
-    for program, path in RUN_BY.items():
-        name = f"--module {program}" if program.startswith("ds_trainer.") else f'"{program}"'
-        assert name in read(ROOT / path), program
 
 
 def test_the_new_names_of_old_flags_are_fields() -> None:

@@ -11,20 +11,15 @@ from ds_trainer.files.run_folder import RunFolder, check_output_folder
 from ds_trainer.ranks.failures import UserError
 
 
-def test_a_non_empty_folder_is_refused_with_the_way_out(tmp_path):
-    """Unless it may be overwritten; and a resume needs an earlier run in it."""
-    (tmp_path / "mine.txt").write_text("precious")
-    assert "--overwrite_output_dir" in check_output_folder(tmp_path, overwrite=False, resume=False)[0]
-    assert check_output_folder(tmp_path, overwrite=True, resume=False) == []
-    assert "holds no run" in check_output_folder(tmp_path, overwrite=False, resume=True)[0]
-
-
-def test_checking_makes_nothing(tmp_path):
-    """A missing folder is fine, and still missing afterwards; a file in the way is a mistake."""
-    assert check_output_folder(tmp_path / "a" / "b", overwrite=False, resume=False) == []
+def test_checking_says_what_is_in_the_way_and_makes_nothing(tmp_path):
+    """A missing folder is fine, and still missing afterwards; a resume needs an earlier run in the folder."""
+    assert check_output_folder(tmp_path / "a" / "b", overwrite=False) == []
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").write_text("")
-    assert "is a file" in check_output_folder(tmp_path / "file" / "out", overwrite=False, resume=False)[0]
+    (tmp_path / "mine.txt").write_text("precious")
+    assert "--overwrite_output_dir" in check_output_folder(tmp_path, overwrite=False)[0]
+    assert check_output_folder(tmp_path, overwrite=True) == []
+    assert "holds no run" in check_output_folder(tmp_path, overwrite=False, resume=True)[0]
+    assert "is a file" in check_output_folder(tmp_path / "mine.txt" / "out", overwrite=False)[0]
 
 
 def test_overwriting_deletes_only_what_a_run_wrote(tmp_path):
@@ -120,13 +115,3 @@ def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
     assert json.loads((tmp_path / ".ds_trainer.json").read_text()) == ["all_results.json", "report.md"]
     RunFolder(tmp_path).open(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == [".ds_trainer.json"]
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    """A value that is no JSON leaves the file as it was."""
-    folder = RunFolder(tmp_path)
-    folder.open(overwrite=False)
-    folder.write_json("results.json", {"a": 1})
-    with pytest.raises(TypeError):
-        folder.write_json("results.json", {"a": object()})
-    assert (tmp_path / "results.json").read_text() == '{\n  "a": 1\n}\n'

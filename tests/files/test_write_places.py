@@ -17,22 +17,11 @@ from ds_trainer.files.write_places import (
     cache_place,
     environment_of,
     placed_engine_file,
-    result_place_mistakes,
 )
 from ds_trainer.ranks.failures import UserError
 
-WRITTEN = [
-    ("tensorboard", "output_path"),
-    ("csv_monitor", "output_path"),
-    ("flops_profiler", "output_file"),
-    ("autotuning", "exps_dir"),
-    ("autotuning", "results_dir"),
-    ("autotuning", "metric_path"),
-    ("autotuning", "model_info_path"),
-]
-
-
-DEV = Path("/dev")
+PATHS = [("tensorboard", "output_path"), ("csv_monitor", "output_path"), ("flops_profiler", "output_file")]
+PATHS += [("autotuning", key) for key in ("exps_dir", "results_dir", "metric_path", "model_info_path")]
 
 
 def config_of(section: str, key: str, value: str) -> dict[str, Any]:
@@ -40,7 +29,7 @@ def config_of(section: str, key: str, value: str) -> dict[str, Any]:
     return {section: {"enabled": True, "output_path": "logs", key: value}}
 
 
-@pytest.mark.parametrize(("section", "key"), [*WRITTEN, ("tensorboard", "job_name")])
+@pytest.mark.parametrize(("section", "key"), [*PATHS, ("tensorboard", "job_name")])
 @pytest.mark.parametrize("value", ["/elsewhere", "../x", "a/../../../x"])
 def test_a_path_that_leads_out_of_the_output_folder_is_refused(section, key, value, tmp_path):
     """The error names the key, the value and both ways out; one of them is --allow_write with its folder."""
@@ -52,7 +41,7 @@ def test_a_path_that_leads_out_of_the_output_folder_is_refused(section, key, val
     placed_engine_file(config, config, tmp_path / "out", ["/"])
 
 
-@pytest.mark.parametrize(("section", "key"), WRITTEN)
+@pytest.mark.parametrize(("section", "key"), PATHS)
 def test_a_relative_path_is_taken_inside_the_output_folder(section, key, tmp_path):
     """A note says so, and the config that was given stays as it is."""
     config = config_of(section, key, "a/./b")
@@ -98,7 +87,8 @@ def test_other_paths_are_left_alone(config, tmp_path):
 def test_what_would_go_to_the_current_folder_goes_to_the_output_folder(section, tmp_path):
     """DeepSpeed's own default is the current folder."""
     for values in ({}, {"output_path": ""}):
-        placed, notes = placed_engine_file({section: {"enabled": True, **values}}, {}, tmp_path, [])
+        config = {section: {"enabled": True, **values}}
+        placed, notes = placed_engine_file(config, config, tmp_path, [])
         assert placed[section]["output_path"] == str(tmp_path / "deepspeed")
         assert len([line for line in notes if f"{section}.output_path" in line]) == 1
 
@@ -129,22 +119,6 @@ def test_a_recipes_cache_lies_in_the_output_folder_or_the_users_cache(tmp_path, 
     for said in ("/elsewhere", "../x", "~/x", "/"):
         with pytest.raises(ValueError, match=r"outside of the output folder: give --cache_dir or --allow_write"):
             of_file(said)
-
-
-def test_results_are_not_computed_where_they_cannot_be_written(tmp_path, monkeypatch):
-    """A folder without permission, also as the parent of a new one, is an error before anything is scored.
-
-    A file in such a folder, or a device such as /dev/stdout, may be one that can be written.
-    """
-    assert result_place_mistakes(tmp_path / "scores.json", tmp_path / "a/b") == []
-    (tmp_path / "existing").touch()
-    # not by permissions: the superuser needs none
-    monkeypatch.setattr("ds_trainer.files.write_places.os.access", lambda path, _: Path(path) not in (tmp_path, DEV))
-    assert result_place_mistakes(tmp_path / "existing", None) == result_place_mistakes(DEV / "stdout", None) == []
-    (mistake,) = result_place_mistakes(tmp_path / "scores.json", None)
-    assert "--output_file" in mistake
-    (mistake,) = result_place_mistakes(None, tmp_path / "a/b")
-    assert f"{tmp_path} is no folder that can be written to" in mistake
 
 
 @pytest.fixture
@@ -225,7 +199,11 @@ def talkative(tiny_recipe, tmp_path_factory):
 
 
 def test_a_run_writes_deepspeeds_own_files_into_its_output_folder(talkative):
-    """With relative paths and none: the folder that the command was started in stays empty."""
+    """With relative paths and none: the folder that the command was started in stays empty.
+
+    The summary of communication, which DeepSpeed prints only when asked, comes once, after the last step. Checkpoints
+    without torch's zip format, as the engine file wants them, are counted as whole all the same.
+    """
     done, folder = talkative
     assert list((folder / "here").iterdir()) == []
     own = folder / "out/deepspeed"
@@ -233,6 +211,10 @@ def test_a_run_writes_deepspeeds_own_files_into_its_output_folder(talkative):
     assert list((own / "DeepSpeedJobName").glob("events.out.tfevents.*"))
     assert list((own / "csv/j").glob("*.csv"))
     assert (own / "flops/profile.txt").stat().st_size
+    assert done.stdout.count("Comm. Op ") == 1
+    states = list((folder / "out").glob("checkpoint-*/**/*model_states.pt"))
+    assert states
+    assert not any(zipfile.is_zipfile(path) for path in states)
 
 
 @pytest.mark.parametrize("key", PRINTED)
@@ -242,15 +224,3 @@ def test_what_an_engine_file_asks_deepspeed_to_print_is_printed(talkative, key):
     assert PRINTED[key][1] in done.stdout
     (warning,) = [line for line in done.stderr.splitlines() if "without effect" in line]
     assert warning == f"without effect in {folder / 'engine.json'}: aio (needs an offload with device nvme)"
-
-
-def test_the_communication_summary_comes_at_the_end(talkative):
-    """DeepSpeed prints it only when asked: once for this phase, after the last step."""
-    assert talkative[0].stdout.count("Comm. Op ") == 1
-
-
-def test_checkpoints_are_written_as_the_engine_file_says(talkative):
-    """Without torch's zip format, and counted as whole all the same."""
-    states = list((talkative[1] / "out").glob("checkpoint-*/**/*model_states.pt"))
-    assert states
-    assert not any(zipfile.is_zipfile(path) for path in states)

@@ -17,7 +17,7 @@ def main(recipe: str, out: Path) -> None:
     results = train(recipe, out / "first")
     content = json.loads(Path(recipe).read_text())
     again = train(content, out / "second", "--set", "phases.prune.shrink=false")
-    scores = evaluate(out / "second/model", "--recipe", str(out / "second/recipe.json"))
+    scores = evaluate(out / "second/model", recipe=out / "second/recipe.json")
     by_step = evaluate(out / "second", "--all_checkpoints")
     report = shrink(out / "second/checkpoint-8", out / "cut")
     seen = {"results": results, "again": again, "scores": scores, "by_step": by_step, "report": report}
