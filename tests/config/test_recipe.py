@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 
 from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task, task_of
 from ds_trainer.ranks.failures import UserError
@@ -40,9 +36,7 @@ def mistakes_of(data) -> str:
         (with_prune(zzz=1), ["prune.zzz", "known here", "pruning_method"]),
         ({"phases": []}, ["phases", "at least 1"]),
         ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
-        ({"phases": [{"max_steps": 1.5}]}, ["phases.0.max_steps", "1.5"]),
         ({"phases": [{"max_steps": 0}]}, ["phases.0.max_steps", "greater than 0"]),
-        ({"phases": [{"num_train_epochs": -1}]}, ["phases.0.num_train_epochs", "greater than or equal to 0"]),
         (
             {"phases": [{"num_train_epochs": 0, "shrink": True, "techniques": {"prune": {}}}]},
             ["num_train_epochs is 0, and prune and shrink would need training"],
@@ -50,18 +44,14 @@ def mistakes_of(data) -> str:
         ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
         ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
-        ({"phases": [{"max_steps": 10, "warmup_steps": -1}]}, ["warmup_steps", "-1"]),
         ({"phases": [{"max_steps": 10, "warmup_steps": True}]}, ["warmup_steps", "true"]),
         (with_prune(pruning_method="topk"), ["pruning_method", "'topK'", '"topk"']),
         (with_prune(final_threshold=1.5), ["final_threshold is 1.5", "(0, 1]"]),
-        (with_prune(final_threshold=0), ["final_threshold", "(0, 1]"]),
         (with_prune(pruning_method="l0", global_topk=True), ["global_topk", "topK or magnitude"]),
         (with_prune(pruning_method="magnitude", regularization="l1", final_lambda=1), ["magnitude has none"]),
         (with_prune(pruning_method="magnitude", train_weights=False), ["needs learned scores"]),
         (with_prune(final_lambda=3), ["final_lambda", "regularization"]),
-        (with_prune(pruning_method=["topK"]), ["pruning_method"]),
         (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
-        (with_prune(modules=[]), ["modules", "at least 1"]),
         ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
         (
             {"phases": [{"max_steps": 1, "start_from": "@nope"}]},
@@ -88,11 +78,7 @@ def mistakes_of(data) -> str:
         (with_distill(), ["no term has a weight", "alpha_distil"]),
         (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
         (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),
-        (with_distill(alpha_mlm=1, alpha_squad=1), ["alpha_mlm and alpha_squad are both set"]),
         (with_distill(terms=["mse"], alpha_distil=1), ["the term mse", 'loss["distill.mse"]']),
-        (with_distill(alpha_distil=1, temprature=3), ["distill.temprature", 'did you mean "temperature"?']),
-        (with_distill(alpha_distil=1, temperature=0), ["temperature", "greater than 0"]),
-        (with_distill(alpha_distil=1, layer_pairs=[[1]]), ["layer_pairs.0", "at least 2"]),
         (
             with_distill(alpha_distil=1, teacher="@later"),
             ["techniques.distill.teacher of phase", 'is "@later"', '"@model"'],
@@ -117,16 +103,14 @@ def mistakes_of(data) -> str:
             },
             ["of the family text", '"a", whose model is cut for it, of lm', "the same task"],
         ),
-        (with_distill(alpha_distil="much"), ["alpha_distil", "valid number"]),
-        (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
+        (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
         (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
         (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
         (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["tokens from 1 up"]),
-        (with_distill(alpha_distil=1, divergence="kl"), ["divergence", "'forward', 'reverse' or 'js'"]),
         (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
-        (with_task(name="clm", text_columns=["a"]), ["task.text_columns", '"text_column"']),
+        (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
         ({"tensorboard": False, "phases": [{"max_steps": 1, "histograms": True}]}, ["histograms", "set tensorboard"]),
         ({"phases": [{"max_steps": 1, "student": {}}]}, ["student", "one of the two"]),
         (
@@ -142,10 +126,12 @@ def test_mistakes_are_told_with_path_and_way_out(data, words):
 
 
 def test_all_mistakes_come_at_once():
-    """Three mistakes in three places give three lines."""
-    lines = mistakes_of({"sed": 1, "phases": [{"max_stps": 1}], "task": {"max_seq_length": 0}}).splitlines()
-    assert len(lines) >= 3
-    assert all(any(word in line for line in lines) for word in ("sed", "max_stps", "max_seq_length"))
+    """Mistakes in five places, and two of them in one, give a line each."""
+    phases = [{"max_stps": 1}, {"name": "b", "student": {"layers": [0]}, "cut": {"keep": 0.5}}]
+    lines = mistakes_of({"sed": 1, "phases": phases, "task": {"max_seq_length": 0}}).splitlines()
+    words = ("sed", "max_stps", "max_seq_length", "neither num_train_epochs", "student and cut are both set")
+    assert [word for word in words if not any(word in line for line in lines)] == []
+    assert all(line.startswith("recipe: phases.1: ") for line in lines[-2:] if "phases.1" in line)
 
 
 def test_the_originals_spellings_are_taken():
@@ -246,13 +232,11 @@ def test_a_loss_table_and_alphas_must_agree():
 
 
 def test_masked_heads_follow_from_the_restriction():
-    """Without restrict_ce_to_mask MLM gives logits everywhere; with it, and for every other task, as the task says."""
-    data = with_distill(alpha_distil=1) | {"task": {"name": "mlm"}}
-    recipe = parse_recipe(data)
-    assert task_of(recipe.phases[0], recipe).head_positions == "all"
-    data["phases"][0]["techniques"]["distill"]["restrict_ce_to_mask"] = True
-    recipe = parse_recipe(data)
-    assert task_of(recipe.phases[0], recipe).head_positions == "labels"
+    """Without restrict_ce_to_mask MLM gives logits everywhere; with it, as the task says."""
+    for restricted, positions in ((False, "all"), (True, "labels")):
+        data = with_distill(alpha_distil=1, restrict_ce_to_mask=restricted) | {"task": {"name": "mlm"}}
+        recipe = parse_recipe(data)
+        assert task_of(recipe.phases[0], recipe).head_positions == positions
 
 
 def test_a_resolved_recipe_reads_back_as_itself():
@@ -272,58 +256,10 @@ def test_the_schema_knows_every_field():
     assert schema["additionalProperties"] is False
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    *Recipe.model_fields,
-                    "name",
-                    "loss",
-                    "prune",
-                    "techniques",
-                    "distill",
-                    "teacher",
-                    "alpha_ce",
-                    "max_steps",
-                    "x",
-                ]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
-
-
-@examples(max_examples=150, deadline=None)
-@given(st.dictionaries(st.sampled_from(list(Recipe.model_fields)), JSON))
-def test_no_recipe_breaks_the_check(data):
-    """Whatever JSON is given, the answer is a recipe or a ValueError in words."""
-    with contextlib.suppress(ValueError):
-        parse_recipe(data)
-
-
 def test_a_task_is_checked_by_itself():
     """parse_task tells the task's own mistakes."""
     with pytest.raises(ValueError, match=r'task.max_seq_lenght: unknown key; did you mean "max_seq_length"'):
         parse_task({"name": "sst2", "max_seq_lenght": 3})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"word_mask": 0.5}, r"task: word_mask \+ .* is 0.7: make it 1"),
-        ({"min_seq_length": 200}, r"task: min_seq_length is 200 and max_seq_length is 128, so that every example"),
-    ],
-)
-def test_settings_of_language_modelling_that_cannot_work_are_refused(settings, message):
-    """Shares that do not add up to 1, and a shortest length above the longest."""
-    with pytest.raises(ValueError, match=message):
-        parse_task({"name": "mlm", "dataset": "wikitext"} | settings)
 
 
 def test_a_technique_that_is_only_switched_on_hides_no_weights_of_others():
@@ -372,8 +308,8 @@ def test_a_first_phase_that_cuts_in_steps_learns_from_the_model():
     """Without a phase before it, "@previous" is the recipe's model, in each step."""
     taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
     recipe = parse_recipe({"phases": [{"max_steps": 4, "cut": {"keep": [0.5, 0.2]}, "techniques": taught}]})
-    assert [phase.techniques.distill.teacher for phase in recipe.phases] == ["@model", "@model"]
-    assert [phase.name for phase in recipe.phases] == ["train_1", "train"]
+    named = [(phase.name, phase.techniques.distill.teacher) for phase in recipe.phases]
+    assert named == [("train_1", "@model"), ("train", "@model")]
 
 
 MLM = {"name": "mlm", "dataset": "x"}
