@@ -11,25 +11,11 @@ if TYPE_CHECKING:
     from ds_trainer.techniques.technique import Technique
 
 __version__ = "0.2.0"
-__all__ = [
-    "Recipe",
-    "StoppedError",
-    "Task",
-    "Technique",
-    "UserError",
-    "cut",
-    "evaluate",
-    "load_model",
-    "shrink",
-    "train",
-]
-_MODULES = {
-    **dict.fromkeys(("cut", "evaluate", "load_model", "shrink", "train"), "ds_trainer.cli.api"),
-    **dict.fromkeys(("StoppedError", "UserError"), "ds_trainer.ranks.failures"),
-    "Recipe": "ds_trainer.config.recipe",
-    "Task": "ds_trainer.tasks.task",
-    "Technique": "ds_trainer.techniques.technique",
-}
+__all__ = ["Recipe", "StoppedError", "Task", "Technique", "UserError"]
+__all__ += ["cut", "evaluate", "load_model", "shrink", "train"]
+_MODULES = dict.fromkeys(__all__, "ds_trainer.cli.api") | {"Recipe": "ds_trainer.config.recipe"}
+_MODULES |= dict.fromkeys(("StoppedError", "UserError"), "ds_trainer.ranks.failures")
+_MODULES |= {"Task": "ds_trainer.tasks.task", "Technique": "ds_trainer.techniques.technique"}
 
 
 def __getattr__(name: str) -> Any:

@@ -80,12 +80,9 @@ def train(
     are those of the command, such as "--cache_dir", "DIR". Raises UserError with every mistake.
     """
     switches = ["--overwrite_output_dir"] * overwrite + ["--resume"] * resume
-    job = training.read_train_job(
-        [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)],
-        recipe=recipe,
-        deepspeed_config=deepspeed_config or _ENGINE_FILE,
-        output_dir=output_dir,
-    )
+    words = [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)]
+    files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
+    job = training.read_train_job(words, **files, output_dir=output_dir)
     results = training.train(job)
     from ds_trainer.report.log import results_table
 

@@ -59,9 +59,7 @@ class CutSpec(Strict):
     )
     contiguous: bool = Field(False, description="drop layers that follow one another (arXiv 2403.17887)")
     width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
-    heads: Size | None = Field(
-        None, description="share of each layer's heads, or how many groups with one key and value"
-    )
+    heads: Size | None = Field(None, description="share of a layer's heads, or how many groups with one key and value")
     neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
     keep: Annotated[KeptShare | list[KeptShare] | None, _SHARES] = Field(
         None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
@@ -77,12 +75,8 @@ class CutSpec(Strict):
     )
     update_weights: bool = Field(True, description="let what is kept make up for what is removed, by least squares")
     calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
-    damping: Annotated[float, Field(gt=0, le=10)] = Field(
-        0.01, description="added to the variance of each input, as a share of the mean variance"
-    )
-    block_shape: Annotated[list[Positive], Field(min_length=2, max_length=2)] = Field(
-        [32, 32], description="outputs and inputs of the granularity block"
-    )
+    damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
+    block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
     min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
     vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
 

@@ -34,11 +34,13 @@ def _is_whole_or_fraction(value: Any) -> bool:
     return _is_whole(value) or (isinstance(value, float) and 0 <= value <= 1)
 
 
+def _is_name_or_number(value: Any) -> bool:
+    return _is_whole(value) or isinstance(value, str)
+
+
 _WHOLE_OR_FRACTION = only(_is_whole_or_fraction, "a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
-_NAME_OR_NUMBER = only(
-    lambda value: _is_whole(value) or isinstance(value, str),
-    "the name of a column, or in a file without a header its number, from 0",
-)
+_NAME_OR_NUMBER = only(_is_name_or_number, "the name of a column, or in a file without a header its number, from 0")
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]
 """A part of a whole that is not all of it."""

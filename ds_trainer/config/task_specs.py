@@ -71,12 +71,9 @@ class TextSpec(LabelledSpec):
     missing: list[str] = Field(["nan", "NaN", "NA"], description="cells that mean no value, as empty ones do")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
     multi_label: bool | None = Field(None, description="any number of labels each; by default if cells are lists")
-    positive_class: ClassName | None = Field(
-        None, description="the class whose F1 is `f1`; GLUE's tasks have their own"
-    )
+    positive_class: ClassName | None = Field(None, description="class whose F1 is `f1`; GLUE's tasks have their own")
     class_weights: Literal["balanced"] | list[Weight] | None = Field(
-        None,
-        description='a weight for each class in the loss, in the order of the logged counts; "balanced": by rarity',
+        None, description='of each class in the loss, in the order of the logged counts; "balanced": by rarity'
     )
     metrics: list[Metric] | None = Field(
         None, description="by default GLUE's; accuracy, with positive_class f1; of several labels micro_f1, macro_f1"

@@ -32,6 +32,9 @@ def _is_cache(value: Any) -> bool:
     return isinstance(value, bool | TopKSpec) or (type(top_k) is int and top_k > 0)
 
 
+_CACHE = only(_is_cache, 'true, false, or {"top_k": 64}, tokens from 1 up')
+
+
 class DistillSpec(TechniqueSpec):
     """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
 
@@ -47,8 +50,8 @@ class DistillSpec(TechniqueSpec):
     layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="in which the teacher computes")
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
-    cache_teacher: Annotated[bool | TopKSpec, only(_is_cache, 'true, false, or {"top_k": 64}, tokens from 1 up')] = (
-        Field(False, description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens')
+    cache_teacher: Annotated[bool | TopKSpec, _CACHE] = Field(
+        False, description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens'
     )
     freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
     freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
@@ -86,9 +89,7 @@ class LayerSkipSpec(Strict):
     """Layer dropout and early-exit losses of a decoder, as in LayerSkip (arXiv 2404.16710), for the task "clm"."""
 
     layer_dropout: Share = Field(0.1, description="chance that a sample skips the last layer; 0 at the first layer")
-    dropout_schedule: Literal["constant", "exponential"] = Field(
-        "constant", description='over the phase; "exponential" grows from 0, for training from scratch'
-    )
+    dropout_schedule: Literal["constant", "exponential"] = Field("constant", description="exponential grows from 0")
     curriculum: Literal["rotational", "gradual"] = Field(
         "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
     )
@@ -160,9 +161,7 @@ def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
     if len(partners) > 1:
         raise UserError(f"{' and '.join(partners)} are both set, and each decides what alpha_ce weighs: keep one")
     if distill.get("alpha_ce") is not None and not partners:
-        others = (
-            "add alpha_distil (then it weighs the task's loss), or alpha_mlm, alpha_clm or alpha_squad (the logits)"
-        )
+        others = "add alpha_distil (then it weighs the task's loss), alpha_mlm, alpha_clm or alpha_squad (the logits)"
         raise UserError(f"alpha_ce is set alone: {others}")
     is_distilbert = bool(partners) and partners != ["alpha_distil"]
     weights = {

@@ -56,9 +56,8 @@ def placed_engine_file(
                 way_out = (
                     f"write a relative path, which is taken inside {folder}, or give --allow_write with its folder"
                 )
-                mistakes.append(
-                    f"{section}.{key} is {quoted(value)}, which lies outside of the output folder: {way_out}"
-                )
+                outside = f"{section}.{key} is {quoted(value)}, which lies outside of the output folder"
+                mistakes.append(f"{outside}: {way_out}")
             elif key != "job_name" and target != value:
                 block[key] = target
                 notes.append(f"the engine file's {section}.{key} is {target}")
