@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.launching import SHARED, run_deepspeed, run_script
+from support.launching import run_deepspeed, run_script
 from support.trained_runs import becomes_model, read, train
 
 from ds_trainer.cli.command import run_command
@@ -261,51 +261,40 @@ def edit_recipe(run: Path, change) -> None:
     (run / "recipe.json").write_text(json.dumps(recipe))
 
 
-def edit_task(run: Path, fields: dict) -> None:
-    """Change fields of the task that checkpoint-4 was trained on."""
+def change_task(run: Path) -> None:
+    """Name a folder that is not there in the task that checkpoint-4 was trained on."""
     sums, position = read_marker(run / "checkpoint-4")
-    position["phase"]["task"] |= fields
+    position["phase"]["task"]["data_dir"] = str(run / "nowhere")
     write_marker(run / "checkpoint-4", sums, position)
 
 
-HOSTILE = {
-    "damaged": (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
-    "marker": (
-        lambda run: (run / "checkpoint-4" / "complete.json").write_text("{"),
-        "checkpoint-4 is damaged (complete.json cannot be read",
-    ),
-    "moved": (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
-    "no recipe": (lambda run: (run / "recipe.json").write_text("{"), "recipe.json"),
-    "unknown key": (
-        lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])),
-        'phasen: unknown key; did you mean "phases"?',
-    ),
-    "other phase": (
-        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
-        "was written by the phase prune, but lies in the folder of ",
-    ),
-    "other model": (
-        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][0].update(name="fine")),
-        "the model at the start of the phase prune cannot be loaded, and its config and tokenizer are needed: ",
-    ),
-    "start is gone": (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
-    "start is another": (
-        lambda run: (run / "finetune/model/config.json").write_text(
-            json.dumps(read(run / "finetune/model/config.json") | {"num_hidden_layers": 1})
-        ),
-        "do not go into the model that ",
-    ),
-    "no task files": (
-        lambda run: edit_task(run, {"data_dir": str(run / "nowhere")}),
-        "nowhere/validation.csv",
-    ),
-}
+def change_start(run: Path) -> None:
+    config = run / "finetune/model/config.json"
+    config.write_text(json.dumps(read(config) | {"num_hidden_layers": 1}))
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_checkpoint_that_cannot_be_read_is_told(case, alone, tmp_path, capsys):
+def rename_phase(number: int, name: str):
+    return lambda run: edit_recipe(run, lambda recipe: recipe["phases"][number].update(name=name))
+
+
+HOSTILE = [
+    (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
+    (lambda run: (run / "checkpoint-4/complete.json").write_text("{"), "is damaged (complete.json cannot be read"),
+    (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
+    (lambda run: (run / "recipe.json").write_text("{"), "recipe.json"),
+    (lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])), 'unknown key; did you mean "phases"?'),
+    (rename_phase(1, "cut"), "was written by the phase prune, but lies in the folder of "),
+    (rename_phase(0, "fine"), "the model at the start of the phase prune cannot be loaded, and its config and"),
+    (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
+    (change_start, "do not go into the model that "),
+    (change_task, "nowhere/validation.csv"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), HOSTILE)
+def test_a_checkpoint_that_cannot_be_read_is_told(change, said, alone, tmp_path, capsys):
     """One error, exit code 2, and not a file more than there was."""
-    run, (change, said) = Path(shutil.copytree(alone, tmp_path / "out")), HOSTILE[case]
+    run = Path(shutil.copytree(alone, tmp_path / "out"))
     change(run)
     assert refused(run / "checkpoint-4", tmp_path, capsys).count(said) == 1
 
@@ -332,19 +321,14 @@ def test_a_checkpoint_beside_a_run_is_left_alone(alone, tmp_path, capsys):
 
 def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypatch):
     """Where there are none, heads that a phase does not have, several ranks, an output in the checkpoint itself."""
-    for words, said in (
-        ((alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder of a run"),
-        ((alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, so no heads to exit at"),
+    for read_job, words, said in (
+        (read_evaluate_job, (alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder"),
+        (read_evaluate_job, (alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, so no heads"),
+        (read_export_job, (alone / "checkpoint-4", "--onnx"), "is what is exported, and stays as it is: give --output"),
+        (read_export_job, (alone / "checkpoint-4", "--unpack"), "whose weights are whole: drop the flag"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
-            read_evaluate_job([str(word) for word in words])
-    for words, said in (
-        (("--onnx",), "is what is exported, and stays as it is: give --output_dir"),
-        (("--unpack", "--output_dir", tmp_path / "target"), "whose weights are whole: drop the flag"),
-        (("--onnx", "--output_dir", alone / "checkpoint-4"), "stays as it is: give --output_dir with another folder"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            read_export_job([str(word) for word in (alone / "checkpoint-4", *words)])
+            read_job([str(word) for word in words])
     shutil.copytree(alone / "model", tmp_path / "checkpoint-7")
     assert not is_checkpoint(str(tmp_path / "checkpoint-7")), "a model folder of another trainer has such a name, too"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -396,22 +380,3 @@ def test_the_embedded_default_runs(tmp_path):
     assert [row[0] for row in table] == ["finetune", "prune", "quarter"]
     assert "(10.0%)" in table[1]
     assert len(read(tmp_path / "out" / "model" / "config.json")["id2label"]) == 5
-
-
-@pytest.mark.real
-def test_real_sst2_learns_and_prunes(tmp_path):
-    """MiniLM on SST-2: 40 steps fine-tune it well above chance, and pruning leaves exactly 15% of the encoder."""
-    done = run_deepspeed(
-        1,  # two would spend their time on sums of 22 million gradients
-        *("launch/train.py", "--deepspeed_config", "ds_configs/zero2.json", "--set", "report=false"),
-        *("--recipe", "ds_configs/recipes/sst2_prune.json", "--model_name_or_path", str(SHARED / "models/minilm-l6")),
-        *("--data_dir", str(SHARED / "data"), "--output_dir", str(tmp_path / "out")),
-        *("--set", "phases.finetune.max_steps=40", "--set", "phases.prune.max_steps=3"),
-        *("--set", "phases.*.train_batch_size=16", "--set", "task.max_train_samples=2000"),
-        *("--set", "task.max_eval_samples=200"),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = read(tmp_path / "out" / "all_results.json")
-    assert results["finetune"]["eval"]["accuracy"] > 0.65
-    kept = results["prune"]["weights"]["encoder"]
-    assert kept == {"kept": pytest.approx(0.15 * 10_616_832, abs=36), "total": 10_616_832}

@@ -223,12 +223,7 @@ def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:
     model: dict[str, Any] = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1}
     model |= {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 32}
     create_folder(model, train_tokenizer([*WORDS.values()] * 5, 64, True), tmp_path / "model", seed=0)
-    files = [
-        "--deepspeed_config",
-        "ds_configs/zero2.json",
-        "--recipe",
-        "ds_configs/recipes/glue_fine_prune_distil.json",
-    ]
+    files = ["--deepspeed_config", "zero2", "--recipe", "glue_fine_prune_distil"]
     places = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
     words = [*files, *places, *write_task(tmp_path / "data", SMALL)]
     job = read_train_job(words)
