@@ -18,6 +18,16 @@ def with_distill(**distill) -> dict:
     return {"phases": [{"max_steps": 10, "techniques": {"distill": {"teacher": "@model"} | distill}}]}
 
 
+def phase(**fields) -> dict:
+    return {"phases": [{"max_steps": 1} | fields]}
+
+
+def after_mlm(task: str, **fields) -> dict:
+    """A phase of a task after one of masked language modelling."""
+    first = {"name": "a", "max_steps": 1, "task": {"name": "mlm"}}
+    return {"task": {"name": task}, "phases": [first, {"name": "b", "max_steps": 1} | fields]}
+
+
 def with_task(**task) -> dict:
     return {"task": task, "phases": [{"max_steps": 10}]}
 
@@ -53,24 +63,18 @@ def mistakes_of(data) -> str:
         (with_prune(final_lambda=3), ["final_lambda", "regularization"]),
         (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
         ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
-        (
-            {"phases": [{"max_steps": 1, "start_from": "@nope"}]},
-            ['start_from of phase "train" is "@nope"', '"@previous"'],
-        ),
-        ({"phases": [{"max_steps": 1, "name": "model"}]}, ['named "model"', "rename it"]),
-        ({"phases": [{"max_steps": 1, "name": "../x"}]}, ["phases.0.name", "pattern"]),
+        (phase(start_from="@nope"), ['start_from of phase "train" is "@nope"', '"@previous"']),
+        (phase(name="model"), ['named "model"', "rename it"]),
+        (phase(name="../x"), ["phases.0.name", "pattern"]),
         ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
-        ({"phases": [{"max_steps": 1, "learning_rate": float("inf")}]}, ["learning_rate", "finite"]),
-        (
-            {"phases": [{"max_steps": 1, "cut": {"keep": [0.5, 0.2]}}]},
-            ['max_steps of phase "train" is 1', "in 2 steps"],
-        ),
+        (phase(learning_rate=float("inf")), ["learning_rate", "finite"]),
+        (phase(cut={"keep": [0.5, 0.2]}), ['max_steps of phase "train" is 1', "in 2 steps"]),
         (
             {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
             ['two phases are named "a_1"'],
         ),
         (
-            {"phases": [{"max_steps": 1, "techniques": {"layer_skip": {"curriculum": "gradual", "rotation": 4}}}]},
+            phase(techniques={"layer_skip": {"curriculum": "gradual", "rotation": 4}}),
             ["rotation", "drop it beside gradual"],
         ),
         (with_task(name="text", text_columns=["a", "b"], label_column="b"), ["label_column is b", "text_columns"]),
@@ -84,25 +88,10 @@ def mistakes_of(data) -> str:
             ["techniques.distill.teacher of phase", 'is "@later"', '"@model"'],
         ),
         (
-            {
-                "task": {"name": "squad"},
-                "phases": [
-                    {"name": "a", "max_steps": 1, "task": {"name": "mlm"}},
-                    {"name": "b", "max_steps": 1, "techniques": {"distill": {"teacher": "@a", "alpha_distil": 1}}},
-                ],
-            },
+            after_mlm("squad", techniques={"distill": {"teacher": "@a", "alpha_distil": 1}}),
             ["of the family squad", '"a", whose model teaches it, of lm', "the same task"],
         ),
-        (
-            {
-                "task": {"name": "sst2"},
-                "phases": [
-                    {"name": "a", "max_steps": 1, "task": {"name": "mlm"}},
-                    {"name": "b", "max_steps": 1, "cut": {"keep": 0.5}},
-                ],
-            },
-            ["of the family text", '"a", whose model is cut for it, of lm', "the same task"],
-        ),
+        (after_mlm("sst2", cut={"keep": 0.5}), ["of the family text", '"a", whose model is cut for it, of lm']),
         (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
         (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
         (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
@@ -112,11 +101,8 @@ def mistakes_of(data) -> str:
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
         ({"tensorboard": False, "phases": [{"max_steps": 1, "histograms": True}]}, ["histograms", "set tensorboard"]),
-        ({"phases": [{"max_steps": 1, "student": {}}]}, ["student", "one of the two"]),
-        (
-            {"phases": [{"max_steps": 1, "student": {"layers": [0], "config": {"model_type": "bert"}}}]},
-            ["one of the two"],
-        ),
+        (phase(student={}), ["student", "one of the two"]),
+        (phase(student={"layers": [0], "config": {"model_type": "bert"}}), ["one of the two"]),
     ],
 )
 def test_mistakes_are_told_with_path_and_way_out(data, words):
