@@ -6,6 +6,8 @@ form of the keys of some services, and as the value of an environment variable w
 Every pattern begins at the start of a name or at a fixed character, so that the time is linear in the text's length.
 """
 
+import contextlib
+import json
 import os
 import re
 import shlex
@@ -31,7 +33,7 @@ _MIN_VALUE = 8
 
 _NAME = r"(?<![\w.*-])([\w.*-]+)"
 _STRING = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
-_BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, which may hide more than the value
+_BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, for what is no whole JSON value
 _FORMS = (
     (re.compile(_NAME + r'"\s{0,20}:\s{0,20}'), re.compile(rf"{_STRING}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
     (re.compile(_NAME + " is "), re.compile(rf"{_STRING}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
@@ -82,15 +84,23 @@ def _command(text: str) -> str:
 
 def _text(text: str) -> str:
     values = {value for name, value in os.environ.items() if len(value) >= _MIN_VALUE and _is_secret(name)}
-    for known in sorted(values, key=len, reverse=True):  # one may be a part of another
-        text = text.replace(known, HIDDEN)
+    for value in sorted(values, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, HIDDEN)
     text = _LOGIN.sub(f"://{HIDDEN}@", _SERVICE_KEY.sub(HIDDEN, text))
     for mark, its_value, replacement in _FORMS:
         parts, done = [], 0
         for name in mark.finditer(text):
             # a name inside of a hidden value is passed over
-            if name.start() >= done and _is_secret(name[1]) and (value := its_value.match(text, name.end())):
+            if name.start() >= done and _is_secret(name[1]) and (end := _end_of_value(text, name.end(), its_value)):
                 parts += [text[done : name.end()], replacement]
-                done = value.end()
+                done = end
         text = "".join([*parts, text[done:]])
     return text
+
+
+def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None:
+    """Return the end of the value at `start`; None if there is no value. A JSON list or object ends at its bracket."""
+    if text[start : start + 1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.JSONDecoder().raw_decode(text, start)[1]
+    return matched.end() if (matched := pattern.match(text, start)) else None

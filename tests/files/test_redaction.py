@@ -79,7 +79,7 @@ def test_a_secret_is_hidden_whatever_stands_before_it():
         ('comet.api_key is ["hush"]: write text or null', f"comet.api_key is {HIDDEN}: write text or null"),
         ('comet.api_key is "hush": write text', f"comet.api_key is {HIDDEN}: write text"),
         ("comet.api_key is 'hush', and must be text", f"comet.api_key is {HIDDEN}, and must be text"),
-        ('"token": {"a": ["hush]"]}, "n": [3]', f'"token": "{HIDDEN}"'),
+        ('"token": {"a": ["hush]"]}, "n": [3]', f'"token": "{HIDDEN}", "n": [3]'),
         ("comet.api_key is not a key that is known", "comet.api_key is not a key that is known"),
         ('train_batch_size is "7": write a number', 'train_batch_size is "7": write a number'),
         ("asked with hf_abcdefghijklmnopqrstuvwxyz and", f"asked with {HIDDEN} and"),
