@@ -59,10 +59,10 @@ def test_text_that_is_no_json_is_searched_too():
 @pytest.mark.parametrize("unit", ["a.", "a is {", "token is {", "k=", "token='", '\\"', '"k":"', "http://", "AB"])
 def test_a_long_text_takes_no_longer_than_it_is_long(unit):
     """Many of any unit, in seconds; and a secret behind it is hidden, unless what holds it is already."""
-    before = time.perf_counter()
+    before = time.process_time()
     text = redacted(unit * 2 * 10**5 + "\napi_key=hush a.token is hush: b")
     assert "hush" not in text
-    assert time.perf_counter() - before < 10
+    assert time.process_time() - before < 10
 
 
 def test_a_secret_is_hidden_whatever_stands_before_it():
