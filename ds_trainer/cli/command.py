@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
     def options(self, arguments: Sequence[str], given: Mapping[str, Any]) -> argparse.Namespace:
         """Parse a command line, with what a Python program has `given` as the values of the flags of these names.
 
-        Texts and paths are parsed as on a command line; a value of another kind is taken as it is, and None is none.
+        Texts and paths are parsed as on a command line, other values are taken as they are, and None is left out.
         """
         texts = [f"--{name}={value}" for name, value in given.items() if isinstance(value, str | Path)]
         options = self.parse_args([*arguments, *texts])

@@ -67,7 +67,7 @@ class Strict(BaseModel):
         return ()
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _go_together(self) -> Self:
         raise_mistakes(self.mistakes())
         return self
 
