@@ -67,7 +67,7 @@ def read_evaluate_job(arguments: Sequence[str], **given: Any) -> EvaluateJob:
 def evaluate_parser() -> Parser:
     parser = Parser("evaluate", "Score a model folder, or checkpoints, on a task.")
     add_model_flags(parser, model="model folder or hub name, OUT/checkpoint-N, or with --all_checkpoints OUT")
-    every = "score every checkpoint in OUT, or OUT/PHASE: a table, checkpoints.json and a figure"
+    every = "score every checkpoint in OUT, or OUT/PHASE: a table, and checkpoints.json"
     parser.add_argument("--all_checkpoints", action="store_true", help=every)
     parser.add_argument("--output_file", type=Path, help="also write the scores there, as JSON")
     parser.add_argument("--predictions_dir", type=Path, help="write predictions and curves of exits there, if any")
