@@ -21,7 +21,7 @@ def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
         if fits(value):
             return value
         instead = f", not {value}" if isinstance(value, dict | list) else ""  # of another value the caller adds it
-        raise UserError(f"write {allowed}{instead}")
+        raise UserError(f"{allowed}{instead}")
 
     return BeforeValidator(check)
 
@@ -38,8 +38,12 @@ def _is_name_or_number(value: Any) -> bool:
     return _is_whole(value) or isinstance(value, str)
 
 
-_WHOLE_OR_FRACTION = only(_is_whole_or_fraction, "a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0")
-_NAME_OR_NUMBER = only(_is_name_or_number, "the name of a column, or in a file without a header its number, from 0")
+_WHOLE_OR_FRACTION = only(
+    _is_whole_or_fraction, "write a whole number from 0 up, or a fraction of the phase from 0.0 to 1.0"
+)
+_NAME_OR_NUMBER = only(
+    _is_name_or_number, "write the name of a column, or in a file without a header its number, from 0"
+)
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]

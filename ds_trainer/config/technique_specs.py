@@ -32,7 +32,7 @@ def _is_cache(value: Any) -> bool:
     return isinstance(value, bool | TopKSpec) or (type(top_k) is int and top_k > 0)
 
 
-_CACHE = only(_is_cache, 'true, false, or {"top_k": 64}, tokens from 1 up')
+_CACHE = only(_is_cache, 'write true, false, or {"top_k": 64}, tokens from 1 up')
 
 
 class DistillSpec(TechniqueSpec):

@@ -8,9 +8,9 @@ from ds_trainer.config.cut_specs import CutSpec
 MISTAKES = {
     "nothing": ({}, "nothing says how much to keep"),
     "two amounts": ({"keep": 0.5, "target_flops": 0.5}, "keep and target_flops are set: keep one"),
-    "all": ({"keep": 1.0}, "write a share between 0 and 1"),
-    "none": ({"keep": 0.0}, "write a share between 0 and 1"),
-    "no steps": ({"keep": []}, "write a share between 0 and 1"),
+    "all": ({"keep": 1.0}, "give a share between 0 and 1"),
+    "none": ({"keep": 0.0}, "give a share between 0 and 1"),
+    "no steps": ({"keep": []}, "give a share between 0 and 1"),
     "uniform target": ({"target_flops": 0.5, "uniform": True}, "uniform keeps the same share"),
     "target of weights": ({"target_latency": 0.5, "granularity": "weight"}, "counts what heads and neurons cost"),
     "wanda of heads": ({"keep": 0.5, "method": "wanda"}, "method wanda scores single weights"),
@@ -22,8 +22,8 @@ MISTAKES = {
     "mixture without a target": ({"granularity": "model", "keep": 0.5}, 'granularity "model" chooses the sizes'),
     "a run of none": ({"width": 0.5, "contiguous": True}, "contiguous says which layers go"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
-    "no tokens": ({"vocabulary": {"keep": 0}}, 'write "seen", a number of tokens'),
-    "quoted": ({"vocabulary": {"keep": "5000"}}, 'write "seen", a number of tokens without quotes'),
+    "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
+    "quoted": ({"vocabulary": {"keep": "5000"}}, 'give "seen", a number of tokens without quotes'),
 }
 
 
