@@ -29,9 +29,7 @@ def _are_shares(keep: Any) -> bool:
 
 
 _TOKENS = only(_are_tokens, 'give "seen", a number of tokens without quotes, or the name of a file that lists them')
-_SHARES = only(
-    _are_shares, "give a share between 0 and 1, such as 0.5, or a falling list of shares, such as [0.7, 0.5]"
-)
+_SHARES = only(_are_shares, "give a share between 0 and 1, such as 0.5, or a falling list, such as [0.7, 0.5]")
 
 
 class VocabularySpec(Strict):
