@@ -84,17 +84,29 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
 @pytest.mark.parametrize(
     ("read", "more", "message"),
     [
-        ([], "one of the arguments --target_speedup --max_drop is required"),
-        (["--target_speedup", "2", "--max_drop", "1"], "not allowed with argument"),
-        (["--target_speedup", "0.5"], "--target_speedup is 0.5: it must be greater than or equal to 1"),
-        (["--max_drop", "much"], "argument --max_drop: invalid float value: 'much'"),
-        (["--max_drop", "1", "--patience", "1001"], "--patience is 1001: it must be less than or equal to 1000"),
-        (["--max_drop", "1", "--patience", "2"], 'patience goes with criterion "patience"'),
-        (["--max_drop", "1", "--criterion", "patience", "--patience", "2"], "--patience 2: it goes with a regression"),
-        (["--max_drop", "1", "--criterion", "patience", "--per_head"], "--per_head: patience is the same"),
-        (["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
-        (["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
-        (["--max_drop", "1", "--set", "regression=true"], "a regression has no probabilities"),
+        (read_calibrate_job, [], "one of the arguments --target_speedup --max_drop is required"),
+        (read_calibrate_job, ["--target_speedup", "2", "--max_drop", "1"], "not allowed with argument"),
+        (read_calibrate_job, ["--target_speedup", "0.5"], "--target_speedup is 0.5: it must be greater than or equal"),
+        (read_calibrate_job, ["--max_drop", "-1"], "--max_drop is -1.0: it must be greater than or equal to 0"),
+        (read_calibrate_job, ["--max_drop", "1", "--criterion", "luck"], "invalid choice: 'luck'"),
+        (read_calibrate_job, ["--max_drop", "1", "--patience", "2"], "--patience 2: it goes with a regression"),
+        (
+            read_calibrate_job,
+            ["--max_drop", "1", "--criterion", "entropy", "--patience", "2"],
+            'patience goes with criterion "patience"',
+        ),
+        (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
+        (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
+        (read_calibrate_job, ["--max_drop", "1", "--set", 'train_file="gone.csv"'], "gone.csv"),
+        (read_calibrate_job, ["--max_drop", "1", "--set", "regression=true"], "a regression has no probabilities"),
+        (read_evaluate_job, ["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
+        (
+            read_evaluate_job,
+            ["--early_exit_confidence", "0.9,"],
+            'it is "0.9,": write a number, or several with commas',
+        ),
+        (read_evaluate_job, ["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from"),
+        (read_evaluate_job, ["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
     ],
 )
 def test_mistakes_of_flags_are_told(
@@ -121,28 +133,6 @@ def test_a_folder_that_does_not_suit_is_told(classifier: Path, flags: list[str],
         with pytest.raises(ValueError) as caught:
             read_calibrate_job([str(folder), *flags, "--max_drop", "1"])
         assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
-        (["--early_exit_confidence", "0.9,"], 'confidence: it is "0.9,": write a number, or several with commas'),
-        (["--early_exit_entropy", "-1"], "--early_exit_entropy is -1.0: write a number of 0 or more"),
-        (["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from 0 to 1"),
-        (["--early_exit_confidence", "0.9", "--patience", "2"], "not allowed with argument"),
-    ],
-)
-def test_mistakes_of_a_policy_are_told(classifier: Path, flags: list[str], more: list[str], message: str) -> None:
-    """Too few thresholds, what is no threshold, two criteria; a folder without exits has no policy to replace."""
-    with pytest.raises(ValueError) as caught:
-        read_evaluate_job([str(classifier), *flags, *more])
-    assert message in str(caught.value)
-
-
-def test_a_policy_for_a_folder_without_exits_is_refused(classifier: Path, flags: list[str], tmp_path: Path) -> None:
-    """Not ignored."""
-    plain = shutil.copytree(classifier, tmp_path / "plain", ignore=shutil.ignore_patterns("exit*"))
     assert read_evaluate_job([str(plain), *flags]).exit_policy(None) is None
     with pytest.raises(ValueError, match=r"an exit policy is given, and .*plain has no exits\.json"):
         read_evaluate_job([str(plain), *flags, "--patience", "1"])

@@ -92,7 +92,7 @@ def mistakes_of(data) -> str:
             ["of the family squad", '"a", whose model teaches it, of lm', "the same task"],
         ),
         (after_mlm("sst2", cut={"keep": 0.5}), ["of the family text", '"a", whose model is cut for it, of lm']),
-        (with_distill(terms=["attention"], cache_teacher=True), ["cache_teacher does not keep attention"]),
+        (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
         (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
         (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
         (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["tokens from 1 up"]),
