@@ -16,7 +16,7 @@ import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine, memory
-from ds_trainer.engine.checkpoint import CheckpointState, WholeCheckpoint
+from ds_trainer.engine.checkpoint import Checkpoint, load
 from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
@@ -50,7 +50,8 @@ def train(plan: PhasePlan, log: RunLog, stop: StopRequests) -> dict[str, Any]:
                 training.take_step()
                 training.log_if_due()
                 training.evaluate_if_due()
-                training.save_if_due()
+                if plan.is_to_save(training.progress.step):
+                    training.save()
                 stop.check()
             plan.checkpoints.drop_oldest()
             step, evaluation = training.choose()
@@ -67,17 +68,20 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
     and `Histograms` come after it, since loading may replace the engine's loss scaler and tensors.
     """
     model, groups, objective = plan.prepare()
-    progress = Progress.of(plan.resumed.state) if plan.resumed else Progress()
+    resumed, progress = plan.resumed, Progress()
+    if resumed:
+        evaluation = Evaluation(dict(resumed.scores))  # the answers are not saved
+        progress = Progress(resumed.step, resumed.step, resumed.evaluated, evaluation, resumed.curve)
     # the values are counted before the engine starts, since ZeRO-3 empties the parameters
     explaining_memory = partial(_explaining_memory, plan, progress, ModelSizes.of(model, groups))
     with explaining_memory(" as training started", plan.memory_cure):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
-        if plan.resumed:
-            _resume(plan, plan.resumed, ds_engine, objective)
+        if resumed:
+            _resume(plan.phase.name, resumed, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
-    log.open(progress.step, progress.evaluated, plan.resumed.state.report if plan.resumed else None)
-    order = plan.resumed.state.order_batch_size if plan.resumed else ds_engine.train_batch_size()
+    log.open(progress.step, progress.evaluated, resumed.report if resumed else None)
+    order = resumed.order if resumed else ds_engine.train_batch_size()
     return Training(
         plan=plan,
         log=log,
@@ -137,12 +141,7 @@ class Progress:
     evaluation: Evaluation = field(default_factory=Evaluation)
     """The result of that evaluation. After a resume it has the scores alone, without the answers."""
     curve: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """As in `CheckpointState`."""
-
-    @classmethod
-    def of(cls, state: CheckpointState) -> Progress:
-        """Return how far the phase had come when a checkpoint was written."""
-        return cls(state.step, state.step, state.evaluated, Evaluation(dict(state.scores)), state.curve)
+    """As in `Checkpoint`."""
 
 
 @dataclass
@@ -219,33 +218,28 @@ class Training:
         if progress.saved == progress.step:  # a stop during this evaluation has saved the checkpoint without its scores
             self.plan.checkpoints.write_scores(progress.step, scores, progress.curve)
 
-    def save_if_due(self) -> None:
-        if self.plan.is_to_save(self.progress.step):
-            self.save()
-
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one, or the engine has gone back to the best one."""
         self.check_finite()  # before anything of such a step is kept
         progress = self.progress
         if progress.saved == progress.step or progress.step != self.engine.global_steps:
             return
-        state = CheckpointState(
-            step=progress.step,
-            examples=self.engine.global_samples,
-            batch_size=self.engine.train_batch_size(),
-            order_batch_size=self.batches.batch_size,
-            identity=self.identity,
-            asked=self.plan.is_to_save(progress.step),
-            evaluated=progress.evaluated,
-            scores=progress.evaluation.scores,
-            curve=progress.curve,
-            report=self.log.state(),
-            techniques=self.technique_states(),
-            total=self.plan.length.total,
-            phase=redacted(self.plan.phase.model_dump() | {"task": self.plan.task.spec.model_dump()}),
-        )
+        position = {
+            "examples": self.engine.global_samples,
+            "batch_size": self.engine.train_batch_size(),
+            "order": self.batches.batch_size,
+            "identity": self.identity,
+            "asked": self.plan.is_to_save(progress.step),
+            "evaluated": progress.evaluated,
+            "scores": progress.evaluation.scores,
+            "curve": progress.curve,
+            "report": self.log.state(),
+            "techniques": self.technique_states(),
+            "total": self.plan.length.total,
+            "phase": redacted(self.plan.phase.model_dump() | {"task": self.plan.task.spec.model_dump()}),
+        }
         with self.log.paused():
-            if self.plan.checkpoints.save(self.engine, state):
+            if self.plan.checkpoints.save(self.engine, progress.step, position):
                 progress.saved = progress.step
 
     def score(self, step: int) -> Evaluation:
@@ -275,9 +269,9 @@ class Training:
         if self.plan.phase.load_best_model_at_end:
             best = self.plan.checkpoints.best_saved()
             if best:
-                _load(self.plan, best, self.engine, self.objective)
+                _load(best, self.engine, self.objective)
                 distributed.info(f"{name}: the model of the best checkpoint, {best.path}, is exported")
-                return best.state.step, self.score(best.state.step)
+                return best.step, self.score(best.step)
             distributed.warn(f"{name}: no checkpoint has a score of its own step, so the last step is exported")
         # the answers are missing where an earlier session has recorded this evaluation
         return progress.step, progress.evaluation if progress.evaluation.answers else self.score(progress.step)
@@ -302,9 +296,8 @@ class Training:
         """Save what was trained, stop the engine, and return the error that says how far the run has come."""
         self.save()
         engine.stop_engine(self.engine)
-        progress, lost = self.progress, ""
-        if progress.saved != progress.step:
-            lost = "; the steps since the last checkpoint are lost"
+        progress = self.progress
+        lost = "" if progress.saved == progress.step else "; the steps since the last checkpoint are lost"
         place = f"step {progress.step} of {self.plan.length.total} of phase {self.plan.phase.name}"
         return StoppedError(f"stopped at {place}: {reason}{lost}")
 
@@ -330,24 +323,23 @@ def flush(log: RunLog, objective: Objective, ds_engine: Engine) -> None:
     log.flush(ds_engine.global_steps, readings)
 
 
-def _resume(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+def _resume(phase: str, checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> None:
     """Load a checkpoint, put back the hyperparameters of this run's files, and log where the two differ."""
     of_files = engine.OptimizerSettings(ds_engine)
-    _load(plan, checkpoint, ds_engine, objective)
+    _load(checkpoint, ds_engine, objective)
     of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
     of_files.restore(ds_engine)
     in_force = engine.OptimizerSettings(ds_engine)  # read again: `restore` moves the rates along the schedule
-    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.state.step}")
-    changes = in_force.changes_since(of_checkpoint)
-    if changes:
-        distributed.info(f"{plan.phase.name}: this run's files differ from the checkpoint, and win: {changes}")
+    distributed.info(f"{phase}: resumed from {checkpoint.path}, at step {checkpoint.step}")
+    if changes := in_force.changes_since(of_checkpoint):
+        distributed.info(f"{phase}: this run's files differ from the checkpoint, and win: {changes}")
 
 
-def _load(plan: PhasePlan, checkpoint: WholeCheckpoint, ds_engine: Engine, objective: Objective) -> None:
+def _load(checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> None:
     """Bring the engine and the techniques to the state of a checkpoint."""
-    plan.checkpoints.load(ds_engine, checkpoint.path, checkpoint.state)
+    load(ds_engine, checkpoint)
     for technique in objective.techniques:
-        technique.resume(checkpoint.state.techniques[technique.name])
+        technique.resume(checkpoint.techniques[technique.name])
 
 
 def _explaining_memory(

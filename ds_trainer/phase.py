@@ -11,7 +11,7 @@ from torch import nn
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
-from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoints, WholeCheckpoint, check_fits
+from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoint, Checkpoints, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.memory import training_cure
@@ -79,7 +79,7 @@ class PhasePlan(PhaseModel):
     engine_config: Mapping[str, Any]
     base: Hyperparameters
     folder: Path
-    resumed: WholeCheckpoint | None = None
+    resumed: Checkpoint | None = None
     """The checkpoint to go on from."""
 
     def prepare(self) -> PreparedPhase:
@@ -161,9 +161,7 @@ class PhasePlan(PhaseModel):
         return steps > 0 and step % steps == 0
 
 
-def plan_phase(
-    job: TrainJob, phase: Phase, models: StartingModels, resumed: WholeCheckpoint | None = None
-) -> PhasePlan:
+def plan_phase(job: TrainJob, phase: Phase, models: StartingModels, resumed: Checkpoint | None = None) -> PhasePlan:
     """Resolve a phase: the models that it starts from and learns from, its task, its steps, its engine file.
 
     A phase that goes on from a checkpoint takes the remaining epochs, at the batch size of this run. Raises UserError.
@@ -172,23 +170,21 @@ def plan_phase(
     recipe, world = job.recipe, job.world or distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
     numbers = settled_numbers(job.engine_config, phase, world)
-    taken, seen = (resumed.state.step, resumed.state.examples) if resumed else (0, 0)
+    taken, seen = (resumed.step, resumed.examples) if resumed else (0, 0)
     remaining = steps_for(phase.num_train_epochs or 0, len(task.examples("train")), numbers.train_batch_size, seen)
     total = phase.max_steps or taken + max(0, remaining)
     folder = folder_of(phase, job)
     phase = phase.model_copy(update=settled_schedule(job.engine_config, phase))
     length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), recipe.seed)
-    width = task.hidden_size
-    config = resolve_engine_file(
-        job.engine_config, phase, world, hidden_size=width, total_steps=total, warmup_steps=length.warmup
-    )
+    sizes = {"hidden_size": task.hidden_size, "total_steps": total, "warmup_steps": length.warmup}
+    config = resolve_engine_file(job.engine_config, phase, world, **sizes)
     plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
-        check_fits(*resumed, plan.identity(plan.prepare().groups), redacted(task.spec.model_dump()))
-        before, now = resumed.state.batch_size, numbers.train_batch_size
+        check_fits(resumed, plan.identity(plan.prepare().groups), redacted(task.spec.model_dump()))
+        before, now = resumed.batch_size, numbers.train_batch_size
         if before != now:
             distributed.warn(
-                f"{phase.name}: train_batch_size was {before} up to step {resumed.state.step} and is now {now}: the "
+                f"{phase.name}: train_batch_size was {before} up to step {resumed.step} and is now {now}: the "
                 f"phase ends at step {total}, and its schedules follow"
             )
     return plan

@@ -16,7 +16,7 @@ from typing import Any
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.saved_checkpoint import RECIPE
-from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, step_of
+from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints, step_of
 from ds_trainer.engine.keys import value_at
 from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.messages import changes
@@ -67,7 +67,7 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     for name in ("log.jsonl", "tensorboard", "deepspeed"):
         folder.claim(name)
     folder.claim(MADE).mkdir(exist_ok=True)
-    results = read_results(folder) if job.resume else {}
+    results = _read(folder, _RESULTS) if job.resume else {}
     if job.checkpoint is None:
         return results
     before = [phase.name for phase in job.recipe.phases[: _phase_number(job.checkpoint, job)]]
@@ -80,12 +80,8 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     return {name: results[name] for name in before}
 
 
-def read_results(folder: RunFolder) -> dict[str, Any]:
-    """Return the results of the phases that are finished, by name."""
-    return _read(folder, _RESULTS)
-
-
 def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
+    """Write the results of the phases that are finished, by name: a resumed run takes these phases for finished."""
     for kind in ("train", "eval"):
         folder.write_json(f"{kind}_results.json", {name: of_phase[kind] for name, of_phase in results.items()})
     folder.write_json(_RESULTS, results)
@@ -127,7 +123,7 @@ def phase_to_lengthen(job: TrainJob, asked: Mapping[str, Mapping[str, Any]]) -> 
     what was asked, are not checked.
     """
     folder = RunFolder(job.output)
-    before, results, mistakes, lengthened = _read(folder, FINISHED), read_results(folder), [], None
+    before, results, mistakes, lengthened = _read(folder, FINISHED), _read(folder, _RESULTS), [], None
     for phase in job.recipe.phases:
         if phase.name not in asked or phase.name not in before:
             continue
@@ -169,7 +165,7 @@ def _differences(old: Mapping[str, Any], now: Mapping[str, Any], places: set[str
     return fields
 
 
-def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> WholeCheckpoint | None:
+def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> Checkpoint | None:
     """Return the checkpoint that the command names, checked; None where it names none.
 
     A plain `--resume` first completes an interrupted return to a checkpoint. Raises UserError where the run has other
@@ -216,9 +212,10 @@ def _end_going_back(folder: RunFolder, job: TrainJob) -> None:
     checkpoint = folder.path / json.loads(note.read_text(encoding="utf-8"))
     number = _phase_number(checkpoint, job)
     before = {phase.name for phase in job.recipe.phases[:number]}
-    write_results(folder, {name: value for name, value in read_results(folder).items() if name in before})
+    # the results go first: while they are there, a phase counts as finished, and its checkpoints are not looked at
+    write_results(folder, {name: value for name, value in _read(folder, _RESULTS).items() if name in before})
     for phase in job.recipe.phases[number:]:
-        last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1
+        last = step_of(checkpoint) if phase is job.recipe.phases[number] else -1  # later phases begin anew
         Checkpoints(folder_of(phase, job)).supersede(after=last)
         sync_folder(folder_of(phase, job))
         drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))

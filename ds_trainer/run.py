@@ -17,7 +17,7 @@ from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import Checkpoints, WholeCheckpoint, check_fits
+from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints, check_fits
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
@@ -101,7 +101,7 @@ def _plan(
     phase: Phase,
     folder: RunFolder,
     models: StartingModels,
-    named: WholeCheckpoint | None,
+    named: Checkpoint | None,
     status: RunStatus,
 ) -> PhasePlan:
     """Resolve a phase, with the checkpoint that it goes on from, if any.
@@ -115,7 +115,7 @@ def _plan(
         named = None
     resumed = named or (checkpoints.newest() if job.resume else None)
     if resumed:  # otherwise the model that the checkpoint goes on from would be replaced before a mistake shows
-        check_fits(*resumed, starting_identity(phase))
+        check_fits(resumed, starting_identity(phase))
     else:  # making the model may take long
         status.phase(phase.name, folder_of(phase, job))
     plan = plan_phase(job, phase, models, resumed)

@@ -10,10 +10,10 @@ import contextlib
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
@@ -28,18 +28,18 @@ TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
 
 
 @dataclass(frozen=True)
-class CheckpointState:
-    """How far a phase has come, as `complete.json` keeps it under "position" beside the list of files.
+class Checkpoint:
+    """A checkpoint that is whole, and how far its phase has come.
 
-    The fields are the keys on disk, except that `order_batch_size` is "order". `Checkpoints.save` fills in the last
-    two.
+    All fields but `path` are the keys under "position" in `complete.json`, beside the list of files.
     """
 
+    path: Path
     step: int
     examples: int
-    """Seen so far, from the start of the phase."""
+    """The number of examples seen since the start of the phase."""
     batch_size: int
-    order_batch_size: int
+    order: int
     """The batch size of the phase's first run. The order of the examples stays that of batches of this size."""
     identity: Mapping[str, Any]
     """What a resumed run must have in common with this one: the name for messages -> the value."""
@@ -55,17 +55,10 @@ class CheckpointState:
     """The steps of the phase, which its schedules follow."""
     phase: Mapping[str, Any]
     """The phase as the recipe had it, with its task: a later `--resume` may have another recipe."""
+    world_size: int
+    zero_stage: int
     curve: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The `metric_for_best_model` at every evaluation so far, by its name."""
-    world_size: int = 0
-    zero_stage: int = 0
-
-
-class WholeCheckpoint(NamedTuple):
-    """A checkpoint whose files are all as they were written."""
-
-    path: Path
-    state: CheckpointState
 
 
 @dataclass(frozen=True)
@@ -75,9 +68,10 @@ class Best:
     metric: str
     greater: bool
 
-    def key(self, state: CheckpointState) -> float:
+    def key(self, checkpoint: Checkpoint) -> float:
         """Return a number that is higher for a better checkpoint; -inf where its step was not given a finite score."""
-        return self._rank(state.scores.get(self.metric, math.nan) if state.evaluated == state.step else math.nan)
+        scored = checkpoint.evaluated == checkpoint.step
+        return self._rank(checkpoint.scores.get(self.metric, math.nan) if scored else math.nan)
 
     def waited(self, curve: Mapping[str, Sequence[float]]) -> int:
         """Return how many evaluations have passed since the best one, given the scores of all by their metric."""
@@ -101,58 +95,29 @@ class Checkpoints:
     keep: int | None = None
     best: Best | None = None
 
-    def save(self, engine: Any, state: CheckpointState) -> Path | None:
-        """Write `checkpoint-N`; collective. None, and a warning, where it cannot be written.
+    def save(self, engine: Any, step: int, position: Mapping[str, Any]) -> bool:
+        """Write `checkpoint-N`, N the step; collective. False, and a warning, where it cannot be written.
 
-        The oldest beyond `keep` are dropped before the new one is written, not after: its score is only known later.
-        So one more than `keep` exists until the next save.
+        `position` has the fields of `Checkpoint` that the phase knows. The oldest beyond `keep` are dropped before the
+        new one is written, not after: its score is only known later. So one more than `keep` exists until the next
+        save.
         """
         self.drop_oldest()
-        target = self.folder / f"checkpoint-{state.step}"
+        target = self.folder / f"checkpoint-{step}"
         aside = self.folder / f".{target.name}.saving"
-        error = _disk_error_of(lambda: self._write(engine, state, aside, target))
-        if error is None:
-            self.drop_passing(but=target)
-            return target
-        distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-        newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
-        distributed.warn(
-            f"{target} could not be written: {error}. Training goes on; free some space, or lower save_total_limit. "
-            f"The newest checkpoint is {newest[0] if newest else 'none yet'}"
-        )
-        return None
-
-    def _write(self, engine: Any, state: CheckpointState, aside: Path, target: Path) -> None:
-        """Write the checkpoint aside, read it back, list it, and rename it. Raises OSError on every rank or on none.
-
-        All ranks write into the folder. So rank 0 renames it only after the collective of `checked_sums`, which every
-        rank reaches once it has written.
-        """
-
-        def begin() -> None:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-
-        distributed.on_main(begin)
-        with checkpoint_files.watched(engine) as writes:
-            names = reshard.parameter_names(engine)
-            engine.save_checkpoint(str(self.folder), tag=aside.name, client_state=names, save_latest=False)
-        errors = [error for errors in distributed.broadcast(distributed.gather(writes.errors)) for error in errors]
-        if errors:
-            raise OSError(errors[0])
-        sums = checkpoint_files.checked_sums(aside, writes)
-        state = replace(state, world_size=distributed.world_size(), zero_stage=engine.zero_optimization_stage())
-
-        def rename() -> None:
-            on_disk = asdict(state)
-            on_disk["order"] = on_disk.pop("order_batch_size")
-            write_marker(aside, sums, on_disk)
-            if target.exists():
-                shutil.rmtree(target)  # of an earlier session, before the run went back to an older checkpoint
-            aside.rename(target)
-            checkpoint_files.sync_folder(target.parent)
-
-        distributed.on_main(rename)
+        engine_is = {"world_size": distributed.world_size(), "zero_stage": engine.zero_optimization_stage()}
+        try:
+            _write(engine, {"step": step, **position, **engine_is}, aside, target)
+        except OSError as error:  # a full disk, say, which must not end the run: every rank or none comes here
+            distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
+            newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
+            distributed.warn(
+                f"{target} could not be written: {error.strerror or error}. Training goes on; free some space, or "
+                f"lower save_total_limit. The newest checkpoint is {newest[0] if newest else 'none yet'}"
+            )
+            return False
+        self.drop_passing(but=target)
+        return True
 
     def all(self) -> list[Path]:
         """Return the checkpoints that were whole when they were written, oldest first."""
@@ -166,9 +131,11 @@ class Checkpoints:
             sums, saved = read_marker(checkpoint)
             write_marker(checkpoint, sums, {**saved, "evaluated": step, "scores": scores, "curve": curve})
 
-        error = _disk_error_of(lambda: distributed.on_main(add))
-        if error:
-            distributed.warn(f"the scores of {checkpoint} could not be written: {error}. It cannot be the best one")
+        try:
+            distributed.on_main(add)
+        except OSError as error:
+            text = f"the scores of {checkpoint} could not be written: {error.strerror or error}"
+            distributed.warn(f"{text}. It cannot be the best one")
 
     def drop_oldest(self) -> None:
         """Delete all but the newest `keep` checkpoints and the best."""
@@ -184,59 +151,46 @@ class Checkpoints:
             for passing in set(self.all()) - {*self._requested(), but}:
                 _drop(passing)
 
-    def _requested(self) -> dict[Path, CheckpointState | None]:
+    def _requested(self) -> dict[Path, Checkpoint | None]:
         """Return the checkpoints that the recipe requests, oldest first; None for a damaged marker."""
         read = {path: _read(path)[0] for path in self.all()}
-        return {path: state for path, state in read.items() if state is None or state.asked}
+        return {path: one for path, one in read.items() if one is None or one.asked}
 
     def best_one(self) -> Path | None:
         """Return the checkpoint of the best score, the earliest of equals; None where none has a score."""
         if self.best is None:
             return None
-        keys = {path: self.best.key(state) for path, state in self._requested().items() if state}
+        keys = {path: self.best.key(one) for path, one in self._requested().items() if one}
         best = max(keys, key=lambda path: keys[path], default=None)
         return best if best and keys[best] > -math.inf else None
 
-    def best_saved(self) -> WholeCheckpoint | None:
+    def best_saved(self) -> Checkpoint | None:
         """Return the checkpoint of the best score that is still whole; collective."""
         return self._first_whole(self.best_one)
 
-    def newest(self) -> WholeCheckpoint | None:
+    def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is still whole; collective."""
         return self._first_whole(lambda: next(reversed(self.all()), None))
 
-    def _first_whole(self, choose: Callable[[], Path | None]) -> WholeCheckpoint | None:
+    def _first_whole(self, choose: Callable[[], Path | None]) -> Checkpoint | None:
         """Verify the checkpoint that rank 0 chooses; rename a damaged one to `damaged-N` and choose again."""
-        while checkpoint := distributed.on_main(choose):
-            state, damage = _verified(checkpoint)
-            if state:
-                return WholeCheckpoint(checkpoint, state)
-            distributed.on_main(partial(_put_aside, checkpoint, "damaged"))
-            distributed.warn(f"{checkpoint} is damaged ({damage}): the one before it is used")
+        while path := distributed.on_main(choose):
+            checkpoint, damage = _verified(path)
+            if checkpoint:
+                return checkpoint
+            distributed.on_main(partial(_put_aside, path, "damaged"))
+            distributed.warn(f"{path} is damaged ({damage}): the one before it is used")
         return None
 
-    def named(self, checkpoint: Path) -> WholeCheckpoint:
+    def named(self, path: Path) -> Checkpoint:
         """Return the checkpoint that the user has named; collective. Raises UserError where it is damaged."""
-        state, damage = _verified(checkpoint)
-        if state is None:
+        checkpoint, damage = _verified(self.folder / path.name)
+        if checkpoint is None:
             raise UserError(
-                f"--resume {checkpoint}: the checkpoint is damaged ({damage}), and the run is left as it was: name "
-                f"another, or none for the newest"
+                f"--resume {path}: the checkpoint is damaged ({damage}), and the run is left as it was: name another, "
+                f"or none for the newest"
             )
-        return WholeCheckpoint(self.folder / checkpoint.name, state)
-
-    def load(self, engine: Any, checkpoint: Path, state: CheckpointState) -> None:
-        """Make the engine go on from a checkpoint, whatever ranks and ZeRO stage wrote it; collective."""
-        now = (distributed.world_size(), engine.zero_optimization_stage())
-        if (state.world_size, state.zero_stage) == now:
-            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-            assert path is not None, f"{checkpoint} is whole, but DeepSpeed finds nothing in it"
-            return
-        distributed.info(
-            f"{checkpoint} has world size {state.world_size} and ZeRO stage {state.zero_stage}, and this run "
-            f"has {now[0]} and {now[1]}: it is converted"
-        )
-        reshard.load(engine, checkpoint)
+        return checkpoint
 
     def clear_asides(self) -> None:
         """Remove the folders that a killed run was writing or deleting."""
@@ -255,64 +209,93 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def check_fits(
-    checkpoint: Path, state: CheckpointState, identity: Mapping[str, Any], task: Mapping[str, Any] | None = None
-) -> None:
+def load(engine: Any, checkpoint: Checkpoint) -> None:
+    """Make the engine go on from a checkpoint, whatever ranks and ZeRO stage wrote it; collective."""
+    path, world_size, stage = checkpoint.path, distributed.world_size(), engine.zero_optimization_stage()
+    if (checkpoint.world_size, checkpoint.zero_stage) == (world_size, stage):
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        assert loaded is not None, f"{path} is whole, but DeepSpeed finds nothing in it"
+        return
+    distributed.info(
+        f"{path} has world size {checkpoint.world_size} and ZeRO stage {checkpoint.zero_stage}, and this run has "
+        f"{world_size} and {stage}: it is converted"
+    )
+    reshard.load(engine, path)
+
+
+def check_fits(checkpoint: Checkpoint, identity: Mapping[str, Any], task: Mapping[str, Any] | None = None) -> None:
     """Raise UserError where the phase that is to go on from the checkpoint differs from the one that wrote it.
 
     `task` has the fields of its task, by which the message explains a difference of the data.
     """
-    saved = state.identity
-    different = {name: now for name, now in identity.items() if saved.get(name, now) != now}
-    mistakes = [f"{checkpoint}: {_difference(name, saved[name], now, state, task)}" for name, now in different.items()]
+    mistakes = []
+    for name, now in identity.items():
+        before = checkpoint.identity.get(name, now)
+        if before == now:
+            continue
+        text = "; ".join(text for _, text in changes({name: before}, {name: now}))
+        if name == TRAINING_DATA:  # a hash, which says nothing to the user: the fields of the task do
+            saved_task = checkpoint.phase.get("task")
+            fields = "; ".join(text for _, text in changes(saved_task, task or {})) if saved_task else ""
+            others = (
+                "the files have other contents, or the model has another tokenizer, "
+                "or this version reads them otherwise (docs/tasks.md)"
+            )
+            text = f"{name} differ: {fields or others}"
+        elif name == PARAMETER_GROUPS:  # each is a text with a hash of its parameters
+            different = [group for group in [*before, *now] if (group in before) != (group in now)]
+            labels = ", ".join(dict.fromkeys(group.partition(" (")[0] for group in different))
+            text = f"{name} differ in {labels}: the phase's groups or techniques, or its model, are others"
+        mistakes.append(f"{checkpoint.path}: {text}")
     if mistakes:
         raise UserError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
 
 
-def _difference(name: str, before: Any, now: Any, state: CheckpointState, task: Mapping[str, Any] | None) -> str:
-    """Say in which fields an entry of a phase's identity, which may be a hash, is another than in the checkpoint."""
-    saved_task = state.phase.get("task")
-    if name == TRAINING_DATA:
-        fields = "; ".join(text for _, text in changes(saved_task, task or {})) if saved_task else ""
-        others = (
-            "the files have other contents, or the model has another tokenizer, "
-            "or this version reads them otherwise (docs/tasks.md)"
-        )
-        return f"{name} differ: {fields or others}"
-    if name == PARAMETER_GROUPS:  # each is a text with a hash of its parameters
-        labels = dict.fromkeys(text.partition(" (")[0] for text in [*before, *now] if (text in before) != (text in now))
-        return f"{name} differ in {', '.join(labels)}: the phase's groups or techniques, or its model, are others"
-    return "; ".join(text for _, text in changes({name: before}, {name: now}))
+def _write(engine: Any, position: Mapping[str, Any], aside: Path, target: Path) -> None:
+    """Write the checkpoint aside, read it back, list it, and rename it. Raises OSError on every rank or on none.
+
+    All ranks write into the folder. So rank 0 renames it only after the collective of `checked_sums`, which every rank
+    reaches once it has written.
+    """
+
+    def begin() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def finish() -> None:
+        write_marker(aside, sums, position)
+        if target.exists():
+            shutil.rmtree(target)  # of an earlier session, before the run went back to an older checkpoint
+        aside.rename(target)
+        checkpoint_files.sync_folder(target.parent)  # or a power cut could undo the rename
+
+    distributed.on_main(begin)
+    with checkpoint_files.watched(engine) as writes:
+        names = reshard.parameter_names(engine)
+        engine.save_checkpoint(str(aside.parent), tag=aside.name, client_state=names, save_latest=False)
+    sums = checkpoint_files.checked_sums(aside, writes)
+    distributed.on_main(finish)
 
 
-def _read(checkpoint: Path) -> tuple[CheckpointState | None, dict[str, tuple[int, int]], str | None]:
-    """Return state and files of a checkpoint, or the error in its marker."""
+def _read(path: Path) -> tuple[Checkpoint | None, checkpoint_files.Sums, str | None]:
+    """Return a checkpoint and its files, or the error in its marker."""
     try:
-        sums, state = read_marker(checkpoint)
-        return CheckpointState(order_batch_size=state.pop("order"), **state), sums, None
-    except (KeyError, TypeError) as error:  # it is whole: to rename it as damaged would put its progress aside
+        sums, position = read_marker(path)
+        return Checkpoint(path, **position), sums, None
+    except TypeError as error:  # it is whole: to rename it as damaged would put its progress aside
         raise UserError(
-            f"{checkpoint / MARKER} has other fields than this version of the library writes: go on with the version "
-            f"that wrote it, or start again with --overwrite_output_dir"
+            f"{path / MARKER} has other fields than this version of the library writes: go on with the version that "
+            f"wrote it, or start again with --overwrite_output_dir"
         ) from error
     except ValueError as error:
         return None, {}, str(error)
 
 
-def _verified(checkpoint: Path) -> tuple[CheckpointState | None, str | None]:
-    """Return the state of a checkpoint whose files are all as they were written, or else the damage; collective."""
-    state, sums, damage = distributed.on_main(partial(_read, checkpoint))
-    damage = damage or checkpoint_files.damage_of(checkpoint, sums)
-    return (None if damage else state), damage
-
-
-def _disk_error_of(call: Callable[[], object]) -> str | None:
-    """Return the text of the OSError that a call raises on every rank, if it does."""
-    try:
-        call()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+def _verified(path: Path) -> tuple[Checkpoint | None, str | None]:
+    """Return a checkpoint whose files are all as they were written, or else the damage; collective."""
+    checkpoint, sums, damage = distributed.on_main(partial(_read, path))
+    damage = damage or checkpoint_files.damage_of(path, sums)
+    return (None if damage else checkpoint), damage
 
 
 def _put_aside(checkpoint: Path, reason: str) -> None:

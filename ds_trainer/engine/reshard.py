@@ -74,10 +74,12 @@ def load(engine: Engine, checkpoint: Path) -> None:
     if partitioned:  # weights that are now whole on every rank are put back into their partitions
         engine.optimizer.checkpoint_event_prologue()
     _fill_untrained(engine, untrained)
+    # the masters come first, since the weights of the model are computed from them, as after every step
     _fill_trained(engine, saved)
     _update_model(engine)
     if partitioned:
         engine.optimizer.checkpoint_event_epilogue()
+    # the parameters of a group are this engine's tensors: only its rate, decay and the like come from the checkpoint
     for group, saved_group in zip(_base(engine).param_groups, saved.optimizer()["param_groups"], strict=True):
         group.update({key: value for key, value in saved_group.items() if key != "params"})
     set_scaler(engine.optimizer, saved.scaler())
@@ -178,14 +180,15 @@ def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
 
 def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
     """Load the fp32 masters and the optimizer's states; without masters, the weights."""
-    states = _base(engine).state
-    states.clear()  # some wrappers take a step with zero gradients as they are built, and count it
+    base = _base(engine)
+    base.state.clear()  # some wrappers take a step with zero gradients as they are built, and count it
     shapes = {name: getattr(p, "ds_shape", p.shape) for p, name in engine.param_names.items()}
     parts = {part.name: part for part in slices(engine)}  # a rank has one part of a parameter, or none
     # Torch's optimizers without ZeRO count the steps of each parameter. Everywhere else a group has one count: its
     # parameters are in one flat tensor, or DeepSpeed's FusedAdam counts on the last of them only. A group's count is
     # the largest of those saved, since the counts of parameters that had no gradient at first are behind.
-    counts_each = _kind(engine) in ("plain", "unfused") and not _is_deepspeeds(_base(engine))
+    is_deepspeeds = type(base).__module__.startswith("deepspeed.")
+    counts_each = _kind(engine) in ("plain", "unfused") and not is_deepspeeds
     step_counts: dict[Any, State] = {}
     for parameter in saved.parameters():
         part = parts.get(parameter.name)
@@ -195,36 +198,24 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
             before, now = list(parameter.shape), list(shapes[part.name])
             raise UserError(f"{part.name} is {before} in the checkpoint and {now} in this run's model")
         for key in parameter.tensors():
-            if key != "fp32" and key not in states[part.master]:
-                states[part.master][key] = torch.zeros_like(part.master)
-            _put(part, part.master.data if key == "fp32" else states[part.master][key], parameter.tensor(key))
+            if key != "fp32" and key not in base.state[part.master]:
+                base.state[part.master][key] = torch.zeros_like(part.master)
+            place = part.master.data if key == "fp32" else base.state[part.master][key]
+            whole = parameter.tensor(key)
+            if part.length == place.numel() == whole.numel():
+                place.copy_(whole.view(place.shape))  # also where `place` is not contiguous
+            else:
+                values = whole.view(-1)[part.offset : part.offset + part.length]
+                place.view(-1)[part.start : part.start + part.length].copy_(values)
         count = step_counts.setdefault(part.master if counts_each else part.group, {})
         for key, value in parameter.scalars().items():
             count[key] = max(count.get(key, value), value)
+    on_device = base.defaults.get("fused") or base.defaults.get("capturable")
     for part in parts.values():
         for key, value in step_counts[part.master if counts_each else part.group].items():
-            states[part.master][key] = _step_count(value, _base(engine), part.master.device)
-
-
-def _put(part: Slice, place: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a parameter into a stretch of a flat tensor, or into a tensor of the same shape."""
-    if part.length == place.numel() == whole.numel():
-        place.copy_(whole.view(place.shape))  # also where `place` is not contiguous
-    else:
-        values = whole.view(-1)[part.offset : part.offset + part.length]
-        place.view(-1)[part.start : part.start + part.length].copy_(values)
-
-
-def _step_count(value: Any, optimizer: Any, device: torch.device) -> Any:
-    """Return a step count as the optimizer keeps it: DeepSpeed's have a number, torch's a tensor per parameter."""
-    if _is_deepspeeds(optimizer):
-        return int(value)
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return torch.tensor(float(value), device=device if on_device else "cpu")
-
-
-def _is_deepspeeds(optimizer: Any) -> bool:
-    return type(optimizer).__module__.startswith("deepspeed.")
+            # DeepSpeed's optimizers keep a step count as a number, and torch's as a tensor
+            tensor = torch.tensor(float(value), device=part.master.device if on_device else "cpu")
+            base.state[part.master][key] = int(value) if is_deepspeeds else tensor
 
 
 def _update_model(engine: Engine) -> None:

@@ -118,48 +118,30 @@ class SavedEngine:
         return dynamic_scale(state)
 
     def parameters(self) -> Iterator[SavedParameter]:
-        """Yield every trained parameter, group by group, in the optimizer's order."""
-        if self.partitioned:
-            return self._of_partitions()
-        return self._of_fragments() if self.shards else self._of_whole()
+        """Yield every trained parameter, group by group, in the optimizer's order.
 
-    def _of_partitions(self) -> Iterator[SavedParameter]:
-        """Yield the parameters under ZeRO 3: each is cut into one equal part per rank, and the last part is padded.
-
-        DeepSpeed splits the optimizer's groups into sub-groups (`sub_group_size`): `param_shapes` and the flat tensors
-        have one entry per sub-group.
+        DeepSpeed splits the optimizer's groups into sub-groups under ZeRO 3 (`sub_group_size`). `param_shapes` and the
+        flat tensors have one entry per sub-group or, under ZeRO 1 and 2, one per group. The order inside of an entry is
+        that of `param_shapes`. DeepSpeed's `param_slice_mappings` has another one with `round_robin_gradients`.
         """
-        for index, shapes in enumerate(self.model["param_shapes"]):
-            flats = [
-                {"fp32": shard["fp32_flat_groups"][index], **shard["optimizer_state_dict"]["state"].get(index, {})}
-                for shard in self.shards
-            ]
-            start = 0
-            for name, shape in shapes.items():
-                part = -(-shape.numel() // len(flats))
-                yield SavedParameter(name, shape, [(flat, start, part) for flat in flats])
-                start += part
-
-    def _of_fragments(self) -> Iterator[SavedParameter]:
-        """Yield the parameters under ZeRO 1 and 2: a group's are put end to end, and the row is cut among the ranks.
-
-        The order of the row is that of `param_shapes`. DeepSpeed's `param_slice_mappings` has another one with
-        `round_robin_gradients`, and is not used. Padding may follow a parameter in the row.
-        """
+        if not self.shards:
+            yield from self._of_whole()
+            return
+        masters = "fp32_flat_groups" if self.partitioned else "single_partition_of_fp32_groups"
+        states = "optimizer_state_dict" if self.partitioned else "base_optimizer_state"
         paddings = self.shards[0].get("param_alignment_paddings")
-        for group, shapes in enumerate(self.model["param_shapes"]):
-            flats = [
-                {
-                    "fp32": shard["single_partition_of_fp32_groups"][group],
-                    **shard["base_optimizer_state"]["state"].get(group, {}),
-                }
-                for shard in self.shards
-            ]
+        for index, shapes in enumerate(self.model["param_shapes"]):
+            flats = [{"fp32": shard[masters][index], **shard[states]["state"].get(index, {})} for shard in self.shards]
             start = 0
             for i, (name, shape) in enumerate(shapes.items()):
-                end = start + shape.numel()
-                yield SavedParameter(name, shape, _parts(flats, start, end))
-                start = end + (paddings[group][i] if paddings else 0)
+                if self.partitioned:  # each parameter is cut into one equal part per rank, and the last part is padded
+                    part = -(-shape.numel() // len(flats))
+                    yield SavedParameter(name, shape, [(flat, start, part) for flat in flats])
+                    start += part
+                else:  # the parameters are put end to end, and padding may follow one of them in the row
+                    end = start + shape.numel()
+                    yield SavedParameter(name, shape, _parts(flats, start, end))
+                    start = end + (paddings[index][i] if paddings else 0)
 
     def _of_whole(self) -> Iterator[SavedParameter]:
         """Yield the parameters without ZeRO, of which rank 0 has all.
@@ -219,8 +201,6 @@ def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
 def _parts(flats: Sequence[State], start: int, end: int) -> list[tuple[State, int, int]]:
     """Return where the values `start : end` of a row lie that is cut among the ranks, as `SavedParameter.parts`."""
     size = flats[0]["fp32"].numel()
-    if len(flats) == 1:
-        return [(flats[0], start, end - start)]
     ranks = range(start // size, -(-end // size))
     bounds = [(rank, max(start, rank * size), min(end, (rank + 1) * size)) for rank in ranks]
     return [(flats[rank], low - rank * size, high - low) for rank, low, high in bounds]

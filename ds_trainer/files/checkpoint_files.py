@@ -66,12 +66,18 @@ def watched(engine: Any) -> Iterator[Writes]:
 
 
 def checked_sums(folder: Path, writes: Writes) -> Sums:
-    """Flush all files of the folder to disk, read them back and sum them. OSError, on every rank, where one fails."""
+    """Flush all files of the folder to disk, read them back and sum them.
+
+    Raises OSError, on every rank, where writing or reading one of them failed on any.
+    """
+    # a host that does not share the folder sees only its own files: each rank names those that it wrote
     seen = {*writes.paths, *(path for path in folder.rglob("*") if path.is_file())}
     names = {str(path.relative_to(folder)) for path in seen}
-    everywhere = set().union(*distributed.broadcast(distributed.gather(names)))
+    of_ranks = distributed.broadcast(distributed.gather((names, writes.errors)))
+    if errors := [error for _, errors in of_ranks for error in errors]:
+        raise OSError(errors[0])
     sums: Sums = {}
-    for name, result in _shared_sums(folder, sorted(everywhere), sync=True).items():
+    for name, result in _shared_sums(folder, sorted(set().union(*(seen for seen, _ in of_ranks))), sync=True).items():
         if isinstance(result, str):
             raise OSError(f"{name}: {result}")
         sums[name] = result
