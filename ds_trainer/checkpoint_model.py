@@ -7,13 +7,12 @@ folder has the same bits for every ZeRO stage and number of ranks. One process d
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_trainer.config.jobs import DTYPES
 from ds_trainer.config.recipe import Techniques
@@ -53,8 +52,7 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
     phase, state = saved.phase, saved.position
     step, total, identity = state["step"], state["total"], state["identity"]
     with kept_from_runs(saved.run):
-        damage = damage_of(saved.path, saved.sums)
-        if damage:
+        if damage := damage_of(saved.path, saved.sums):
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
         source, techniques = _start_and_techniques(saved)
         task = build_task(saved.task, source, cache_dir)
@@ -62,8 +60,21 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
         built = PhaseModel(phase, techniques, task, source, length)
         weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
-        rebuild = partial(_rebuilt, built, state["techniques"], weights, saved.path)
-        results = export_state_dict(weights, rebuild, task, step, folder, built.phase.shrink)
+
+        def rebuild() -> tuple[nn.Module, list[Technique]]:
+            """Rebuild the model of the phase; the weights of the checkpoint must have its names and shapes."""
+            model, attached = built.rebuild(state["techniques"])
+            shapes, saved_shapes = ({name: value.shape for name, value in w.items()} for w in (model.state_dict(), weights))
+            different = sorted(name for name in {*shapes, *saved_shapes} if shapes.get(name) != saved_shapes.get(name))
+            if different:
+                raise UserError(
+                    f"the weights of {saved.path} do not go into the model that {source} gives for the task "
+                    f"{task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or "
+                    f"the task is another one"
+                )
+            return model, attached
+
+        results = export_state_dict(weights, rebuild, task, step, folder, phase.shrink)
     for technique in build_techniques(techniques, length, task):
         technique.after_export(folder, phase.per_device_eval_batch_size)
     return results
@@ -88,20 +99,3 @@ def _start_and_techniques(saved: SavedCheckpoint) -> tuple[str, Techniques]:
     ]
     raise_mistakes(mistakes)
     return source, techniques
-
-
-def _rebuilt(
-    built: PhaseModel, states: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Tensor], checkpoint: Path
-) -> tuple[nn.Module, Sequence[Technique]]:
-    """Rebuild the model of the phase, and check that the weights of the checkpoint have its names and shapes."""
-    model, techniques = built.rebuild(states)
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    saved = {name: value.shape for name, value in weights.items()}
-    different = sorted(name for name in {*shapes, *saved} if shapes.get(name) != saved.get(name))
-    if different:
-        raise UserError(
-            f"the weights of {checkpoint} do not go into the model that {built.source} gives for the task "
-            f"{built.task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or the "
-            f"task is another one"
-        )
-    return model, techniques

@@ -130,7 +130,7 @@ def begin(plan: PhasePlan, prepared: PreparedPhase) -> None:
     prepared.model.to(device, dtype).train()
     for parameter in prepared.model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     for technique in prepared.objective.techniques:
         technique.rehearse(device)
         technique.on_step(0)
@@ -232,7 +232,3 @@ def _forward_and_backward(plan: PhasePlan, prepared: PreparedPhase, ids: Example
     with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         loss, _ = objective(Forward(batch, prepared.model(**batch.inputs), 0))
         loss.backward()
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None

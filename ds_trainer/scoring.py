@@ -1,8 +1,7 @@
 """Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
 
 import contextlib
-import json
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,10 @@ def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
             job = job.model_copy(update={"model": str(folder)})
         scores, files = _scored(job)
         print_json(scores)  # before the files are written, which may fail
-        distributed.on_main(lambda: _write_evaluation(job, scores, files))
+        if job.output_file:
+            distributed.on_main(partial(write_json, job.output_file, scores))
+        if job.predictions_dir:
+            distributed.on_main(partial(write_artifacts, job.predictions_dir, files))
     return scores
 
 
@@ -58,7 +60,14 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
                 write_artifacts(job.predictions_dir / saved.path.name, files)
         if not rows:
             raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
-        print(aligned([_table_row(row) for row in rows]), flush=True)
+        cells = [
+            {"step": f"{row['step']:,}"}
+            # scores of single exit heads and classes are only in the file
+            | {name: f"{value:.4f}" for name, value in row["scores"].items() if not is_detail(name)}
+            | {"encoder weights": f"{100 * row['density']:.1f}%"}
+            for row in rows
+        ]
+        print(aligned(cells), flush=True)
         newest = job.checkpoints[-1]
         value = {"phase": newest.phase.name, "checkpoints": rows}
         if job.output_file:
@@ -70,12 +79,6 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
                 relative = newest.path.parent.relative_to(newest.run)
                 RunFolder(newest.run).write_json(str(relative / "checkpoints.json"), value)
     return {row["step"]: row["scores"] for row in rows}
-
-
-def _table_row(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a checkpoint; scores of single exit heads and classes are only in the file."""
-    scores = {name: f"{value:.4f}" for name, value in row["scores"].items() if not is_detail(name)}
-    return {"step": f"{row['step']:,}", **scores, "encoder weights": f"{100 * row['density']:.1f}%"}
 
 
 def calibrate_exits(job: CalibrateJob) -> None:
@@ -97,20 +100,12 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
         for warning in evaluation.warnings:
             distributed.warn(f"{job.model}: {warning}")
         files = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
+        if job.predictions_dir and distributed.is_main() and not files:
+            distributed.warn(
+                f"{job.predictions_dir} gets no predictions: the task {job.task.name} is scored by its loss"
+            )
         if saved:
             early = load_with_exits(task, Path(job.model), policy)
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
     return evaluation.scores, files
-
-
-def _write_evaluation(job: EvaluateJob, scores: dict[str, float], files: dict[str, Any]) -> None:
-    if job.output_file:
-        job.output_file.parent.mkdir(parents=True, exist_ok=True)
-        job.output_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    if job.predictions_dir:
-        if not files:
-            distributed.warn(
-                f"{job.predictions_dir} gets no predictions: the task {job.task.name} is scored by its loss"
-            )
-        write_artifacts(job.predictions_dir, files)

@@ -51,15 +51,14 @@ class StartingModels:
         source = self.resolved(phase, phase.start_from)
         if phase.cut is not None:
             return self._cut(phase, phase.cut, source)
-        spec = phase.student
+        spec, seed = phase.student, self.recipe.seed
         if spec is None:
             return source
-        seed = self.recipe.seed
-
-        def identity() -> list[Any]:
-            return [spec.model_dump(), seed, identity_of(source)]
-
-        return self._made(phase.name, identity, lambda target: create_student(spec, source, target, seed))
+        return self._made(
+            phase.name,
+            lambda: [spec.model_dump(), seed, identity_of(source)],
+            lambda target: create_student(spec, source, target, seed),
+        )
 
     def _cut(self, phase: Phase, spec: CutSpec, source: str) -> str:
         """Return the folder of a cut, on which all ranks work together wherever a host lacks it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from support.interrupting import status_of
-from support.killing import STEPS, alike, finish, resumed_at, states
+from support.killing import STEPS, alike, finish, resumed_at
 
 from ds_trainer import resuming
 from ds_trainer.config.recipe import parse_recipe
@@ -45,45 +45,32 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.suffix != ".tmp"}
 
 
-def test_a_run_that_cannot_go_back_is_left_as_it_was(server, words, whole, tmp_path):
-    """A named checkpoint that is damaged, or that the recipe no longer fits: exit code 2, and no file changes."""
+def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, words, whole, tmp_path):
+    """A named checkpoint that the recipe no longer fits, or a finished phase with another rate or pruning: exit code 2,
+    each difference is named, and no file changes. More steps of the last phase are trained from its newest checkpoint,
+    also where the first session that trains them is killed."""
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
-    oldest, *later = Checkpoints(folder).all()
-    before = contents(folder)
+    oldest, *_, newest = Checkpoints(folder).all()
+    before, status = contents(folder), status_of(folder)
     other = server.run(2, folder, *words, "--resume", str(oldest), "--seed", "7")
     assert other.codes() == [2, 2], other.text[-3000:]
     assert "seed: 42 before, 7 now" in other.text
     assert contents(folder) == before
-    states(later[0]).write_bytes(b"x" + states(later[0]).read_bytes()[1:])
-    before, status = contents(folder), status_of(folder)
-    damaged = server.run(2, folder, *words, "--resume", str(later[0]))
-    assert damaged.codes() == [2, 2], damaged.text[-3000:]
-    assert "the checkpoint is damaged (" in damaged.text
-    assert (contents(folder), status_of(folder)) == (before, status)
-
-
-def test_a_finished_run_does_what_is_asked_or_says_why_not(server, words, whole, tmp_path):
-    """Another rate, pruning or model: exit code 2, each named, and the run stays finished. More steps of the last phase
-    are trained from its newest checkpoint, also where the first session that trains them is killed."""
-    folder = tmp_path / "out"
-    shutil.copytree(whole, folder)
-    before, status = contents(folder), status_of(folder)
     changed = {"phases.finetune.learning_rate": 0.1, "phases.prune.techniques.prune.final_threshold": 0.5}
     sets = [word for path, value in changed.items() for word in ("--set", f"{path}={value}")]
     other = server.run(2, folder, *words, "--resume", *sets)
     assert other.codes() == [2, 2], other.text[-3000:]
     assert "phase finetune is finished, and learning_rate: 0.004 before, 0.1 now" in other.text
     assert "phase prune is finished, and techniques.prune.final_threshold: " in other.text
-    assert (contents(folder), status_of(folder)) == (before, status)
-    newest = step_of(Checkpoints(folder).all()[-1])
+    assert (contents(folder), status_of(folder)["state"]) == (before, status["state"])
     longer = (*words, "--set", f"phases.prune.max_steps={STEPS + 4}")
     run = server.run(2, folder, *longer, "--resume")
-    assert run.wait_until(lambda: f"\nprune: step {newest + 2} " in run.text)
+    assert run.wait_until(lambda: f"\nprune: step {step_of(newest) + 2} " in run.text)
     run.kill()
     run.codes()
     again = finish(server, folder, longer)
-    assert resumed_at(again) >= newest
+    assert resumed_at(again) >= step_of(newest)
     assert json.loads((folder / "all_results.json").read_text())["prune"]["train"]["steps"] == STEPS + 4
 
 
