@@ -64,7 +64,9 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         def rebuild() -> tuple[nn.Module, list[Technique]]:
             """Rebuild the model of the phase; the weights of the checkpoint must have its names and shapes."""
             model, attached = built.rebuild(state["techniques"])
-            shapes, saved_shapes = ({name: value.shape for name, value in w.items()} for w in (model.state_dict(), weights))
+            shapes, saved_shapes = (
+                {name: value.shape for name, value in w.items()} for w in (model.state_dict(), weights)
+            )
             different = sorted(name for name in {*shapes, *saved_shapes} if shapes.get(name) != saved_shapes.get(name))
             if different:
                 raise UserError(

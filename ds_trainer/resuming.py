@@ -71,13 +71,7 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     if job.checkpoint is None:
         return results
     before = [phase.name for phase in job.recipe.phases[: _phase_number(job.checkpoint, job)]]
-    missing = [name for name in before if name not in results]
-    if missing:
-        raise UserError(
-            f"--resume {job.checkpoint}: the earlier phase {missing[0]} is not finished: give --resume without a "
-            f"checkpoint, which goes on with it"
-        )
-    return {name: results[name] for name in before}
+    return {name: results[name] for name in before if name in results}
 
 
 def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
@@ -173,7 +167,19 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> Checkpoint | N
     """
     if not job.resume:
         return None
-    distributed.on_main(partial(_check_phases, folder, job))
+
+    def check_phases() -> None:
+        """The names and the order of the phases place their files, so that a run cannot change them."""
+        file, names = folder.path / RECIPE, [phase.name for phase in job.recipe.phases]
+        before = [phase["name"] for phase in read_object(file)["phases"]] if file.is_file() else names
+        if before != names:
+            raise UserError(
+                f"--resume: the run in {folder.path} has the phases {', '.join(before)}, and the recipe has "
+                f"{', '.join(names)}: give the phases that the run has or, for further ones, another --output_dir and "
+                f'"start_from": "{folder.path / "model"}"'
+            )
+
+    distributed.on_main(check_phases)
     if job.checkpoint is None:
         distributed.on_main(partial(_end_going_back, folder, job))
         return None
@@ -184,18 +190,6 @@ def checkpoint_to_go_back_to(folder: RunFolder, job: TrainJob) -> Checkpoint | N
         )
     phase = job.recipe.phases[_phase_number(job.checkpoint, job)]
     return Checkpoints(folder_of(phase, job)).named(job.checkpoint)
-
-
-def _check_phases(folder: RunFolder, job: TrainJob) -> None:
-    """Raise UserError where the run was begun with other phases: their names and their order place their files."""
-    file, names = folder.path / RECIPE, [phase.name for phase in job.recipe.phases]
-    before = [phase["name"] for phase in read_object(file)["phases"]] if file.is_file() else names
-    if before != names:
-        raise UserError(
-            f"--resume: the run in {folder.path} has the phases {', '.join(before)}, and the recipe has "
-            f"{', '.join(names)}: give the phases that the run has or, for further ones, another --output_dir and "
-            f'"start_from": "{folder.path / "model"}"'
-        )
 
 
 def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
