@@ -8,8 +8,8 @@ import gc
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,9 @@ def _rehearsed(job: TrainJob, plan: PhasePlan, models: RehearsedModels) -> dict[
         source = models.resolved(phase, phase.start_from)
         description["cut"] = expected_costs(task, source, phase.cut, job.recipe.seed)
     if job.dry_run and phase.trains:
-        try:
-            sizes = ModelSizes.of(prepared.model, prepared.groups)  # before anything is frozen to be measured
-            begin(plan, prepared)
+        with begun(plan, prepared) as sizes:
             description["time"] = measure_time(plan, prepared)
             memory = measure_memory(plan, prepared, sizes, process)
-        finally:
-            for technique in prepared.objective.techniques:
-                technique.stop()
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
         description["traffic_per_step"] = describe_traffic(memory, plan.engine_config)
     return description
@@ -123,21 +118,31 @@ def _metric_warning(plan: PhasePlan) -> str | None:
     return f"greater_is_better lets the checkpoint of the {order} {metric} be the best"
 
 
-def begin(plan: PhasePlan, prepared: PreparedPhase) -> None:
-    """Bring a phase's model and techniques to where step 0 begins, without an engine, and free gradients at once."""
+@contextmanager
+def begun(plan: PhasePlan, prepared: PreparedPhase) -> Iterator[ModelSizes]:
+    """Bring a phase's model and techniques to where step 0 begins, without an engine, for the length of the context.
+
+    Gradients are freed at once. Yields the sizes of the model before anything is frozen to be measured.
+    """
+    sizes = ModelSizes.of(prepared.model, prepared.groups)
     device, precision = distributed.device(), precision_of(plan.engine_config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # a CPU has no fp16, and the sizes are the same
     prepared.model.to(device, dtype).train()
     for parameter in prepared.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
-    for technique in prepared.objective.techniques:
-        technique.rehearse(device)
-        technique.on_step(0)
+    try:
+        for technique in prepared.objective.techniques:
+            technique.rehearse(device)
+            technique.on_step(0)
+        yield sizes
+    finally:
+        for technique in prepared.objective.techniques:
+            technique.stop()
 
 
 def measure_time(plan: PhasePlan, prepared: PreparedPhase) -> dict[str, Any]:
-    """Return the seconds of all steps of a phase, and on what they were measured, as JSON values; after `begin`.
+    """Return the seconds of all steps of a phase, and on what they were measured, as JSON values; inside of `begun`.
 
     A teacher that answers in every step is in them, but not the optimizer's steps, evaluations, and what is done once.
     Where memory does not suffice, `seconds` is None, and `reason` says so. Each rank takes equally many batches.
@@ -173,12 +178,8 @@ def memory_of(plan: PhasePlan) -> PhaseMemory:
     """Measure what a phase holds, apart from a rehearsal."""
     process = distributed.resident_memory()
     prepared = plan.prepare()
-    sizes = ModelSizes.of(prepared.model, prepared.groups)
-    begin(plan, prepared)
-    memory = measure_memory(plan, prepared, sizes, process)
-    for technique in prepared.objective.techniques:
-        technique.stop()
-    return memory
+    with begun(plan, prepared) as sizes:
+        return measure_memory(plan, prepared, sizes, process)
 
 
 def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[ExampleIds]:
@@ -194,7 +195,7 @@ def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> l
 
 
 def measure_memory(plan: PhasePlan, prepared: PreparedPhase, sizes: ModelSizes, process: int) -> PhaseMemory:
-    """Measure a phase's activations on its longest and its middling examples; the model is used up. After `begin`.
+    """Measure a phase's activations on its longest and its middling examples; the model is used up. Inside of `begun`.
 
     `process` is what Python held, in bytes, before the model was built.
     """

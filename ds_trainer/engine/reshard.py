@@ -64,6 +64,7 @@ def load(engine: Engine, checkpoint: Path) -> None:
     refuse_nvme(engine.config, "this run's engine file")
     trained = {parameter.name for parameter in saved.parameters()}
     untrained = saved.untrained(trained)
+    # checked before anything is overwritten: an engine that is half loaded could not even go on as it was
     missing = [n for p, n in engine.param_names.items() if n not in (trained if p.requires_grad else untrained)]
     if missing:
         raise UserError(
@@ -166,6 +167,7 @@ def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
 
 def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
     """Yield the parts under ZeRO 3: one of every parameter. The parts of the last ranks may be shorter, or empty."""
+    # the flat tensors are of DeepSpeed's sub-groups, but step counts are kept by group, so each part names its group
     optimizer = engine.optimizer
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     for sub, members in enumerate(optimizer.fp16_groups):
@@ -192,7 +194,7 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
     step_counts: dict[Any, State] = {}
     for parameter in saved.parameters():
         part = parts.get(parameter.name)
-        if part is None:
+        if part is None:  # other ranks step all of it, and this one need not read it from disk
             continue
         if parameter.shape != shapes[part.name]:
             before, now = list(parameter.shape), list(shapes[part.name])
