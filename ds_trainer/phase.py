@@ -101,7 +101,7 @@ class PhasePlan(PhaseModel):
         The values are JSON values, and their keys are the words by which an error message names a difference.
         """
         return {
-            **starting_identity(self.phase),
+            **_starting_identity(self.phase),
             "the precision": precision_of(self.engine_config),
             "the seed": self.length.seed,
             TRAINING_DATA: self.task.key("train"),
@@ -166,6 +166,8 @@ def plan_phase(job: TrainJob, phase: Phase, models: StartingModels, resumed: Che
 
     A phase that goes on from a checkpoint takes the remaining epochs, at the batch size of this run. Raises UserError.
     """
+    if resumed:  # before the model that the checkpoint goes on from is replaced by another
+        check_fits(resumed, _starting_identity(phase))
     source, techniques = models.start(phase), models.techniques(phase)
     recipe, world = job.recipe, job.world or distributed.world_size()
     task = build_task(task_of(phase, recipe), source, recipe.cache_dir)
@@ -190,7 +192,7 @@ def plan_phase(job: TrainJob, phase: Phase, models: StartingModels, resumed: Che
     return plan
 
 
-def starting_identity(phase: Phase) -> dict[str, Any]:
+def _starting_identity(phase: Phase) -> dict[str, Any]:
     """Return the part of `PhasePlan.identity` that says how the model is made that the phase starts from."""
     specs = {"the student": phase.student, "the cut": phase.cut}
     return {name: spec and spec.model_dump() for name, spec in specs.items()}

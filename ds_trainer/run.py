@@ -17,14 +17,14 @@ from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine import memory
-from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints, check_fits
+from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
-from ds_trainer.phase import PhasePlan, folder_of, plan_phase, starting_identity
+from ds_trainer.phase import PhasePlan, folder_of, plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined, out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
@@ -114,9 +114,7 @@ def _plan(
     if named and named.path.parent != checkpoints.folder:
         named = None
     resumed = named or (checkpoints.newest() if job.resume else None)
-    if resumed:  # otherwise the model that the checkpoint goes on from would be replaced before a mistake shows
-        check_fits(resumed, starting_identity(phase))
-    else:  # making the model may take long
+    if not resumed:  # making the model may take long
         status.phase(phase.name, folder_of(phase, job))
     plan = plan_phase(job, phase, models, resumed)
     if named:
