@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
     shutil.copytree(folder, again)
     found = Checkpoints(folder, keep=1).newest()
     assert found is not None
-    assert found[0] == before
+    assert found.path == before
     Checkpoints(folder, keep=1).drop_oldest()
     assert Checkpoints(folder).all() == [before], "the last whole one stays, whatever is damaged"
     assert (folder / f"damaged-{step_of(newest)}").is_dir()
@@ -346,7 +346,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(se
     assert run.codes() == [0, 0], run.text[-3000:]
     assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
     assert resumed_at(run) == step_of(before)
-    assert Checkpoints(folder).newest()[0] == newest
+    assert Checkpoints(folder).newest().path == newest
     assert alike(folder, whole)
 
 
