@@ -35,7 +35,7 @@ class SavedCheckpoint:
     """The task to build the model for: that of the phase, unless a command names another."""
     sums: Sums
     position: Mapping[str, Any]
-    """Where the run was, as `engine.checkpoint.CheckpointState`."""
+    """Where the run was, as `engine.checkpoint.Checkpoint`."""
 
 
 def is_checkpoint(name: str) -> bool:
