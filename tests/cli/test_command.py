@@ -219,14 +219,13 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
 
 
 def test_a_dry_run_is_for_any_number_of_ranks(command):
-    """Batch sizes, memory and traffic are those of 4 ranks; without --dry_run the launcher says how many there are."""
+    """Batch sizes and memory are those of 4 ranks; without --dry_run the launcher says how many there are."""
     done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json", "--world", "4"))
     assert done.returncode == 0, done.stderr
     prune = json.loads(done.stdout)["phases"][1]
     assert prune["engine_file"]["train_micro_batch_size_per_gpu"] == 4
     trained = sum(g["parameters"] for g in prune["parameter_groups"])
     assert prune["memory_per_rank"]["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
-    assert prune["traffic_per_step"]["all_gather"] == 4 * trained // 4
     refused = run_script("launch/train.py", *arguments_of(command, "--world", "4"))
     assert refused.returncode == 2
     assert "--world is for --dry_run" in refused.stderr

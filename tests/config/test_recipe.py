@@ -127,7 +127,7 @@ def mistakes_of(data) -> str:
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="clm", text_columns=["a"]), ["task.text_columns", '"text_column"']),
-        ({"tensorboard": False, "phases": [{"max_steps": 1, "histograms": True}]}, ["histograms", "set tensorboard"]),
+        ({"phases": [{"max_steps": 1, "histograms": True}]}, ["histograms was removed in 0.3", "add_histogram"]),
         ({"phases": [{"max_steps": 1, "student": {}}]}, ["student", "one of the two"]),
         (
             {"phases": [{"max_steps": 1, "student": {"layers": [0], "config": {"model_type": "bert"}}}]},
