@@ -108,7 +108,7 @@ def test_no_collective_sees_a_tensor_of_the_host(taught_recipe, server, tmp_path
 
 
 def test_collectives_are_called_in_one_place():
-    """So the guarantees of `distributed.py` hold for all; the doctor runs elsewhere, and one module is of DeepSpeed."""
+    """So the guarantees of `distributed.py` hold for all; the doctor runs elsewhere."""
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
     elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):
@@ -120,4 +120,4 @@ def test_collectives_are_called_in_one_place():
                 names = [alias.name for alias in node.names]
             if any(name.startswith(kinds) for name in names):
                 elsewhere.add(path.name)
-    assert elsewhere == {"distributed.py", "shared_memory.py", "rank.py"}
+    assert elsewhere == {"distributed.py", "rank.py"}
