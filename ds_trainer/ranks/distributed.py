@@ -134,6 +134,8 @@ def start(timeout: int = TIMEOUT) -> None:
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
         lock_kernels_by_process()
+        # a kernel that only inference uses: it takes minutes to compile, and each rank leaves 69 MB in shared memory
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(verbose=False, timeout=seconds)
 
 
@@ -177,16 +179,9 @@ def stop() -> None:
     _host_group.cache_clear()
     if dist.is_initialized():
         deepspeed.comm.destroy_process_group()  # after torch's function DeepSpeed would still use the old groups
-    free_shared_memory()
     for name in _LONE:  # or the next run, or a command that a notebook starts, would take them for a launcher's
         os.environ.pop(name, None)
     _LONE.clear()
-
-
-def free_shared_memory() -> None:
-    """Remove the file of 69 MB that DeepSpeed's CPU kernel makes in shared memory for each rank, and never removes."""
-    place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank())))
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 def leave(code: int) -> NoReturn:

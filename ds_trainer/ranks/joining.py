@@ -33,11 +33,12 @@ def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     try:
         with naming_lost_ranks(), out_of_memory_named("", lambda: "Free memory on this host, or take one with more."):
             yield
-    except BaseException as error:
-        if isinstance(error, RankError) and distributed.world_size() > 1:
-            distributed.free_shared_memory()  # to destroy a process group without one of its ranks would wait for it
-        else:
+    except RankError:
+        if distributed.world_size() == 1:  # without one of its ranks, a process group could not be destroyed
             distributed.stop()
+        raise
+    except BaseException:
+        distributed.stop()
         raise
     distributed.stop()
 

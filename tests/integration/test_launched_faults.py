@@ -15,7 +15,7 @@ import pytest
 from support.exhaustive import chosen
 from support.interrupting import Run, running, status_of
 from support.killing import PHASE, alike, arguments, finish, trained, write
-from support.launching import ROOT, environment, forget_port, free_port
+from support.launching import ROOT, environment, free_port
 
 EVERY, STEPS = 10, 80
 
@@ -89,7 +89,6 @@ def run_and_kill_a_rank(command: list[str], output: Path) -> subprocess.Complete
             if not killed and trained(output) > EVERY:
                 os.kill(status_of(output)["process"], signal.SIGKILL)
                 killed = True
-    forget_port(port)
     return subprocess.CompletedProcess(place, process.returncode, "".join(said))
 
 

@@ -73,6 +73,7 @@ def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkey
     described = {}
     stub = SimpleNamespace(init_distributed=lambda **_: described.update(os.environ))
     monkeypatch.setitem(sys.modules, "deepspeed", stub)
+    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformers", MagicMock())
     with contextlib.suppress(OutOfMemoryError), joined():
         if error:
@@ -84,6 +85,7 @@ def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkey
 def test_the_variables_of_a_launcher_stay(monkeypatch):
     """This process has not set them."""
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
+    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", SimpleNamespace())
     monkeypatch.setenv("RANK", "0")
     distributed.start()
     distributed.stop()
