@@ -8,7 +8,6 @@ disk or a server (NVMe, the log in to a monitor).
 import copy
 import logging
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,8 @@ def check_with_deepspeed(config: Mapping[str, Any], base: Hyperparameters, rates
             if flag_at(config, f"{block}.enabled"):
                 getattr(utils, f"check_{name}_availability")()
         engine = start_engine(layers, groups, plain, base, lambda step: 1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch expects a step of the optimizer before
-            for _ in range(_STEPS):  # torch's schedulers read some of their parameters only now
-                engine.lr_scheduler.step()
+        for _ in range(_STEPS if "scheduler" in config else 0):
+            engine.lr_scheduler.step()
         rates_then = {group["lr"] for group in engine.optimizer.param_groups}
         stop_engine(engine)
         if len(rates_then) < len(set(rates)):

@@ -74,6 +74,8 @@ SCHEDULES: dict[str, LrSchedule] = {
     "WarmupCosineLR": "cosine",
 }
 """DeepSpeed's schedules that have the shape of one of the recipe's."""
+SCHEDULERS = (*SCHEDULES, "OneCycle", "LRRangeTest")
+"""All of DeepSpeed's; torch's others neither take its optimizers nor have rates that follow from the step."""
 _DEFAULT_WARMUP = 1000  # DeepSpeed's own, for one of these without warmup_num_steps
 
 
@@ -165,6 +167,11 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
     modes = _precision_modes(config, phase)
     if modes["fp16"] and modes["bf16"]:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
+    if scheduler not in (None, *SCHEDULERS):
+        yield (
+            f"scheduler.type is {shown(scheduler)}: write one of {', '.join(SCHEDULERS)}, or remove the block and use "
+            f"the recipe's lr_scheduler_type"
+        )
     if scheduler and phase and phase.lr_restarts:
         yield f"lr_restarts of the recipe has no effect beside the scheduler block, {scheduler}: remove one of the two"
     for part, stages in (("optimizer", "1, 2 or 3"), ("param", "3")):

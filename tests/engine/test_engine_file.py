@@ -144,6 +144,7 @@ MISTAKES = [
     ({"gradient_predivide_factor": 2} | zero(3, reduce_scatter=False), "does not work with zero_optimization.stage 3"),
     ({"optimizer": {"params": {}}}, "optimizer has no type"),
     ({"scheduler": {"params": {}}}, "scheduler has no type"),
+    ({"scheduler": {"type": "StepLR"}}, "write one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
     ({"autotuning": {"enabled": True}}, "autotuning is refused, remove it: DeepSpeed would end the run"),
     ({"compile": {"deepcompile": True}}, "compile is refused, remove it: "),
     (zero(2, zenflow={}), "zero_optimization.zenflow is refused"),
