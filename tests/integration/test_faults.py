@@ -17,7 +17,6 @@ import pytest
 from support.exhaustive import chosen, exhaustive
 from support.interrupting import records_of, status_of, without_rates
 from support.killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
-from support.launching import run_script
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.checkpoint_files import MARKER, Writes, checked_sums
@@ -97,20 +96,6 @@ def test_a_second_signal_ends_at_once(server, words, output):
     assert run.codes() == [128 + signal.SIGTERM, -signal.SIGKILL]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_is_named_by_the_other(server, words, output, lost):
-    """The other ends with 4 and says which rank is gone, on the last line but one; the status file says so too."""
-    run = server.run(2, output, *words, "--resume", *ENDLESS)
-    run.wait_until(lambda: trained(output) >= 5)
-    os.kill(run.pids[lost], signal.SIGKILL)
-    assert sorted(run.codes()) == [-signal.SIGKILL, 4]
-    assert f"error: rank {lost} (host " in run.text
-    assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
-    assert "\nfailed: " in run.text
-    assert "--resume goes on from it" in run.text
-    assert (status_of(output)["state"], status_of(output)["exit_code"]) == ("failed", 4)
-
-
 RAISES = """
 from ds_trainer.tasks.text.text_task import TextTask
 collate, calls = TextTask.collate, []
@@ -159,18 +144,34 @@ def test_a_loss_that_is_not_finite_is_told_without_a_record(server, words, outpu
     assert run.text.count("took step ") == 2 * last
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_ends_all_with_its_reason(server, words, output, rank):
-    """It leaves its traceback and code 1, the other ends with 4; rank 0 tells the cause, its own or the other's."""
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_is_named_by_the_other(server, words, output, lost, raises):
+    """The other ends with 4 and names the rank, whether it was killed or raised; so does the status file.
+
+    A rank that raises ends with 1 and its traceback, and rank 0 tells the cause, its own or the other's.
+    """
     fails = RAISES.format(what="raise KeyError('of the test')")
-    run = server.run(2, output, *words, "--resume", sabotage={rank: fails})
+    run = server.run(2, output, *words, "--resume", *ENDLESS, sabotage={lost: fails} if raises else None)
+    if not raises:
+        run.wait_until(lambda: trained(output) >= 5)
+        os.kill(run.pids[lost], signal.SIGKILL)
     codes = run.codes()
-    assert (codes[rank], codes[1 - rank]) == (1, 4)
-    assert "Traceback" in run.text
-    assert ("error: rank 1 (host " in run.text) == (rank == 1)
-    if rank == 1:
+    assert (codes[lost], codes[1 - lost]) == (1 if raises else -signal.SIGKILL, 4)
+    assert ("Traceback" in run.text) == raises
+    told = f"error: rank {lost} (host "
+    if not raises:
+        assert told in run.text
+        assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
+        assert "--resume goes on from it" in run.text
+    elif lost == 1:
+        assert told in run.text
         assert "failed: KeyError: 'of the test'" in run.text
+    else:
+        assert told not in run.text
+    assert "\nfailed: " in run.text
     assert status_of(output)["state"] == "failed"
+    assert status_of(output)["exit_code"] == (1 if raises and lost == 0 else 4)
 
 
 ASKS_FOR_TOO_MUCH = {
@@ -215,20 +216,6 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, 
     if ranks == [1]:
         finish(server, output, words)
         assert alike(output, whole)
-
-
-def test_an_evaluation_without_memory_names_the_flag_to_change(whole, tmp_path):
-    """`launch/evaluate.py` has the same exit code, and its own batch size."""
-    imports = "\nimport sys\nfrom ds_trainer.cli.command import *\nfrom ds_trainer.cli.evaluate import *"
-    script = tmp_path / "evaluate.py"
-    run = "\nsys.exit(run_command(evaluate_command, sys.argv[1:]))"
-    script.write_text(ASKS_FOR_TOO_MUCH["an evaluation"] + imports + run)
-    done = run_script(str(script), str(whole / "model"), "--recipe", str(whole / "recipe.json"))
-    (told,) = [line for line in done.stderr.splitlines() if "error" in line]
-    assert done.returncode == 6
-    assert "ran out of memory in the evaluation: " in told
-    assert OUT_OF_MEMORY in told
-    assert told.endswith("Lower --batch_size (now 64), or lower the task's max_seq_length.")
 
 
 SOON = "\nfrom ds_trainer.ranks import watching; watching._HUNG = 1.0"
@@ -306,7 +293,6 @@ DAMAGES = {
     "cut": lambda place: os.truncate(states(place), states(place).stat().st_size // 2),
     "changed": lambda place: states(place).write_bytes(b"x" + states(place).read_bytes()[1:]),
     "gone": lambda place: states(place).unlink(),
-    "an empty list": lambda place: (place / MARKER).write_text("{}"),
     "no list": lambda place: (place / MARKER).write_text('{"files": [1]}'),
     "another step in the list": lambda place: (place / MARKER).write_text(
         (place / MARKER).read_text().replace('"examples": ', '"examples": 1')
