@@ -52,19 +52,6 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole
         assert alike(folder, whole)
 
 
-def test_ended_after_the_last_save_it_records_its_last_scores_once(server, words, whole, tmp_path):
-    """The last step is scored, then saved: whoever goes on from there scores the model again, for its results alone."""
-    output = tmp_path / "out"
-    shutil.copytree(whole, output)
-    newest = Checkpoints(output).all()[-1]
-    run = server.run(2, output, *words, "--resume", str(newest))
-    assert run.codes() == [0, 0], run.text[-3000:]
-    assert resumed_at(run) == trained(whole)
-    assert alike(output, whole)
-    results = [json.loads((folder / "all_results.json").read_text())["prune"]["eval"] for folder in (output, whole)]
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize("number", chosen(STOPPING, lambda number: number == signal.SIGTERM))
 def test_a_signal_to_one_rank_stops_all_after_the_step_and_saves(server, words, whole, output, number):
     """Exit code 5 on both, the step is saved though no save was due, it is said; --resume ends as if uninterrupted."""
@@ -320,22 +307,6 @@ def test_a_damaged_checkpoint_is_passed_over(whole, tmp_path, damage, caplog):
     assert newest.name in {path.name for path in again.iterdir()}
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(server, words, whole, tmp_path):
-    """And ends as if nothing had happened, the damaged one written anew."""
-    folder = tmp_path / "out"
-    shutil.copytree(whole, folder)
-    for name in ("all_results.json", "train_results.json", "eval_results.json"):
-        (folder / name).write_text(json.dumps({"finetune": json.loads((whole / name).read_text())["finetune"]}))
-    before, newest = Checkpoints(folder).all()[-2:]
-    os.truncate(newest / "mp_rank_00_model_states.pt", 1000)
-    run = server.run(2, folder, *words, "--resume")
-    assert run.codes() == [0, 0], run.text[-3000:]
-    assert f"{newest} is damaged (mp_rank_00_model_states.pt has " in run.text
-    assert resumed_at(run) == step_of(before)
-    assert Checkpoints(folder).newest()[0] == newest
-    assert alike(folder, whole)
-
-
 def test_two_runs_do_not_share_a_folder(server, words, output):
     """A second run waits for the first to end its save, and then takes over: both write whole files only."""
     first = server.run(2, output, *words, "--resume", *ENDLESS)
@@ -370,26 +341,6 @@ def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, word
         for out in (folder, straight)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_the_best_checkpoint_is_kept_and_exported(server, words, tmp_path):
-    """Beyond save_total_limit, by the metric and its sense; with load_best_model_at_end its score is the run's."""
-    first = "phases.0."
-    asked = {"max_steps": 16, "eval_steps": 4, "save_steps": 4, "save_total_limit": 1, "load_best_model_at_end": True}
-    asked |= {"metric_for_best_model": "accuracy", "greater_is_better": False, "techniques": {}}
-    sets = [word for name, value in asked.items() for word in ("--set", f"{first}{name}={json.dumps(value)}")]
-    recipe = json.loads(Path(words[1]).read_text())
-    file = write(tmp_path, recipe | {"phases": recipe["phases"][:1]})
-    run = server.run(2, tmp_path / "out", "--recipe", str(file), *sets)
-    assert run.codes() == [0, 0], run.text[-3000:]
-    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
-    scores = {r["step"]: r["eval/accuracy"] for r in log if "eval/accuracy" in r}
-    worst = min(scores, key=lambda step: scores[step])
-    assert list(scores) == [4, 8, 12, 16]
-    assert {path.name for path in Checkpoints(tmp_path / "out").all()} == {f"checkpoint-{worst}", "checkpoint-16"}
-    results = json.loads((tmp_path / "out" / "all_results.json").read_text())["finetune"]
-    assert results["train"]["steps"] == worst
-    assert results["eval"]["accuracy"] == scores[worst]
 
 
 def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(server, words, tmp_path):
