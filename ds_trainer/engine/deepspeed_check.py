@@ -25,7 +25,7 @@ _WIDTH = 64  # DeepSpeed quantizes weights in groups of 8, and cuts them among t
 _MONITORS = {"tensorboard": "tb", "wandb": "wandb", "comet": "comet"}
 """The monitors that need a package, with DeepSpeed's short name."""
 _STEPS = 5
-"""After so many a rate has left the 0 from which a warm-up begins."""
+"""Enough for a rate to leave the 0 from which a warm-up begins."""
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError)
 """Neither DeepSpeed nor torch has a type of its own for the errors by which it refuses a file."""
 

@@ -43,7 +43,8 @@ def held(sizes: ModelSizes, config: Mapping[str, Any]) -> str:
     return (
         f"By the arithmetic of ZeRO stage {zero_stage(config)} it holds "
         f"{', '.join(f'{name} {_size(size)}' for name, size in parts.items())}; the peak of {of} since the last record "
-        f"is {_size(peak)}, of which {_size(max(0, peak - sum(parts.values())))} are activations, buffers and all else."
+        f"is {_size(peak)}; the difference, {_size(max(0, peak - sum(parts.values())))}, is activations, buffers and "
+        f"all else."
     )
 
 

@@ -68,7 +68,7 @@ class RankMemory:
     """Whether the gradients of an earlier micro-batch are there during a whole backward."""
 
     def peak(self, activations: int) -> int:
-        """Return the most that the rank's tensors take, where a micro-batch takes so many bytes of activations."""
+        """Return the most that the rank's tensors take, beside the bytes of a micro-batch's activations."""
         return sum(self.held.values()) + max(self._in_backward(activations), self.in_step)
 
     def resident_peak(self, activations: int) -> int:
@@ -142,7 +142,7 @@ class Activations:
     per_example: int
 
     def of(self, examples: int) -> int:
-        """Return the bytes of a micro-batch of so many examples."""
+        """Return the bytes of a micro-batch of that size."""
         return self.fixed + examples * self.per_example
 
 

@@ -158,7 +158,7 @@ def test_the_advice_names_what_can_still_be_changed(monkeypatch):
 
     sizes = ModelSizes(trained=1 << 20, frozen=1 << 19, largest=1 << 12)
     more = {"situation": lambda: held(sizes, {"gradient_accumulation_steps": 1}), "more": ["set y"]}
-    holds, _, cure = advice(TRAIN_FIELD, 8, 2, **more).partition("buffers and all else. ")
+    holds, _, cure = advice(TRAIN_FIELD, 8, 2, **more).partition("and all else. ")
     parts = "gradients 4 MiB, parameters 6 MiB, master_weights 0 MiB, optimizer 8 MiB; the peak of the process"
     assert f"By the arithmetic of ZeRO stage 0 it holds {parts}" in holds
     least = "ower the task's max_seq_length."

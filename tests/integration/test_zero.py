@@ -28,7 +28,7 @@ def outputs(tmp_path_factory):
     @cache
     def run(ranks):
         out = tmp_path_factory.mktemp("zero") / "losses.json"
-        done = run_deepspeed(ranks, "tests/support/zero_matrix.py", str(out))
+        done = run_deepspeed(ranks, "tests/support/zero_matrix.py", str(out), timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
         return out
 
