@@ -164,6 +164,8 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
     for key in (TRAIN, MICRO, STEPS):
         if keys.is_number(number := keys.value_at(config, key)) and number <= 0:
             yield f"{key} is {shown(number)}: write a whole number above 0"
+    if stage not in range(4):
+        yield f"zero_optimization.stage is {stage}: write 0, 1, 2 or 3"
     modes = _precision_modes(config, phase)
     if modes["fp16"] and modes["bf16"]:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"

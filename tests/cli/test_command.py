@@ -175,7 +175,7 @@ def test_a_scheduler_that_would_flatten_the_rates_is_refused(command, write_json
     engine = write_json("engine.json", {"scheduler": scheduler})
     done = run_script("launch/train.py", *arguments_of(command | {"--deepspeed_config": engine}, "--dry_run"))
     assert done.returncode == 2, done.stderr
-    assert "warmup_max_lr" in done.stderr
+    assert "scheduler.type WarmupLR sets one rate on parameter groups" in done.stderr
     assert "lr_scheduler_type" in done.stderr
 
 

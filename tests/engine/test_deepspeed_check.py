@@ -44,7 +44,6 @@ REFUSED = {
     "fixed scale": ({"optimizer": {"type": "Lamb"}} | half("fp16", loss_scale=8), "requires dynamic loss scaling"),
     "no package": ({"wandb": {"enabled": True}}, "wandb"),
     "no total": (schedule("WarmupDecayLR"), "total_num_steps"),
-    "stage": (zero(4), "stage"),
     "sums": (ADAMW | zero(3) | {"gradient_allreduce_op": "SUM"}, "ZeRO stage 3"),
     "autocast's type": (half("torch_autocast", dtype="bf17"), "bf17"),
     "bf16 masters": (zero(2) | half("bf16", bf16_master_weights_and_grads=True), "requires ZeRO-2 Offload"),

@@ -129,6 +129,7 @@ MISTAKES = [
     ({TRAIN: 10**400}, "write a whole number"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN: write a number"),
     ({"steps_per_print": "auto"}, 'steps_per_print is "auto", which nothing can fill'),
+    (zero(4), "zero_optimization.stage is 4: write 0, 1, 2 or 3"),
     (zero("auto"), 'zero_optimization.stage is "auto", which nothing can fill'),
     ({"optimizer": ADAM | {"params": {"momentum": "auto"}}}, "optimizer.params.momentum"),
     ({"optimizer": ADAM | {"params": {"lr": "1e-4"}}}, 'optimizer.params.lr is "1e-4": write a number'),
