@@ -194,7 +194,7 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, 
     assert re.match(rf"{who} ran out of memory in {where}: ", told)
     assert OUT_OF_MEMORY in told
     step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
-    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds par" in told
+    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds gradients" in told
     assert f"activations, buffers and all else. Lower per_device_{size}" in told
     assert ", or raise zero_optimization.stage (now 2), or lower" in told
     assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
