@@ -136,7 +136,20 @@ def start(timeout: int = TIMEOUT) -> None:
         lock_kernels_by_process()
         # a kernel that only inference uses: it takes minutes to compile, and each rank leaves 69 MB in shared memory
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-        deepspeed.init_distributed(verbose=False, timeout=seconds)
+        with contextlib.suppress(RuntimeError):  # a notebook's second run has registered it already
+            torch.distributed.register_rendezvous_handler("attempt", _meet)
+        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method="attempt://")
+
+
+def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Do what `env://` does, in a part of the store that is this attempt's.
+
+    torchrun keeps one store over its restarts, with the addresses and the notices of processes that are dead.
+    """
+    from torch.distributed import PrefixStore, rendezvous
+
+    for store, rank_in_store, world in rendezvous("env://", **options):
+        yield PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank_in_store, world
 
 
 class KernelLock:

@@ -108,14 +108,13 @@ def test_the_restart_loop_goes_on_until_the_run_is_finished(words, whole, tmp_pa
 
 
 def test_torchrun_restarts_a_run(words, whole, tmp_path):
-    """PyTorch's elastic agent starts all ranks again after one was killed; DeepSpeed 0.19.8 no longer has its own.
-
-    With --standalone each attempt has a store of its own.
-    """
+    """PyTorch's elastic agent starts all ranks again after one was killed; DeepSpeed 0.19.8 no longer has its own."""
     output = tmp_path / "out"
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
     files = ["--deepspeed_config", "ds_configs/zero2.json", "--output_dir", str(output), "--resume", *words]
-    done = run_and_kill_a_rank([*torchrun, "--max-restarts", "2", "launch/train.py", *files], output)
+    done = run_and_kill_a_rank(
+        [*torchrun, "--max-restarts", "2", "--master_port", "{port}", "launch/train.py", *files], output
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert f"{PHASE}: resumed from {output / f'checkpoint-{EVERY}'}" in done.stdout
     assert alike(output, whole)
