@@ -104,7 +104,7 @@ def test_a_tensor_is_summed_on_the_device(monkeypatch):
 
 
 def test_collectives_are_called_in_one_place():
-    """So the guarantees of `distributed.py` hold for all; the doctor runs elsewhere."""
+    """So the guarantees of `distributed.py` hold for all."""
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier", "send")
     elsewhere = set()
     for path in sorted((ROOT / "ds_trainer").rglob("*.py")):
@@ -116,4 +116,4 @@ def test_collectives_are_called_in_one_place():
                 names = [alias.name for alias in node.names]
             if any(name.startswith(kinds) for name in names):
                 elsewhere.add(path.name)
-    assert elsewhere == {"distributed.py", "rank.py"}
+    assert elsewhere == {"distributed.py"}
