@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
-from ds_trainer.models.layers import FIELD, encoder_layers, whole_class, without_pooler_of
+from ds_trainer.models.layers import FIELD, build_like, encoder_layers, shapes_like
 from ds_trainer.models.pretrained import (
     HEADLESS,
     HeadKind,
@@ -26,7 +26,7 @@ from ds_trainer.models.pretrained import (
     load_tokenizer,
     unfilled_weights,
 )
-from ds_trainer.models.shrink import on_meta
+from ds_trainer.models.shrink import simplest_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
 
@@ -148,11 +148,10 @@ def _load(source: str | Path, config: Any) -> Any:
 
 def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
     """Return a model of the teacher's class with these of its layers; `source` names the teacher in errors."""
-    config, model_class = config_of_layers(teacher.config, layers), type(teacher)
-    if getattr(config, FIELD, None):  # a plain config may say the sizes of these layers, though not of all
-        outline = on_meta(whole_class(teacher), config)
-        config, model_class = outline.config, type(outline)
-    student = without_pooler_of(teacher, model_class(config))
+    config = config_of_layers(teacher.config, layers)
+    if getattr(config, FIELD, None):  # a plain config may be able to say the sizes of these layers, though not of all
+        config = simplest_config(teacher, config)
+    student = build_like(teacher, config)
     _fill(source, student, _copied(teacher, layers), layers)
     if teacher.can_generate():
         student.generation_config = teacher.generation_config
@@ -160,11 +159,9 @@ def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
 
 
 def can_keep(teacher: Any, layers: Sequence[int]) -> bool:
-    """Whether `with_layers` can make a model of these layers: ModernBERT's, for example, differ by their place."""
-    with torch.device("meta"):
-        student = without_pooler_of(teacher, type(teacher)(config_of_layers(teacher.config, layers)))
-    shapes = {name: weight.shape for name, weight in student.state_dict().items()}
-    return shapes == {name: weight.shape for name, weight in _copied(teacher, layers).items()}
+    """Return whether `with_layers` can make a model of these layers: ModernBERT's differ by their place."""
+    copied = {name: weight.shape for name, weight in _copied(teacher, layers).items()}
+    return shapes_like(teacher, config_of_layers(teacher.config, layers)) == copied
 
 
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:

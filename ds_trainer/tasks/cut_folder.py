@@ -17,7 +17,6 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.models.pretrained import dtype_of, meta_model
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.vocabulary import cut_vocabulary_for
@@ -61,10 +60,10 @@ class CutResult:
         save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
 
 
-def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int, stop: StopRequests | None = None) -> CutResult:
+def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResult:
     """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples.
 
-    Raises UserError as `check_trained` does, and StoppedError, within seconds, at a request to `stop`.
+    Raises UserError as `check_trained` does, and StoppedError, within seconds of a request to stop the run.
     """
     started = time.perf_counter()
     check_trained(task, source, spec)
@@ -73,7 +72,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int, stop: StopR
     before, examples, parts, sizes = _size(model), 0, [], dict[str, Any]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
-        calibration = calibration_of(task, examples, seed, stop)
+        calibration = calibration_of(task, examples, seed)
         if spec.cuts_sizes:
             model, records, sizes = cut_sizes(model, calibration, spec, distributed.device())
         else:

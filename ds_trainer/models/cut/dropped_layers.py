@@ -1,20 +1,20 @@
 """Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs, finite
+from ds_trainer.models.cut.layerwise import Calibration, finite, observe
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import can_keep
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
-from ds_trainer.ranks.stopping import in_step
 
 
 @torch.no_grad()
@@ -32,40 +32,44 @@ def remaining_layers(
     numbers, gone = range(len(layers)), len(layers) - count
     # layers that are all of the same form can take any place
     alike = len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) == 1
+    loss = _loss_without(model, gone, calibration, spec, device)
 
-    def stay(dropped: Collection[int]) -> list[int]:
-        return [number for number in numbers if number not in dropped]
-
-    def least(wanted: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        options = [dropped for dropped in wanted if alike or can_keep(model, stay(dropped))]
-        if not options:
+    def best(choices: list[tuple[int, ...]]) -> tuple[int, ...]:
+        possible = [lost for lost in choices if alike or can_keep(model, [n for n in numbers if n not in lost])]
+        if not possible:
             raise UserError(
                 f"cut: {gone} layers of a {type(model).__name__} cannot go, since its layers differ by their place: "
                 "keep another number of layers, or cut width or neurons"
             )
-        return min(progress(options, "trying the model without some layers", "choice"), key=loss)
+        return min(progress(possible, "trying the model without some layers", "choice"), key=loss)
 
+    dropped: tuple[int, ...] = ()
+    if spec.contiguous:
+        dropped = best([tuple(range(first, first + gone)) for first in range(count + 1)])
+    while len(dropped) < gone:
+        dropped = best([(*dropped, number) for number in numbers if number not in dropped])
+    if not alike and 0 not in dropped and not can_keep(model, numbers[1:]):
+        distributed.info(f"cut: layer 0 of a {type(model).__name__} stays, since the others cannot take its place")
+    return [number for number in numbers if number not in dropped]
+
+
+def _loss_without(
+    model: Any, gone: int, calibration: Calibration, spec: CutSpec, device: torch.device
+) -> Callable[[Sequence[int]], float]:
+    """Return a function that says how much is lost without some layers, the last of which is chosen last."""
     if spec.layer_criterion == "cosine":
         distances = _distances(model, calibration, gone if spec.contiguous else 1, device)
+        return lambda dropped: distances[dropped[0] if spec.contiguous else dropped[-1]]
+    layers, dense = list(encoder_layers(model).values()), calibration.answers(model)
 
-        def loss(dropped: tuple[int, ...]) -> float:
-            return distances[dropped[0] if spec.contiguous else dropped[-1]]
-    else:
-        dense = calibration.answers(model)
-
-        def loss(dropped: tuple[int, ...]) -> float:
-            handles = [layers[number].register_forward_hook(_skip) for number in dropped]
+    def loss(dropped: Sequence[int]) -> float:
+        with contextlib.ExitStack() as hooks:
+            for number in dropped:
+                hooks.enter_context(layers[number].register_forward_hook(_skip))
             answers = calibration.answers(model)
-            for handle in handles:
-                handle.remove()
-            return calibration.divergence(dense, answers)
+        return calibration.divergence(dense, answers)
 
-    dropped = least(tuple(range(first, first + gone)) for first in range(count + 1)) if spec.contiguous else ()
-    while len(dropped) < gone:
-        dropped = least((*dropped, number) for number in numbers if number not in dropped)
-    if not alike and 0 not in dropped and not can_keep(model, stay([0])):
-        distributed.info(f"cut: layer 0 of a {type(model).__name__} stays, since the others cannot take its place")
-    return stay(dropped)
+    return loss
 
 
 def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
@@ -95,32 +99,3 @@ def _distances(model: Any, calibration: Calibration, span: int, device: torch.de
 
     observe(model, layers, calibration, device, add)
     return list((finite(distributed.total(sums), "the hidden states") / distributed.total(tokens)).tolist())
-
-
-@torch.no_grad()
-def observe(
-    model: Any,
-    modules: Mapping[str, nn.Module],
-    calibration: Calibration,
-    device: torch.device,
-    see: Callable[[str, Tensor, Tensor], object],
-) -> None:
-    """Run the model without its head on the device, and show what each call of these modules is given and gives.
-
-    `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
-    """
-    base, attended = model.to(device).base_model, list[Tensor]()
-
-    def hook(name: str) -> Any:
-        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
-            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
-
-        return show
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
-    for inputs, tokens in progress(in_step(pairs, count, calibration.check), "observing the model", "batch", count):
-        attended.append(tokens.to(device))
-        base(**encoder_inputs(base, {name: values.to(device) for name, values in inputs.items()}))
-    for handle in handles:
-        handle.remove()

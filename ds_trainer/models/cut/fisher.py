@@ -34,7 +34,7 @@ def fisher_diagonals(
     }
     # a zero that is added to the outputs of all layers: its derivative needs theirs, and none of a weight
     zero = torch.zeros((), device=device, requires_grad=True)
-    batches = in_step(enumerate(calibration.attended), len(calibration.attended), calibration.check)
+    batches = in_step(enumerate(calibration.attended), len(calibration.attended))
     for index, attended in progress(batches, "squaring derivatives", "batch", len(calibration.attended)):
         with contextlib.ExitStack() as hooks:
             for name, linear in linears.items():

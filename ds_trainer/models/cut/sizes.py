@@ -1,9 +1,9 @@
 """Cut a model to sizes of the whole: layers, channels of the residual stream, heads and neurons.
 
 The sizes are the same in every layer, so that a plain config of the family says them. Layers go first, then heads and
-neurons by optimal brain surgeon, then channels: those whose outputs of all norms, as means of absolute values over the
-calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). What reads or writes the residual stream is found
-by shape, not by name: the config's width decides one of its dimensions.
+neurons by optimal brain surgeon, then channels: those stay whose outputs of all norms, as means of absolute values over
+the calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). Weights that read or write the residual
+stream are known by their shape, not by name: the config's width decides one of their dimensions.
 """
 
 import copy
@@ -11,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places
 from ds_trainer.models.cut.cut import check_sound, check_tokens
-from ds_trainer.models.cut.dropped_layers import observe, remaining_layers
+from ds_trainer.models.cut.dropped_layers import remaining_layers
 from ds_trainer.models.cut.fitting import CutRecord
-from ds_trainer.models.cut.layerwise import Calibration, finite
+from ds_trainer.models.cut.layerwise import Calibration, finite, observe
 from ds_trainer.models.cut.vocabulary import kept_alone
 from ds_trainer.models.flops import encoder_flops, layer_flops
-from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads, without_pooler_of
-from ds_trainer.models.shrink import check_known, plain_config, shrink
+from ds_trainer.models.layers import blocks_of, build_like, layers_of, shapes_like, sizes_of, whole_heads
+from ds_trainer.models.shrink import check_known, head_width, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -58,10 +57,6 @@ def cut_sizes(
     check_sound(model, calibration)
     model.eval().cpu()
     before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
-    for sizes in () if spec.sizes else _mixed(model, spec):
-        if sizes not in planned:
-            name = type(model).__name__
-            distributed.warn(f"cut: {sizes} is not tried: with such a width the class {name} has other weights")
     if len(planned) == 1:
         best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
     else:
@@ -73,20 +68,20 @@ def cut_sizes(
             if divergence < least:
                 best, least, (small, records, layers) = sizes, divergence, cut
             cut[0].cpu()
-    told = {"before": asdict(before), "after": asdict(best), "layers": layers, "tried": tried}
-    return small, records, {"sizes": told}
+    report = {"before": asdict(before), "after": asdict(best), "layers": layers, "tried": tried}
+    return small, records, {"sizes": report}
 
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
     """Return a model of the sizes that a spec says, or of the last mixture to choose from: its weights mean nothing."""
-    config = config_of_sizes(model, planned_sizes(model, spec)[-1])
-    return without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
+    return build_like(model, config_of_sizes(model, planned_sizes(model, spec)[-1]))
 
 
 def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
-    """Return the sizes that a spec says, or those to choose from. The model may be on the meta device.
+    """Return the sizes that a spec says, or for each mixture those that meet its target_flops.
 
-    UserError where the family is unknown, its layers differ, or its config cannot say the sizes.
+    The model may be on the meta device. UserError where the family is unknown, its layers differ, or its config cannot
+    say the sizes.
     """
     check_known(model)
     if spec.sizes:
@@ -99,25 +94,30 @@ def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
                 "model has: leave width out, or write another one"
             )
         return [sizes]
-    planned = [sizes for sizes in _mixed(model, spec) if _can_narrow(model, sizes)]
-    if not planned:
-        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
-    return planned
-
-
-def _mixed(model: Any, spec: CutSpec) -> list[Sizes]:
-    """Return the sizes of each mixture that meets the target."""
     assert spec.target_flops is not None, "the spec saw to it"
-    total = encoder_flops(model, spec.cost_tokens)
-    mixed = []
-    widens = not _heads_follow_width(model) or _has(model, "attention")
-    for mixture in (mixture for mixture in MIXTURES if widens or "width" not in mixture):
-        sizes_at = partial(_at_share, model, mixture)
+    total, planned = encoder_flops(model, spec.cost_tokens), list[Sizes]()
+    can_cut_width = _has_attention(model) or not _heads_follow_width(model)
+    for mixture in MIXTURES:
+        if "width" in mixture and not can_cut_width:
+            continue
+
+        def sizes_at(share: int, mixture: tuple[str, ...] = mixture) -> Sizes:
+            return _wanted(model, dict.fromkeys(mixture, share / _SHARES))
+
         share = bisect_right(
             range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
         )
-        mixed += [sizes_at(share)] if share else []
-    return mixed
+        if not share:
+            continue
+        sizes = sizes_at(share)
+        if _can_narrow(model, sizes):
+            planned.append(sizes)
+        else:
+            name = type(model).__name__
+            distributed.info_once(f"cut: {sizes} is not tried: with such a width the class {name} has other weights")
+    if not planned:
+        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
+    return planned
 
 
 def sizes_now(model: Any) -> Sizes:
@@ -132,7 +132,7 @@ def sizes_now(model: Any) -> Sizes:
 def config_of_sizes(model: Any, sizes: Sizes) -> Any:
     """Return the plain config of the model's family with these sizes. UserError where it cannot say them."""
     config = config_of_layers(model.config, range(sizes.layers))
-    config.head_dim = _head_width(config)
+    config.head_dim = head_width(config)
     config.hidden_size = sizes.width
     lists = {"heads": [sizes.heads] * sizes.layers, "neurons": [sizes.neurons] * sizes.layers}
     plain = plain_config(config, lists)
@@ -170,7 +170,7 @@ def _cut_to(
 def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
-    narrow = without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
+    narrow = build_like(model, config)
     state = narrow.state_dict()
     # norms of queries and keys may be as wide, and stay so
     norms = {
@@ -258,20 +258,16 @@ def _keep_scale_of_embeddings(narrow: Any, width: int) -> None:
         _multiply(narrow.base_model.norm, 1 / scale)
 
 
-def _at_share(model: Any, mixture: tuple[str, ...], share: int) -> Sizes:
-    return _wanted(model, dict.fromkeys(mixture, share / _SHARES))
-
-
 def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
     """Return the sizes after a cut. UserError where the config cannot say them, or the model has fewer."""
     now, config = sizes_now(model), model.config
     follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
-    if "heads" in wanted and (follow or not _has(model, "attention")):
+    if "heads" in wanted and (follow or not _has_attention(model)):
         raise UserError(
             f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
             'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
         )
-    if follow and not _has(model, "attention"):
+    if follow and not _has_attention(model):
         raise UserError(
             f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
         )
@@ -305,21 +301,14 @@ def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1)
     return min(now, step * max(1, round(size * now / step)))
 
 
-def _has(model: Any, kind: str) -> bool:
-    return any(block.kind == kind for block in blocks_of(next(iter(layers_of(model).values()))))
-
-
-def _head_width(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _has_attention(model: Any) -> bool:
+    return any(block.kind == "attention" for block in blocks_of(next(iter(layers_of(model).values()))))
 
 
 def _can_narrow(model: Any, sizes: Sizes) -> bool:
-    """Whether the family's model of another width has the same weights: ELECTRA's projection comes and goes with it."""
-    heads = sizes.heads if _heads_follow_width(model) else sizes_now(model).heads
-    with torch.device("meta"):
-        config = config_of_sizes(model, replace(sizes_now(model), width=sizes.width, heads=heads))
-        narrow = without_pooler_of(model, whole_class(model)(config))
-    return narrow.state_dict().keys() == model.state_dict().keys()
+    """Return whether a model of this width has the same weights: ELECTRA's projection comes and goes with the width."""
+    config = config_of_sizes(model, replace(sizes, layers=sizes_now(model).layers))
+    return shapes_like(model, config).keys() == model.state_dict().keys()
 
 
 def _heads_follow_width(model: Any) -> bool:
@@ -328,18 +317,20 @@ def _heads_follow_width(model: Any) -> bool:
     Both dimensions of a query matrix then grow with the width.
     """
     config = config_of_layers(model.config, range(1))
-    config.head_dim = _head_width(config)
+    config.head_dim = head_width(config)
     config.hidden_size *= 2
-    with torch.device("meta"):
-        (layer,) = layers_of(whole_class(model)(config)).values()
     before = dict(next(iter(layers_of(model).values())).named_parameters())
     return any(
         weight.dim() == 2 and all(new != old for new, old in zip(weight.shape, before[name].shape, strict=True))
-        for name, weight in layer.named_parameters()
+        for name, weight in _one_layer(model, config).named_parameters()
     )
 
 
 def _flops(model: Any, sizes: Sizes, tokens: int) -> int:
+    return sizes.layers * layer_flops(_one_layer(model, config_of_sizes(model, replace(sizes, layers=1))), tokens)
+
+
+def _one_layer(model: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
-        (layer,) = layers_of(whole_class(model)(config_of_sizes(model, replace(sizes, layers=1)))).values()
-    return sizes.layers * layer_flops(layer, tokens)
+        (layer,) = layers_of(build_like(model, config)).values()
+    return layer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.models.cut.tokens import Vocabulary
-from ds_trainer.models.layers import without_pooler_of
+from ds_trainer.models.layers import build_like
 from ds_trainer.models.pretrained import check_fits
 from ds_trainer.ranks.failures import UserError
 
@@ -44,7 +44,7 @@ def _cut_model(model: Any, ids: Sequence[int]) -> Any:
     renumbered = dict.fromkeys(rows) | {id: number for number, id in enumerate(ids)}
     config = _with_ids(model.config, renumbered)
     config.vocab_size = len(ids)
-    smaller = without_pooler_of(model, type(model)(config)).to(model.dtype)
+    smaller = build_like(model, config)
     kept, state = torch.tensor(ids), smaller.state_dict()
     smaller.load_state_dict(
         {name: kept_alone(weight, state[name].shape, kept) for name, weight in model.state_dict().items()}

@@ -5,7 +5,7 @@ kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` fro
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.fisher import fisher_diagonals
-from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
-from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise
+from ds_trainer.models.cut.fitting import CutRecord, Fitting, Gram, Replacement
+from ds_trainer.models.cut.layerwise import Calibration, Layerwise
 from ds_trainer.models.cut.sparse import Pattern, admm_mask, masked_least_squares
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, out_features, rows_of
 from ds_trainer.ranks import distributed
@@ -33,8 +33,8 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: tor
     fisher = fisher_diagonals(model, linears, calibration, device) if spec.judges_answers else {}
     shares = _shares(linears, fisher, spec)
     for name, gram in _with_grams(model, linears, calibration, device):
-        solved = partial(_solved, linears[name], gram, shares[name], spec, fisher.get(name), calibration.check_alone)
-        replacement = distributed.on_main(solved)
+        solve = partial(_replacement, linears[name], gram, shares[name], spec, fisher.get(name))
+        replacement = distributed.on_main(solve)
         replacement.write(linears[name])
         kept = int(replacement.weight.count_nonzero())
         records.append(CutRecord(name, "weights", replacement.weight.numel(), kept, replacement.error))
@@ -127,21 +127,19 @@ def _pattern(spec: CutSpec, features: int) -> Pattern:
     return Pattern(group=features if spec.method == "wanda" else None)
 
 
-def _solved(
-    linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None, check: Callable[[], None]
-) -> Replacement:
+def _replacement(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fisher: Tensor | None) -> Replacement:
     """Return what becomes of a linear layer that keeps a share of its weights. Those that are zero stay zero."""
     fitting = Fitting(linear, gram, spec.damping)
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
-        mask, values = admm_mask(dense, fitting.damped, share, pattern, check)
+        mask, values = admm_mask(dense, fitting.damped, share, pattern)
     else:
         importance = fitting.squares if spec.method == "wanda" else fisher
         mask, values = pattern.mask(_scores(dense, importance), share), dense
     mask &= dense != 0
     if not spec.update_weights:
         return fitting.replacement(dense * mask)
-    return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values, check))
+    return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values))
 
 
 def _scores(weight: Tensor, importance: Tensor | None) -> Tensor:
