@@ -1,8 +1,8 @@
 """The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -44,6 +44,10 @@ class VocabularySpec(Strict):
 class CutSpec(Strict):
     """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
+    }
+
     granularity: Literal["hybrid", "head", "neuron", "model", "weight", "block", "2:4"] = Field(
         "hybrid",
         description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros; "model" cuts '
@@ -55,7 +59,6 @@ class CutSpec(Strict):
         description="which layers go: those whose absence adds the least loss, or those that change their input least "
         "(arXiv 2403.03853)",
     )
-    contiguous: bool = Field(False, description="drop layers that follow one another (arXiv 2403.17887)")
     width: Size | None = Field(
         None, description="share of the channels of the residual stream to keep, or how many (arXiv 2407.14679)"
     )
@@ -80,7 +83,7 @@ class CutSpec(Strict):
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
         "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",
     )
-    update_weights: bool = Field(True, description="let what is kept make up for what is removed, by least squares")
+    update_weights: bool = Field(True, description="refit the weights that are kept by least squares")
     calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
     damping: Annotated[float, Field(gt=0, le=10)] = Field(
         0.01, description="added to the variance of each input, as a share of the mean variance"
@@ -179,8 +182,6 @@ class CutSpec(Strict):
             )
         if self.granularity == "model" and amounts != ["target_flops"]:
             yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
-        if self.contiguous and not self.layers and self.granularity != "model":
-            yield "contiguous says which layers go, and no layers are cut: set layers, or drop contiguous"
         if len(amounts) > 1:
             yield f"{' and '.join(amounts)} are set: keep one"
         if targets and not structured:

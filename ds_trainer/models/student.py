@@ -79,19 +79,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         create_folder(spec.config, tokenizer, target, seed)
         return
     assert spec.layers is not None, "the spec has one of the two"
-    config = load_config(source, HEADLESS)
-    _check_layers(source, config, spec.layers)
-    if spec.model_type in (None, config.model_type):
-        student = with_layers(source, _load(source, config), spec.layers)
-    else:
-        _check_distilbert(source, config, spec.model_type)
-        student = _distilbert(source, _load(source, config), spec.layers)
-        # so that the saved tokenizer gives no token types, which DistilBERT does not take
-        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-    save_folder(student.to(dtype_of(source)), tokenizer, target)
-
-
-def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> None:
+    config, layers = load_config(source, HEADLESS), spec.layers
     count = getattr(config, "num_hidden_layers", None)
     if count is None:
         raise UserError(f"the config of {source} ({config.model_type}) counts no layers: use student.config instead")
@@ -100,27 +88,32 @@ def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> Non
             f"student.layers is {list(layers)}: {source} has {count} layers, name some of 0 to {count - 1} in rising "
             f"order, each once"
         )
+    if spec.model_type in (None, config.model_type):
+        student = with_layers(source, _load(source, config), layers)
+    else:
+        _check_distilbert(source, config, spec.model_type)
+        student = _distilbert(source, _load(source, config), layers)
+        # so that the saved tokenizer gives no token types, which DistilBERT does not take
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+    save_folder(student.to(dtype_of(source)), tokenizer, target)
 
 
 def _check_distilbert(source: str | Path, config: Any, model_type: str | None) -> None:
-    """Refuse all that cannot be copied into DistilBERT, and another family than it."""
-    if (config.model_type, model_type) != ("bert", "distilbert"):
-        raise UserError(
-            f'student.model_type is "{model_type}", and {source} is a {config.model_type} model. Layers are copied '
-            f'into the same family (leave model_type out) and from bert into "distilbert": for any other use '
-            f"student.config instead"
-        )
+    """Raise UserError for what cannot be copied into DistilBERT, and for another family than it."""
     kind = next(iter(config.architectures or []), "")
-    faults = {
-        "was shrunk, and a DistilBERT has layers of one size": getattr(config, FIELD, None),
-        f"has a layer_norm_eps of {config.layer_norm_eps}, and DistilBERT's is always 1e-12": (
-            config.layer_norm_eps != 1e-12
-        ),
-        f"is a {kind}, and only these are copied into DistilBERT: {', '.join(_DISTILBERT)}": kind not in _DISTILBERT,
-    }
-    for fault, holds in faults.items():
-        if holds:
-            raise UserError(f"{source} {fault}: leave student.model_type out, or start from another model")
+    if (config.model_type, model_type) != ("bert", "distilbert"):
+        fault = (
+            f'is a {config.model_type} model, and student.model_type "{model_type}" can only be "distilbert" of bert'
+        )
+    elif getattr(config, FIELD, None):
+        fault = "was shrunk, and a DistilBERT has layers of one size"
+    elif config.layer_norm_eps != 1e-12:
+        fault = f"has a layer_norm_eps of {config.layer_norm_eps}, and DistilBERT's is always 1e-12"
+    elif kind not in _DISTILBERT:
+        fault = f"is a {kind}, and only these are copied into DistilBERT: {', '.join(_DISTILBERT)}"
+    else:
+        return
+    raise UserError(f"{source} {fault}: leave student.model_type out, or write a student.config")
 
 
 def _load(source: str | Path, config: Any) -> Any:

@@ -23,7 +23,7 @@ from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 from ds_trainer import train
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.sizes import outline_of_sizes
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 
 SHAPE = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
 SHAPE |= {"head_dim": 32, "intermediate_size": 768}

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ds_trainer.models.flops import decision_flops, encoder_flops
+from ds_trainer.models.costs import decision_flops, encoder_flops
 from ds_trainer.models.layers import SIZES_OF, blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrunk_model import shrunk_class
 

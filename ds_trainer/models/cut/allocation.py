@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.costs import count_decisions, decision_flops, encoder_flops, layer_seconds
 from ds_trainer.models.cut.blocks import CutBlock, OuterCut, with_grams
 from ds_trainer.models.cut.fitting import Gram, Replacement
 from ds_trainer.models.cut.layerwise import Calibration
-from ds_trainer.models.flops import decision_flops, encoder_flops
-from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
 from ds_trainer.models.layers import whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError

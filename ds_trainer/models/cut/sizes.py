@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.costs import encoder_flops, layer_flops
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places
 from ds_trainer.models.cut.cut import check_sound, check_tokens
 from ds_trainer.models.cut.dropped_layers import remaining_layers
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration, finite, observe
 from ds_trainer.models.cut.vocabulary import kept_alone
-from ds_trainer.models.flops import encoder_flops, layer_flops
 from ds_trainer.models.layers import blocks_of, build_like, layers_of, shapes_like, sizes_of, whole_heads
 from ds_trainer.models.shrink import check_known, head_width, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers

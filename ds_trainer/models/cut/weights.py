@@ -1,25 +1,31 @@
-"""Write zeros in the linear layers of a trained model, and let the weights that are kept make up for them.
+"""Write zeros in the linear layers of a trained model, and refit the weights that are kept.
 
 Single weights, blocks, or two of every four: a model of the same shape with fewer weights, for compact files, for
 kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` from these masks). Matrices are cut in the
 order in which the model computes them, each on the inputs that it gets from those that are cut already.
+
+How much each matrix keeps is decided by the diagonal of the empirical Fisher matrix: if a weight w of a trained model
+is removed, the loss grows by about w^2 F / 2, where F is the mean over examples of the squared derivative of an
+example's loss (Kwon et al., arXiv 2204.09656). These costs are comparable over all layers.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.fisher import fisher_diagonals
 from ds_trainer.models.cut.fitting import CutRecord, Fitting, Gram, Replacement
-from ds_trainer.models.cut.layerwise import Calibration, Layerwise
+from ds_trainer.models.cut.layerwise import Calibration, Layerwise, by_example, finite
 from ds_trainer.models.cut.sparse import Pattern, admm_mask, masked_least_squares
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, out_features, rows_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.stopping import in_step
 
 
 @torch.no_grad()
@@ -92,6 +98,48 @@ def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec
     weights = ((name, rows_of(linear.weight, type(linear)).float()) for name, linear in linears.items())
     scores = [_pattern(spec, one.shape[1]).means(_scores(one, fisher.get(name))) for name, one in weights]
     return dict(zip(linears, shares_of_largest(scores, spec.share), strict=True))
+
+
+@torch.enable_grad()
+def fisher_diagonals(
+    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, device: torch.device
+) -> dict[str, Tensor]:
+    """Return, for the weight of each linear layer, (out, in), the sums over all examples of its squared derivatives.
+
+    Where the examples of a batch share an input, as DeBERTa's do its relative positions, the derivative of the batch is
+    squared: the same in expectation. The whole model is on the device meanwhile. The sums are in fp32 on the CPU;
+    collective.
+    """
+    model.to(device)
+    squares = {
+        name: torch.zeros(out_features(linear), in_features(linear), device=device) for name, linear in linears.items()
+    }
+    # a zero that is added to the outputs of all layers: its derivative needs theirs, and none of a weight
+    zero = torch.zeros((), device=device, requires_grad=True)
+    batches = in_step(enumerate(calibration.attended), len(calibration.attended))
+    for index, attended in progress(batches, "squaring derivatives", "batch", len(calibration.attended)):
+        with contextlib.ExitStack() as hooks:
+            for name, linear in linears.items():
+                hooks.enter_context(linear.register_forward_hook(_adding_to(squares[name], zero, attended.shape)))
+            torch.autograd.grad(calibration.loss(model, index), zero)
+    model.cpu()
+    return {name: finite(distributed.total(sums), f"the derivatives of {name}").cpu() for name, sums in squares.items()}
+
+
+def _adding_to(squares: Tensor, zero: Tensor, tokens: torch.Size) -> Any:
+    """Return a hook of a linear layer that adds the squared derivatives of its weight, of each example by itself."""
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs, output = given[0].detach(), output + zero
+        output.register_hook(lambda gradient: add(inputs, gradient))
+        return output
+
+    @torch.no_grad()
+    def add(inputs: Tensor, gradient: Tensor) -> None:
+        for x, slope in zip(by_example(inputs, tokens), by_example(gradient, tokens), strict=True):
+            squares.add_((slope.flatten(0, -2).T @ x.flatten(0, -2)).square())
+
+    return hook
 
 
 def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:

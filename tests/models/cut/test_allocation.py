@@ -17,8 +17,8 @@ from ds_trainer.models.cut import cut
 from ds_trainer.models.cut.allocation import Curve, Prices, allocate, cheapest_sizes
 from ds_trainer.models.cut.blocks import cut_places
 from ds_trainer.models.cut.cut import cut_model, outline
-from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layer_seconds import LayerSeconds, count_decisions
+from ds_trainer.models.costs import encoder_flops
+from ds_trainer.models.costs import LayerSeconds, count_decisions
 from ds_trainer.models.layers import layers_of, sizes_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError

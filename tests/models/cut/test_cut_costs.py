@@ -16,7 +16,7 @@ from ds_trainer.models.cut.blocks import cut_places, with_grams
 from ds_trainer.models.cut.costs import BatchSize, cut_costs, cut_operations
 from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.layerwise import Calibration, Gram
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 
 CPU = torch.device("cpu")
 BATCHES = [BatchSize(4, 6, 20), BatchSize(3, 9, 27)]

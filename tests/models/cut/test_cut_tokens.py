@@ -10,7 +10,7 @@ from support.tiny_tokenizers import KINDS, SENTENCES, of_class
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
-from ds_trainer.models.cut.tokens import Vocabulary
+from ds_trainer.models.cut.vocabulary import Vocabulary
 
 WORDS = " ".join(SENTENCES).split()
 TEXTS = st.lists(

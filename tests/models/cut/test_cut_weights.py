@@ -13,7 +13,7 @@ from support.zeroed import bare_of
 
 from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.cut.cut import cut_model
-from ds_trainer.models.cut.fisher import fisher_diagonals
+from ds_trainer.models.cut.weights import fisher_diagonals
 from ds_trainer.models.cut.sparse import Pattern
 from ds_trainer.models.cut.weights import cut_weights, shares_of_largest
 from ds_trainer.models.layers import count_weights, encoder_linears, rows_of, whole_totals

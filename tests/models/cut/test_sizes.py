@@ -17,7 +17,7 @@ from ds_trainer.models.cut.costs import BatchSize, cut_operations
 from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.cut.dropped_layers import observe
 from ds_trainer.models.cut.sizes import cut_sizes, outline_of_sizes
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.layers import blocks_of, layers_of, rows_of, whole_totals
 from ds_trainer.ranks.failures import UserError
 
