@@ -15,7 +15,7 @@ Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
 """A share to keep, or with an int how many to keep."""
 SIZES = ("layers", "width", "heads", "neurons")
 """The fields of a cut that say a size of the whole model."""
-STRUCTURED = ("hybrid", "head", "neuron", "model")
+STRUCTURED = ("hybrid", "head", "neuron")
 """The granularities that make matrices smaller. The others write zeros."""
 
 
@@ -48,10 +48,9 @@ class CutSpec(Strict):
         "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
     }
 
-    granularity: Literal["hybrid", "head", "neuron", "model", "weight", "block", "2:4"] = Field(
+    granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
         "hybrid",
-        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros; "model" cuts '
-        "layers, width and neurons to target_flops, by the loss that each mixture adds",
+        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros',
     )
     layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
     layer_criterion: Literal["loss", "cosine"] = Field(
@@ -102,13 +101,8 @@ class CutSpec(Strict):
 
     @property
     def sizes(self) -> dict[str, float | int]:
-        """The sizes of the whole model that the spec says, by the names of its fields."""
+        """The sizes of the whole model that are cut, the same in every layer, by the names of their fields."""
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
-
-    @property
-    def cuts_sizes(self) -> bool:
-        """Whether sizes of the whole model are cut, which are the same in every layer."""
-        return bool(self.sizes) or self.granularity == "model"
 
     @property
     def cuts_layers(self) -> bool:
@@ -159,8 +153,13 @@ class CutSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _half_of_four(cls, data: Any) -> Any:
-        return {"keep": 0.5} | data if isinstance(data, dict) and data.get("granularity") == "2:4" else data
+    def _by_granularity(cls, data: Any) -> Any:
+        granularity = data.get("granularity") if isinstance(data, dict) else None
+        if granularity == "model":
+            raise UserError(
+                'granularity "model" was removed in 0.3: write sizes, such as "layers": 0.75, "neurons": 0.6'
+            )
+        return {"keep": 0.5} | data if granularity == "2:4" else data
 
     @model_validator(mode="after")
     def _consistent(self) -> "CutSpec":
@@ -180,8 +179,6 @@ class CutSpec(Strict):
                 f"{' and '.join(self.sizes)}: a cut to sizes of the whole model goes without keep, targets, "
                 "granularity and min_heads: drop these, or the sizes"
             )
-        if self.granularity == "model" and amounts != ["target_flops"]:
-            yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
         if len(amounts) > 1:
             yield f"{' and '.join(amounts)} are set: keep one"
         if targets and not structured:

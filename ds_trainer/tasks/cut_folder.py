@@ -73,7 +73,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
-        if spec.cuts_sizes:
+        if spec.sizes:
             model, records, sizes = cut_sizes(model, calibration, spec, distributed.device())
         else:
             model, records = cut_model(model, calibration, spec, distributed.device())
@@ -108,7 +108,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     model = task.build_model(source)
     if spec.cuts_layers:
-        model = outline_of_sizes(model, spec) if spec.cuts_sizes else outline(model, spec)
+        model = outline_of_sizes(model, spec) if spec.sizes else outline(model, spec)
     return CutResult(*_finished(model, task, source, spec), {})
 
 

@@ -36,17 +36,17 @@ def cut_costs(
 
     The model may be on the meta device. The seconds count the operations as if every block were cut. Each layer runs
     over the calibration examples once for each of its blocks, and once more for the layer after it. A choice over all
-    layers does so twice, and runs the whole model on a few examples (`probes`) for each size that it tries; a cut to
-    sizes of the whole model does so for each candidate, and the runs by which layers and channels are chosen are left
-    out. How fast the device is at products and removals is measured. The seconds may be wrong by a factor of two.
+    layers does so twice, and runs the whole model on a few examples (`probes`) for each size that it tries. The runs by
+    which a cut to sizes of the whole model chooses layers and channels are left out. How fast the device is at products
+    and removals is measured. The seconds may be wrong by a factor of two.
     """
     layers, places = list(layers_of(model).values()), list(cut_places(model, spec).values())
     sweeps, tried = 1 if spec.uniform else 2, 0 if spec.uniform else 1 + len(MEASURED) * len(places)
-    if spec.cuts_sizes:
-        now, planned = sizes_now(model), planned_sizes(model, spec)
-        smaller = {unit for unit in SIZES_OF.values() for sizes in planned if getattr(sizes, unit) < getattr(now, unit)}
+    if spec.sizes:
+        now, sizes = sizes_now(model), planned_sizes(model, spec)
+        smaller = {unit for unit in SIZES_OF.values() if getattr(sizes, unit) < getattr(now, unit)}
         places = [place for place in places if SIZES_OF[place.block.kind] in smaller]
-        sweeps = tried = len(planned)
+        sweeps, tried = 1, 0
     shapes = [(in_features(place.outer), out_features(place.outer)) for place in places]
     passes = sum(
         batch.rows * layer_flops(layer, batch.length)
@@ -72,7 +72,7 @@ def cut_costs(
         * max((width for width, _ in shapes), default=0) ** 2,  # the surgeon holds six matrices of this size
         # those that a layer gets, and those that it gives
         "hidden_states": 2 * 4 * padded * model.config.hidden_size // distributed.world_size(),
-        "weights_tried": 0 if sweeps == 1 or spec.cuts_sizes else 4 * len(MEASURED) * sum(w * o for w, o in shapes),
+        "weights_tried": 0 if not tried else 4 * len(MEASURED) * sum(w * o for w, o in shapes),
     }
     return {"bytes": held | {"total": sum(held.values())}, "estimated_seconds": round(estimated, 1)}
 

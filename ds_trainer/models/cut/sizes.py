@@ -7,8 +7,6 @@ stream are known by their shape, not by name: the config's width decides one of 
 """
 
 import copy
-import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.costs import encoder_flops, layer_flops
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places
 from ds_trainer.models.cut.cut import check_sound, check_tokens
 from ds_trainer.models.cut.dropped_layers import remaining_layers
@@ -29,12 +26,9 @@ from ds_trainer.models.shrink import check_known, head_width, plain_config, shri
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.progress import progress
 
-MIXTURES = (("layers",), ("neurons",), ("layers", "neurons"), ("width", "neurons"), ("layers", "width", "neurons"))
-"""The sizes that are cut together, by the same share, where a spec leaves the choice to the cut."""
-_SHARES = 64
-"""How many shares are considered of each mixture."""
+_STEPS = 64
+"""Shares are rounded to sizes that are multiples of at least about this part of the whole."""
 
 
 @dataclass(frozen=True)
@@ -56,68 +50,70 @@ def cut_sizes(
     """
     check_sound(model, calibration)
     model.eval().cpu()
-    before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
-    if len(planned) == 1:
-        best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
-    else:
-        dense, least = calibration.answers(model.to(device)), math.inf
-        for sizes in progress(planned, "trying mixtures of sizes", "mixture"):
-            cut = _cut_to(copy.deepcopy(model.cpu()), sizes, calibration, spec, device)
-            divergence = calibration.divergence(dense, calibration.answers(cut[0].to(device)))
-            tried.append(asdict(sizes) | {"divergence": divergence})
-            if divergence < least:
-                best, least, (small, records, layers) = sizes, divergence, cut
-            cut[0].cpu()
-    report = {"before": asdict(before), "after": asdict(best), "layers": layers, "tried": tried}
-    return small, records, {"sizes": report}
+    now, sizes = sizes_now(model), planned_sizes(model, spec)
+    layers, records = list(range(now.layers)), list[CutRecord]()
+    if sizes.layers < now.layers:
+        layers = remaining_layers(model, sizes.layers, calibration, spec, device)
+        model = with_layers("the model", model.cpu(), layers).eval()
+    places = cut_places(model, spec)
+    counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
+    cut = [place.outer for name, place in places.items() if counts[name] < place.count]
+    if cut:
+        check_tokens(cut, calibration, spec)
+        records = cut_blocks(model, places, counts, calibration, spec, device)
+        model = shrink(model)
+    if sizes.width < now.width:
+        model = _narrowed(model, sizes, calibration, device)
+    return model, records, {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
 
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
-    """Return a model of the sizes that a spec says, or of the last mixture to choose from: its weights mean nothing."""
-    return build_like(model, config_of_sizes(model, planned_sizes(model, spec)[-1]))
+    """Return a model of the sizes that a spec says: its weights mean nothing."""
+    return build_like(model, config_of_sizes(model, planned_sizes(model, spec)))
 
 
-def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
-    """Return the sizes that a spec says, or for each mixture those that meet its target_flops.
+def planned_sizes(model: Any, spec: CutSpec) -> Sizes:
+    """Return the sizes after a cut. The model may be on the meta device.
 
-    The model may be on the meta device. UserError where the family is unknown, its layers differ, or its config cannot
-    say the sizes.
+    UserError where the family is unknown, its layers differ, its config cannot say the sizes, or the model has fewer.
     """
     check_known(model)
-    if spec.sizes:
-        sizes = _wanted(model, spec.sizes)
-        if sizes == sizes_now(model):
-            raise UserError(f"cut: {spec.sizes} rounds to all that the model has: lower it")
-        if not _can_narrow(model, sizes):
-            raise UserError(
-                f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
-                "model has: leave width out, or write another one"
-            )
-        return [sizes]
-    assert spec.target_flops is not None, "the spec saw to it"
-    total, planned = encoder_flops(model, spec.cost_tokens), list[Sizes]()
-    can_cut_width = _has_attention(model) or not _heads_follow_width(model)
-    for mixture in MIXTURES:
-        if "width" in mixture and not can_cut_width:
-            continue
-
-        def sizes_at(share: int, mixture: tuple[str, ...] = mixture) -> Sizes:
-            return _wanted(model, dict.fromkeys(mixture, share / _SHARES))
-
-        share = bisect_right(
-            range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
+    now, config, wanted = sizes_now(model), model.config, spec.sizes
+    has_attention = any(block.kind == "attention" for block in blocks_of(next(iter(layers_of(model).values()))))
+    follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
+    if "heads" in wanted and (follow or not has_attention):
+        raise UserError(
+            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
+            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
         )
-        if not share:
-            continue
-        sizes = sizes_at(share)
-        if _can_narrow(model, sizes):
-            planned.append(sizes)
-        else:
-            name = type(model).__name__
-            distributed.info_once(f"cut: {sizes} is not tried: with such a width the class {name} has other weights")
-    if not planned:
-        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
-    return planned
+    if follow and not has_attention:
+        raise UserError(
+            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
+        )
+    heads = _size("heads", wanted, now.heads)
+    group = config.num_attention_heads // whole_heads(config) * heads
+    # where heads follow, the config says how wide a head is only by the width over the heads
+    step = now.width // now.heads if follow else _step(group, now.width)
+    width = _size("width", wanted, now.width, step)
+    if follow and width % step:
+        raise UserError(
+            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
+            f"{step}, or a share"
+        )
+    neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
+    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
+    if follow:
+        sizes = replace(sizes, heads=width * now.heads // now.width)
+    if sizes == now:
+        raise UserError(f"cut: {wanted} rounds to all that the model has: lower it")
+    # an ELECTRA, for example, has a projection where its embeddings are not as wide as the stream
+    shapes = shapes_like(model, config_of_sizes(model, replace(sizes, layers=now.layers)))
+    if shapes.keys() != model.state_dict().keys():
+        raise UserError(
+            f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
+            "model has: leave width out, or write another one"
+        )
+    return sizes
 
 
 def sizes_now(model: Any) -> Sizes:
@@ -143,27 +139,6 @@ def config_of_sizes(model: Any, sizes: Sizes) -> Any:
             "share, which is rounded to a multiple of the heads"
         )
     return plain
-
-
-def _cut_to(
-    model: Any, sizes: Sizes, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> tuple[Any, list[CutRecord], list[int]]:
-    """Return the cut model, on the CPU, the records of its blocks, and the numbers of the layers that are kept."""
-    now = sizes_now(model)
-    layers, records = list(range(now.layers)), list[CutRecord]()
-    if sizes.layers < now.layers:
-        layers = remaining_layers(model, sizes.layers, calibration, spec, device)
-        model = with_layers("the model", model.cpu(), layers).eval()
-    places = cut_places(model, spec)
-    counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
-    cut = [place.outer for name, place in places.items() if counts[name] < place.count]
-    if cut:
-        check_tokens(cut, calibration, spec)
-        records = cut_blocks(model, places, counts, calibration, spec, device)
-        model = shrink(model)
-    if sizes.width < now.width:
-        model = _narrowed(model, sizes, calibration, device)
-    return model, records, layers
 
 
 @torch.no_grad()
@@ -213,19 +188,17 @@ def _scales(
     sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
     centred = {name: _centres(norm) for name, norm in norms.items()}
 
+    def deviation(name: str, values: Tensor) -> Tensor:
+        values = values.double()
+        return (values - values.mean(1, keepdim=True) if centred[name] else values).square().mean(1).sqrt()
+
     def add(name: str, hidden: Tensor, _: Tensor) -> None:
-        deviations = [_deviation(values, centred[name]) for values in (hidden[:, channels], hidden)]
-        ratio = deviations[0] / deviations[1].clamp_min(1e-12)
+        ratio = deviation(name, hidden[:, channels]) / deviation(name, hidden).clamp_min(1e-12)
         sums[name] += torch.stack((ratio.sum(), ratio.new_tensor(len(ratio))))
 
     observe(model, norms, calibration, device, add)
     totals = {name: distributed.total(of_norm).tolist() for name, of_norm in sums.items()}
     return {name: total / tokens if tokens else 1.0 for name, (total, tokens) in totals.items()}
-
-
-def _deviation(values: Tensor, centred: bool) -> Tensor:
-    values = values.double()
-    return (values - values.mean(1, keepdim=True) if centred else values).square().mean(1).sqrt()
 
 
 def _centres(norm: Any) -> bool:
@@ -258,37 +231,9 @@ def _keep_scale_of_embeddings(narrow: Any, width: int) -> None:
         _multiply(narrow.base_model.norm, 1 / scale)
 
 
-def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
-    """Return the sizes after a cut. UserError where the config cannot say them, or the model has fewer."""
-    now, config = sizes_now(model), model.config
-    follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
-    if "heads" in wanted and (follow or not _has_attention(model)):
-        raise UserError(
-            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
-            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
-        )
-    if follow and not _has_attention(model):
-        raise UserError(
-            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
-        )
-    heads = _size("heads", wanted, now.heads)
-    group = config.num_attention_heads // whole_heads(config) * heads
-    # where heads follow, the config says how wide a head is only by the width over the heads
-    step = now.width // now.heads if follow else _step(group, now.width)
-    width = _size("width", wanted, now.width, step)
-    if follow and width % step:
-        raise UserError(
-            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
-            f"{step}, or a share"
-        )
-    neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
-    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
-    return replace(sizes, heads=width * now.heads // now.width) if follow else sizes
-
-
 def _step(least: int, size: int) -> int:
     """Return the smallest `least` times a power of two that is above a 64th of the size."""
-    return least * 2 ** (size // (least * _SHARES)).bit_length()
+    return least * 2 ** (size // (least * _STEPS)).bit_length()
 
 
 def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1) -> int:
@@ -301,16 +246,6 @@ def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1)
     return min(now, step * max(1, round(size * now / step)))
 
 
-def _has_attention(model: Any) -> bool:
-    return any(block.kind == "attention" for block in blocks_of(next(iter(layers_of(model).values()))))
-
-
-def _can_narrow(model: Any, sizes: Sizes) -> bool:
-    """Return whether a model of this width has the same weights: ELECTRA's projection comes and goes with the width."""
-    config = config_of_sizes(model, replace(sizes, layers=sizes_now(model).layers))
-    return shapes_like(model, config).keys() == model.state_dict().keys()
-
-
 def _heads_follow_width(model: Any) -> bool:
     """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
 
@@ -319,18 +254,10 @@ def _heads_follow_width(model: Any) -> bool:
     config = config_of_layers(model.config, range(1))
     config.head_dim = head_width(config)
     config.hidden_size *= 2
+    with torch.device("meta"):
+        (layer,) = layers_of(build_like(model, config)).values()
     before = dict(next(iter(layers_of(model).values())).named_parameters())
     return any(
         weight.dim() == 2 and all(new != old for new, old in zip(weight.shape, before[name].shape, strict=True))
-        for name, weight in _one_layer(model, config).named_parameters()
+        for name, weight in layer.named_parameters()
     )
-
-
-def _flops(model: Any, sizes: Sizes, tokens: int) -> int:
-    return sizes.layers * layer_flops(_one_layer(model, config_of_sizes(model, replace(sizes, layers=1))), tokens)
-
-
-def _one_layer(model: Any, config: Any) -> nn.Module:
-    with torch.device("meta"):
-        (layer,) = layers_of(build_like(model, config)).values()
-    return layer
