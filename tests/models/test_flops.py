@@ -63,17 +63,6 @@ def test_of_a_shrunk_model_what_is_left_is_counted(family):
     assert encoder_flops(shrunk, TOKENS) == counted(shrunk) < encoder_flops(whole, TOKENS)
 
 
-def test_a_model_of_a_folders_own_code_is_counted_as_ours(tmp_path):
-    """Its classes are copies of ours: an empty block has no products there either."""
-    whole = model_of("bert")
-    whole.config.shrunk = {"heads": [1, 0, 4], "neurons": [7, 48, 0]}
-    ours = shrunk_class(type(whole))(whole.config)
-    ours.save_pretrained(tmp_path)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True)
-    assert type(theirs).__module__ != type(ours).__module__
-    assert encoder_flops(theirs, TOKENS) == encoder_flops(ours, TOKENS)
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"share_att_key": True}, {"pos_att_type": ["c2p"]}, {"position_buckets": 4}, {"relative_attention": False}],

@@ -274,17 +274,12 @@ def test_the_code_of_a_folder_is_run_only_where_trusted(with_code, capfd):
     assert "--trust_remote_code" in refusal(folder, capfd), "the permission ends with its call"
 
 
-@pytest.mark.parametrize("entry_point", ["evaluate", "train"])
-def test_no_entry_point_runs_code(entry_point, with_code, tiny_recipe, write_json):
+def test_a_run_runs_no_code(with_code, tiny_recipe, write_json):
     """Exit code 2, one error, and the code was not run."""
     folder, marker = with_code
-    task = write_json("task.json", tiny_recipe)
-    words = {
-        "evaluate": [str(folder), "--recipe", task],
-        "train": ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", task, "--model_name_or_path", str(folder)],
-    }[entry_point]
-    words += ["--output_dir", str(folder.parent / "out")] if entry_point == "train" else []
-    done = run_script(f"launch/{entry_point}.py", *words)
+    words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("task.json", tiny_recipe)]
+    words += ["--model_name_or_path", str(folder), "--output_dir", str(folder.parent / "out")]
+    done = run_script("launch/train.py", *words)
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert "--trust_remote_code" in done.stderr
