@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from ds_trainer.config.fields import Count, Positive, Strict
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
-Method = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
 Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
 """A share to keep, or with an int how many to keep."""
@@ -77,7 +76,7 @@ class CutSpec(Strict):
     uniform: bool = Field(
         False, description="the same share in every layer; otherwise shares are chosen by the loss they add"
     )
-    method: Method = Field(
+    method: Literal["obs", "magnitude", "wanda", "fisher"] = Field(
         "obs",
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
         "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",

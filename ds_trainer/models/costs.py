@@ -52,15 +52,12 @@ def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> 
 def layer_flops(layer: nn.Module, tokens: int) -> int:
     """Count the operations of one layer for one example of so many tokens."""
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    weights = sum(linear.weight.numel() for name, linear in linears.items() if not _of_positions(name))
+    # DeBERTa's projections of relative positions do not run over tokens
+    positions = ("pos_key_proj", "pos_query_proj")
+    weights = sum(linear.weight.numel() for name, linear in linears.items() if not name.endswith(positions))
     products = sum(_attention_flops(block, layer, tokens) for block in blocks_of(layer))
     disentangled = [module for module in layer.modules() if hasattr(module, "pos_att_type")]
     return 2 * tokens * weights + products + sum(_disentangled_flops(module, tokens) for module in disentangled)
-
-
-def _of_positions(name: str) -> bool:
-    """Whether a linear layer runs over relative positions, not over tokens."""
-    return name.rpartition(".")[2] in ("pos_key_proj", "pos_query_proj")
 
 
 def _attention_flops(block: Block, layer: nn.Module, tokens: int) -> int:

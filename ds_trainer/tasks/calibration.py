@@ -38,6 +38,7 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
         answers=lambda model: _answers(task, model, in_step(probes, len(probes))),
         divergence=lambda dense, cut: _divergence(task, dense, cut),
         loss=lambda model, index: _loss(task, model, batches[index]),
+        device=distributed.device(),
     )
 
 

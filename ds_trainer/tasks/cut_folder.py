@@ -74,9 +74,9 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
         if spec.sizes:
-            model, records, sizes = cut_sizes(model, calibration, spec, distributed.device())
+            model, records, sizes = cut_sizes(model, calibration, spec)
         else:
-            model, records = cut_model(model, calibration, spec, distributed.device())
+            model, records = cut_model(model, calibration, spec)
         parts = [asdict(record) for record in records]
     model, tokenizer = _finished(model, task, source, spec)
     report = {

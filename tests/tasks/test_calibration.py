@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.calibrated import CPU
 from support.csv_files import SENTENCES, write_csv
 from support.lm_files import LINES, SMALL, bytes_tokenizer
 from support.squad_examples import with_words_only, word_pieces
@@ -73,18 +72,18 @@ def test_every_kind_of_task_calibrates_a_cut(kind: str, tmp_path: Path) -> None:
     divergences = [given.divergence(answers, answers)]
     for keep in (0.9, 0.5, 0.1):
         spec = CutSpec(keep=keep, granularity="neuron", uniform=True, method="magnitude", update_weights=False)
-        small, _ = cut_model(copy.deepcopy(dense), given, spec, CPU)
+        small, _ = cut_model(copy.deepcopy(dense), given, spec)
         if kind in ("mlm", "clm"):
             small = take_head_positions(small)  # as the task does where it loads a folder
         divergences.append(given.divergence(answers, given.answers(small)))
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert divergences[1] < divergences[3]
-    sparse, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, granularity="weight"), CPU)
+    sparse, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, granularity="weight"))
     kept, count = (sum(getattr(record, name) for record in records) for name in ("kept", "count"))
     assert kept == pytest.approx(0.5 * count, rel=0.02)
     assert 0 < given.divergence(answers, given.answers(sparse)) < divergences[3]
     for uniform in (True, False):
-        small, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, uniform=uniform), CPU)
+        small, records = cut_model(copy.deepcopy(dense), given, CutSpec(keep=0.5, uniform=uniform))
         assert sum(record.kept for record in records) < sum(record.count for record in records)
         assert sum(map(sum, sizes_of(small).values())) < sum(map(sum, sizes_of(dense).values()))
 

@@ -101,7 +101,6 @@ def allocate(
     prices: Prices,
     calibration: Calibration,
     spec: CutSpec,
-    device: torch.device,
 ) -> dict[str, int]:
     """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
 
@@ -117,9 +116,9 @@ def allocate(
 
     trials = {
         place.name: distributed.on_main(partial(tried, place, gram))
-        for place, gram in with_grams(model, places, calibration, device, "ordering heads and neurons")
+        for place, gram in with_grams(model, places, calibration, "ordering heads and neurons")
     }
-    model.to(device)
+    model.to(calibration.device)
     dense, curves = calibration.answers(model), dict[str, Curve]()
     for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
         errors, replacements = trials[name]

@@ -104,7 +104,6 @@ def cut_blocks(
     counts: Mapping[str, int],
     calibration: Calibration,
     spec: CutSpec,
-    device: torch.device,
 ) -> list[CutRecord]:
     """Cut each block of `cut_places` to its count, in place: removed heads and neurons are zeros of the outer weight.
 
@@ -112,7 +111,7 @@ def cut_blocks(
     """
     records = []
     smaller = {name: place for name, place in places.items() if counts[name] < place.count}
-    for place, gram in with_grams(model, smaller, calibration, device):
+    for place, gram in with_grams(model, smaller, calibration):
         replacement = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
         replacement.write(place.outer)
         unit: Any = SIZES_OF[place.block.kind]
@@ -124,7 +123,6 @@ def with_grams(
     model: Any,
     places: Mapping[str, CutBlock],
     calibration: Calibration,
-    device: torch.device,
     doing: str = "cutting heads and neurons",
 ) -> Iterator[tuple[CutBlock, Gram]]:
     """Yield each block, its layer on the device, with the sums of its outer layer's inputs.
@@ -132,7 +130,7 @@ def with_grams(
     A block that is changed before the next one is taken changes the inputs of those that follow. `doing` says what is
     done to a block where the progress is shown.
     """
-    layerwise = Layerwise(model, calibration, device, doing)
+    layerwise = Layerwise(model, calibration, doing)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
             with without_products(unused_linears(place)):

@@ -17,7 +17,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 
-def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> tuple[Any, list[CutRecord]]:
+def cut_model(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord]]:
     """Return the cut model, on the CPU, and what was done where; collective. The given model is changed.
 
     UserError where the model's family is unknown, its weights are not finite, or the spec keeps less than must stay,
@@ -27,14 +27,14 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
         check_tokens(cut_linears(model, spec).values(), calibration, spec)
-        return model, cut_weights(model, calibration, spec, device)
+        return model, cut_weights(model, calibration, spec)
     places = cut_places(model, spec)
     if spec.uniform:
         counts = uniform_counts(places, spec.share)
     else:
-        counts = allocate(model, places, prices_of(model, places, spec, device), calibration, spec, device)
+        counts = allocate(model, places, prices_of(model, places, spec, calibration.device), calibration, spec)
     check_tokens([place.outer for place in places.values()], calibration, spec)
-    records = cut_blocks(model, places, counts, calibration, spec, device)
+    records = cut_blocks(model, places, counts, calibration, spec)
     return shrink(model), records
 
 

@@ -16,22 +16,20 @@ from ds_trainer.ranks.progress import progress
 
 
 @torch.no_grad()
-def remaining_layers(
-    model: Any, count: int, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> list[int]:
+def remaining_layers(model: Any, count: int, calibration: Calibration, spec: CutSpec) -> list[int]:
     """Return the numbers of the `count` layers that stay, rising; collective. The model is on the device afterwards.
 
     Layers go one at a time: by loss, each time the one without which the answers diverge least from the dense model's;
     by cosine, those that change their input least (ShortGPT, arXiv 2403.03853). Layers stay without which the family's
     class cannot be built, such as ModernBERT's first.
     """
-    layers = list(encoder_layers(model.to(device)).values())
+    layers = list(encoder_layers(model.to(calibration.device)).values())
     kept = list(range(len(layers)))
     # layers that are all of the same form can take any place
     alike = len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) == 1
     by_loss = spec.layer_criterion == "loss"
     dense = calibration.answers(model) if by_loss else None
-    changes = [] if by_loss else _changes(model, calibration, device)
+    changes = [] if by_loss else _changes(model, calibration)
 
     def loss(number: int) -> float:
         if not by_loss:
@@ -61,15 +59,15 @@ def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
     return (given[0], *out[1:]) if isinstance(out, tuple) else given[0]
 
 
-def _changes(model: Any, calibration: Calibration, device: torch.device) -> list[float]:
+def _changes(model: Any, calibration: Calibration) -> list[float]:
     """Return 1 - cosine between what each layer is given and what it gives, a mean over tokens; collective."""
     layers = encoder_layers(model)
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in layers}
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=calibration.device) for name in layers}
 
     def add(name: str, given: Tensor, out: Tensor) -> None:
         cosine = torch.cosine_similarity(given.float(), out.float(), dim=1).clamp(-1, 1)
         sums[name] += torch.stack(((1 - cosine).sum(), cosine.new_tensor(len(cosine))))
 
-    observe(model, layers, calibration, device, add)
+    observe(model, layers, calibration, add)
     totals = [finite(distributed.total(of_layer), "the hidden states").tolist() for of_layer in sums.values()]
     return [change / tokens for change, tokens in totals]

@@ -22,6 +22,8 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.ranks.stopping import in_step
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -31,6 +33,7 @@ class Calibration:
     model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
     mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
     over one batch, by its number, times its examples, with gradient; the model is whole on one device.
+    `device` is the one on which layers run and are solved.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
@@ -38,6 +41,7 @@ class Calibration:
     answers: Callable[[nn.Module], Any]
     divergence: Callable[[Any, Any], float]
     loss: Callable[[nn.Module, int], Tensor]
+    device: torch.device = _CPU
 
 
 def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -54,8 +58,8 @@ class Layerwise:
     of layers.
     """
 
-    def __init__(self, model: Any, calibration: Calibration, device: torch.device, doing: str = "cutting") -> None:
-        self.calibration, self.device, self._doing = calibration, device, doing
+    def __init__(self, model: Any, calibration: Calibration, doing: str = "cutting") -> None:
+        self.calibration, self._doing = calibration, doing
         self._base = getattr(model, "base_model", model)
         if model.config.is_encoder_decoder:
             raise self._no_row()
@@ -67,7 +71,7 @@ class Layerwise:
         """Yield each layer, on the device. It may be changed until the next one is taken."""
         for index, layer in enumerate(progress(self._layers, self._doing, "layer")):
             self._at = index
-            layer.to(self.device)
+            layer.to(self.calibration.device)
             yield layer
             if index < len(self._layers) - 1:
                 for batch, output in enumerate(in_step(self._pass(), len(self._inputs))):
@@ -77,11 +81,11 @@ class Layerwise:
     @torch.no_grad()
     def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
         """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
-        grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}
+        grams = {name: Gram(in_features(linear), self.calibration.device) for name, linear in linears.items()}
         attended = iter(self.calibration.attended)
         with _inputs_recorded(linears) as inputs:
             for _ in in_step(self._pass(), len(self._inputs)):
-                tokens = next(attended).to(self.device)
+                tokens = next(attended).to(self.calibration.device)
                 for name, calls in inputs.items():
                     for values in (by_example(call, tokens.shape) for call in calls):
                         # relative positions, for example, are no tokens: all of them count
@@ -118,8 +122,8 @@ class Layerwise:
         computed: list[Any] = []
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            on_device = _moved((args, kwargs), self.device)
-            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), torch.device("cpu"))]
+            on_device = _moved((args, kwargs), self.calibration.device)
+            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), _CPU)]
             return computed[0]
 
         def skip(*args: Any, **kwargs: Any) -> Any:
@@ -188,14 +192,13 @@ def observe(
     model: Any,
     modules: Mapping[str, nn.Module],
     calibration: Calibration,
-    device: torch.device,
     see: Callable[[str, Tensor, Tensor], object],
 ) -> None:
     """Run the model without its head on the device, and show what each call of these modules is given and gives.
 
     `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
     """
-    base, attended = model.to(device).base_model, list[Tensor]()
+    base, attended = model.to(calibration.device).base_model, list[Tensor]()
 
     def hook(name: str) -> Any:
         def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
@@ -206,8 +209,8 @@ def observe(
     handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
     count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
     for inputs, tokens in progress(in_step(pairs, count), "observing the model", "batch", count):
-        attended.append(tokens.to(device))
-        base(**encoder_inputs(base, {name: values.to(device) for name, values in inputs.items()}))
+        attended.append(tokens.to(calibration.device))
+        base(**encoder_inputs(base, {name: values.to(calibration.device) for name, values in inputs.items()}))
     for handle in handles:
         handle.remove()
 

@@ -41,9 +41,7 @@ class Sizes:
     neurons: int
 
 
-def cut_sizes(
-    model: Any, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> tuple[Any, list[CutRecord], dict[str, Any]]:
+def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord], dict[str, Any]]:
     """Return the cut model, on the CPU, what was done to its blocks, and its sizes as JSON values; collective.
 
     UserError as `planned_sizes` raises it, and where weights are not finite.
@@ -53,17 +51,17 @@ def cut_sizes(
     now, sizes = sizes_now(model), planned_sizes(model, spec)
     layers, records = list(range(now.layers)), list[CutRecord]()
     if sizes.layers < now.layers:
-        layers = remaining_layers(model, sizes.layers, calibration, spec, device)
+        layers = remaining_layers(model, sizes.layers, calibration, spec)
         model = with_layers("the model", model.cpu(), layers).eval()
     places = cut_places(model, spec)
     counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
     cut = [place.outer for name, place in places.items() if counts[name] < place.count]
     if cut:
         check_tokens(cut, calibration, spec)
-        records = cut_blocks(model, places, counts, calibration, spec, device)
+        records = cut_blocks(model, places, counts, calibration, spec)
         model = shrink(model)
     if sizes.width < now.width:
-        model = _narrowed(model, sizes, calibration, device)
+        model = _narrowed(model, sizes, calibration)
     return model, records, {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
 
 
@@ -142,7 +140,7 @@ def config_of_sizes(model: Any, sizes: Sizes) -> Any:
 
 
 @torch.no_grad()
-def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
+def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> Any:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
     narrow = build_like(model, config)
@@ -155,11 +153,11 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
         and f"{name}.weight" in state
         and module.weight.shape == (width,) != state[f"{name}.weight"].shape
     }
-    active = torch.zeros(width, dtype=torch.float64, device=device)
-    observe(model, norms, calibration, device, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
+    active = torch.zeros(width, dtype=torch.float64, device=calibration.device)
+    observe(model, norms, calibration, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
     active = finite(distributed.total(active), "the outputs of norms")
     channels = active.topk(sizes.width).indices.sort().values
-    scales = _scales(model, norms, channels, calibration, device)
+    scales = _scales(model, norms, channels, calibration)
     channels = channels.cpu()
     try:
         narrow.load_state_dict(
@@ -178,14 +176,12 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
     return narrow.eval()
 
 
-def _scales(
-    model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration, device: torch.device
-) -> dict[str, float]:
+def _scales(model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration) -> dict[str, float]:
     """Return for each norm the mean ratio of what it divides by in the narrow model and in the wide one; collective.
 
     It is 1 for the norms of a head, which is not run.
     """
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=calibration.device) for name in norms}
     centred = {name: _centres(norm) for name, norm in norms.items()}
 
     def deviation(name: str, values: Tensor) -> Tensor:
@@ -196,7 +192,7 @@ def _scales(
         ratio = deviation(name, hidden[:, channels]) / deviation(name, hidden).clamp_min(1e-12)
         sums[name] += torch.stack((ratio.sum(), ratio.new_tensor(len(ratio))))
 
-    observe(model, norms, calibration, device, add)
+    observe(model, norms, calibration, add)
     totals = {name: distributed.total(of_norm).tolist() for name, of_norm in sums.items()}
     return {name: total / tokens if tokens else 1.0 for name, (total, tokens) in totals.items()}
 

@@ -46,7 +46,8 @@ def cut_vocabulary(model: Any, tokenizer: Any, wanted: Iterable[str], most: int 
     check_fits(model, tokenizer, max_seq_length=1)
     vocabulary = Vocabulary(tokenizer)
     configs = (model.config, getattr(model, "generation_config", None))
-    named = {id for config in configs if config is not None for id in _named(config)}
+    fields = [value for config in configs if config for name, value in vars(config).items() if _FIELDS.fullmatch(name)]
+    named = {int(id) for id in re.findall(r"-?\d+", json.dumps(fields))}  # alone, or in lists of lists
     kept = vocabulary.select(wanted, [token for token, id in vocabulary.ids.items() if id in named], most)
     return _cut_model(model, [vocabulary.ids[token] for token in kept]), vocabulary.tokenizer_of(kept)
 
@@ -104,17 +105,6 @@ def _renumbered(value: Any, renumbered: Mapping[int, int | None]) -> Any:
     if isinstance(value, list):
         return [new for entry in value if (new := _renumbered(entry, renumbered)) is not None]
     return renumbered.get(value, value)
-
-
-def _named(config: Any) -> Iterator[int]:
-    """Yield the ids of tokens that a config names."""
-    pending = [value for name, value in vars(config).items() if _FIELDS.fullmatch(name)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending += value
-        elif value is not None:
-            yield value
 
 
 class Vocabulary:

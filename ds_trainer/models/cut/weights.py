@@ -29,16 +29,16 @@ from ds_trainer.ranks.stopping import in_step
 
 
 @torch.no_grad()
-def cut_weights(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> list[CutRecord]:
+def cut_weights(model: Any, calibration: Calibration, spec: CutSpec) -> list[CutRecord]:
     """Write the zeros of a spec in the linear layers of the encoder, in place; collective.
 
     The model is on the CPU and in evaluation mode. Layers that it never computes stay whole, and have no record.
     UserError where the spec's pattern does not fit a layer, or keeps all weights.
     """
     linears, records = cut_linears(model, spec), list[CutRecord]()
-    fisher = fisher_diagonals(model, linears, calibration, device) if spec.judges_answers else {}
+    fisher = fisher_diagonals(model, linears, calibration) if spec.judges_answers else {}
     shares = _shares(linears, fisher, spec)
-    for name, gram in _with_grams(model, linears, calibration, device):
+    for name, gram in _with_grams(model, linears, calibration):
         solve = partial(_replacement, linears[name], gram, shares[name], spec, fisher.get(name))
         replacement = distributed.on_main(solve)
         replacement.write(linears[name])
@@ -53,29 +53,26 @@ def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
     """Return the linear layers that a spec writes zeros in. UserError where its pattern does not fit one."""
     linears = encoder_linears(model)
     rows, columns = spec.block_shape
-    for name, linear in linears.items() if spec.granularity == "block" else ():
-        if out_features(linear) <= rows and in_features(linear) <= columns:
+    for name, (out, inputs) in ((name, (out_features(one), in_features(one))) for name, one in linears.items()):
+        if spec.granularity == "block" and out <= rows and inputs <= columns:
             raise UserError(
-                f"cut: {name} is ({out_features(linear)}, {in_features(linear)}), one block of ({rows}, {columns}), "
-                "which would stay: set block_shape to smaller blocks"
+                f"cut: {name} is ({out}, {inputs}), one block of ({rows}, {columns}), which would stay: set "
+                "block_shape to smaller blocks"
             )
-    for name, linear in linears.items() if spec.granularity == "2:4" else ():
-        if in_features(linear) % 4:
+        if spec.granularity == "2:4" and inputs % 4:
             raise UserError(
-                f"cut: {name} has {in_features(linear)} inputs, which are no multiple of 4, as 2:4 needs: set "
-                "granularity to weight or block"
+                f"cut: {name} has {inputs} inputs, which are no multiple of 4, as 2:4 needs: set granularity to weight "
+                "or block"
             )
     return linears
 
 
-def _with_grams(
-    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, device: torch.device
-) -> Iterator[tuple[str, Gram]]:
+def _with_grams(model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration) -> Iterator[tuple[str, Gram]]:
     """Yield the linear layers that the model computes, in order and on the device, with the sums of their inputs.
 
     A layer that is changed before the next one is taken changes the inputs of those that follow. Collective.
     """
-    layerwise = Layerwise(model, calibration, device, "cutting weights")
+    layerwise = Layerwise(model, calibration, "cutting weights")
     for layer in layerwise:
         inside = {*layer.modules()}
         of_layer = {name: linear for name, linear in linears.items() if linear in inside}
@@ -101,21 +98,20 @@ def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec
 
 
 @torch.enable_grad()
-def fisher_diagonals(
-    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, device: torch.device
-) -> dict[str, Tensor]:
+def fisher_diagonals(model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration) -> dict[str, Tensor]:
     """Return, for the weight of each linear layer, (out, in), the sums over all examples of its squared derivatives.
 
     Where the examples of a batch share an input, as DeBERTa's do its relative positions, the derivative of the batch is
     squared: the same in expectation. The whole model is on the device meanwhile. The sums are in fp32 on the CPU;
     collective.
     """
-    model.to(device)
+    model.to(calibration.device)
     squares = {
-        name: torch.zeros(out_features(linear), in_features(linear), device=device) for name, linear in linears.items()
+        name: torch.zeros(out_features(linear), in_features(linear), device=calibration.device)
+        for name, linear in linears.items()
     }
     # a zero that is added to the outputs of all layers: its derivative needs theirs, and none of a weight
-    zero = torch.zeros((), device=device, requires_grad=True)
+    zero = torch.zeros((), device=calibration.device, requires_grad=True)
     batches = in_step(enumerate(calibration.attended), len(calibration.attended))
     for index, attended in progress(batches, "squaring derivatives", "batch", len(calibration.attended)):
         with contextlib.ExitStack() as hooks:
@@ -152,18 +148,16 @@ def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:
     low, high = 0, 0x7F800000  # the bits of 0 and infinity
     while high - low > 1:
         middle = (low + high) // 2
-        if sum(int((score >= _of_bits(middle)).count_nonzero()) for score in scores) >= wanted:
+        least = torch.tensor(middle, dtype=torch.int32).view(torch.float32)
+        if sum(int((score >= least).count_nonzero()) for score in scores) >= wanted:
             low = middle
         else:
             high = middle
-    above = [int((score > _of_bits(low)).count_nonzero()) for score in scores]
-    equal = [int((score == _of_bits(low)).count_nonzero()) for score in scores]
+    least = torch.tensor(low, dtype=torch.int32).view(torch.float32)
+    above = [int((score > least).count_nonzero()) for score in scores]
+    equal = [int((score == least).count_nonzero()) for score in scores]
     rest = (wanted - sum(above)) / max(1, sum(equal))
     return [(a + rest * e) / score.numel() for a, e, score in zip(above, equal, scores, strict=True)]
-
-
-def _of_bits(bits: int) -> Tensor:
-    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
 
 def _pattern(spec: CutSpec, features: int) -> Pattern:

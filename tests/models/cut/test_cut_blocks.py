@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.calibrated import CPU, answers_of, calibration, inputs_seen
+from support.calibrated import answers_of, calibration, inputs_seen
 from support.exhaustive import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, logits_of, model_of, uneven
 
@@ -47,7 +47,7 @@ def sizes_by_counts(model: Any, counts: dict[str, int]) -> dict[str, list[int]]:
 def check_cut(model: Any) -> None:
     """Cut to uneven counts, then shrink: sizes as wanted, outputs as with zeros, other weights as they were."""
     before, counts = copy.deepcopy(model), counts_of(model)
-    records = cut_blocks(model, cut_places(model, HALF), counts, GIVEN, HALF, CPU)
+    records = cut_blocks(model, cut_places(model, HALF), counts, GIVEN, HALF)
     *cut, _ = cut_places(before, HALF).values()
     assert [(record.name, record.count, record.kept) for record in records] == [
         (place.name, place.count, counts[place.name]) for place in cut
@@ -77,7 +77,7 @@ def test_what_is_kept_is_fitted_to_the_data(family: str) -> None:
     model = model_of(family)
     counts, given = counts_of(model), calibration(16)
     dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
-    records = cut_blocks(model, cut_places(model, HALF), counts, given, HALF.model_copy(update={"damping": 1e-6}), CPU)
+    records = cut_blocks(model, cut_places(model, HALF), counts, given, HALF.model_copy(update={"damping": 1e-6}))
     for record in records[1:]:
         inputs, outer = inputs_seen(model, [record.name], given)[record.name], model.get_submodule(record.name)
         whole, cut = (rows_of(each.weight, type(each)).double() for each in (dense[record.name], outer))
@@ -101,7 +101,7 @@ def test_the_surgeon_stays_nearer_to_the_dense_model_than_magnitude(family: str)
     dense = answers_of(bare_of(family), GIVEN.inputs)
     errors, distances = [], []
     for fields in ({}, {"method": "magnitude"}, {"method": "magnitude", "update_weights": False}):
-        small, records = cut_model(bare_of(family), GIVEN, HALF.model_copy(update=fields), CPU)
+        small, records = cut_model(bare_of(family), GIVEN, HALF.model_copy(update=fields))
         errors.append(sum(record.error for record in records))
         distances.append(float((answers_of(small, GIVEN.inputs) - dense).square().mean()))
     assert errors[0] < errors[1] < errors[2]
@@ -115,7 +115,7 @@ def test_weights_that_may_not_be_updated_stay(method: str) -> None:
     dense = {name: copy.deepcopy(place.outer) for name, place in cut_places(model, HALF).items()}
     spec = HALF.model_copy(update={"method": method, "update_weights": False})
     places = cut_places(model, spec)
-    for record in cut_blocks(model, places, uniform_counts(places, 0.5), GIVEN, spec, CPU):
+    for record in cut_blocks(model, places, uniform_counts(places, 0.5), GIVEN, spec):
         outer, before = model.get_submodule(record.name), dense[record.name]
         gone = (outer.weight == 0).all(0)
         assert int(gone.sum()) * 2 == len(gone)
@@ -128,7 +128,7 @@ def test_weights_that_may_not_be_updated_stay(method: str) -> None:
 def test_only_heads_or_only_neurons_are_cut(granularity: str) -> None:
     """Each block of the kind is of half the size, the others are whole; an outline has the same sizes."""
     spec = CutSpec(keep=0.5, uniform=True, granularity=granularity)
-    small, records = cut_model(model_of("bert"), GIVEN, spec, CPU)
+    small, records = cut_model(model_of("bert"), GIVEN, spec)
     assert len(records) == 3
     assert sizes_of(small) == {
         "heads": [2] * 3 if granularity == "head" else [4] * 3,
@@ -142,9 +142,9 @@ def test_only_heads_or_only_neurons_are_cut(granularity: str) -> None:
 def test_a_model_that_is_cut_already_is_cut_again(family: str, first: str) -> None:
     """Of what each layer has now; emptied blocks stay empty, and at least one head and neuron of the others remain."""
     model = model_of(family)
-    model = cut_model(model, GIVEN, HALF, CPU)[0] if first == "uniform" else shrink(empty(model, uneven(model)))
+    model = cut_model(model, GIVEN, HALF)[0] if first == "uniform" else shrink(empty(model, uneven(model)))
     halved = {name: [max(bool(size), round(size / 2)) for size in sizes] for name, sizes in sizes_of(model).items()}
-    small, _ = cut_model(model, GIVEN, HALF, CPU)
+    small, _ = cut_model(model, GIVEN, HALF)
     assert sizes_of(small) == halved
     assert sizes_of(outline(small, CutSpec(keep=0.01, uniform=True)))["neurons"] == [
         min(1, size) for size in halved["neurons"]
@@ -155,7 +155,7 @@ def test_a_model_that_is_cut_already_is_cut_again(family: str, first: str) -> No
 def test_heads_that_must_stay_stay(min_heads: int, heads: int) -> None:
     """A share too small for one head leaves one; a minimum above the number of heads leaves all."""
     spec = CutSpec(keep=0.05, uniform=True, min_heads=min_heads)
-    assert sizes_of(cut_model(model_of("bert"), GIVEN, spec, CPU)[0]) == {"heads": [heads] * 3, "neurons": [1] * 3}
+    assert sizes_of(cut_model(model_of("bert"), GIVEN, spec)[0]) == {"heads": [heads] * 3, "neurons": [1] * 3}
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def test_neurons_that_do_nothing_go_first() -> None:
         inner.bias[::4] = -100  # after GELU: 0
     dense = answers_of(model, GIVEN.inputs)
     spec = CutSpec(keep=0.5, uniform=True, granularity="neuron", damping=1e-7)
-    small, records = cut_model(model, GIVEN, spec, CPU)
+    small, records = cut_model(model, GIVEN, spec)
     assert max(record.error for record in records) < 1e-6
     torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
 
@@ -188,7 +188,7 @@ def test_a_layer_whose_inputs_never_change_is_cut(family: str) -> None:
     dense = answers_of(model, GIVEN.inputs)
     spec = CutSpec(keep=0.5, uniform=True, granularity="neuron")
     *_, whole = places = cut_places(model, spec)
-    cut_blocks(model, places, uniform_counts(places, 0.5) | {whole: 24}, GIVEN, spec, CPU)
+    cut_blocks(model, places, uniform_counts(places, 0.5) | {whole: 24}, GIVEN, spec)
     small = shrink(model)
     assert sizes_of(small)["neurons"] == [0, 0, 24]
     torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
@@ -205,7 +205,7 @@ SOME_CUTS = [
 
 
 def cut(model: Any, given: Any, spec: CutSpec) -> Any:
-    return (cut_sizes if spec.sizes else cut_model)(model, given, spec, CPU)[0]
+    return (cut_sizes if spec.sizes else cut_model)(model, given, spec)[0]
 
 
 @pytest.mark.parametrize("fields", SOME_CUTS, ids=str)

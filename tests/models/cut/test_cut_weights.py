@@ -8,7 +8,7 @@ import transformers
 from support.calibrated import calibration as fifteen_tokens
 from support.calibrated import inputs_seen
 from support.launching import run_deepspeed
-from support.weight_cuts import CPU, FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
+from support.weight_cuts import FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
 from support.zeroed import bare_of
 
 from ds_trainer.config.prune_specs import PruneSpec
@@ -42,8 +42,8 @@ def test_every_matrix_keeps_its_share_of_every_family(family, calibration):
     """
     model = model_of(family)
     linears = encoder_linears(model)
-    assert all(diagonal.any() for diagonal in fisher_diagonals(model, linears, calibration, CPU).values())
-    records = {record.name: record for record in cut_weights(model, calibration, spec_of(), CPU)}
+    assert all(diagonal.any() for diagonal in fisher_diagonals(model, linears, calibration).values())
+    records = {record.name: record for record in cut_weights(model, calibration, spec_of())}
     assert records.keys() == linears.keys()
     for name, linear in linears.items():
         assert int(linear.weight.count_nonzero()) == round(0.3 * linear.weight.numel()) == records[name].kept
@@ -55,7 +55,7 @@ def test_every_matrix_keeps_its_share_of_every_family(family, calibration):
 def test_every_method_gives_every_pattern(method, granularity, calibration):
     """Half of the weights stay; two in every four, or blocks of 8 by 6 that are whole or zero."""
     model = model_of("gpt2")
-    cut_weights(model, calibration, spec_of(granularity=granularity, keep=0.5, method=method, block_shape=[8, 6]), CPU)
+    cut_weights(model, calibration, spec_of(granularity=granularity, keep=0.5, method=method, block_shape=[8, 6]))
     for linear in encoder_linears(model).values():
         kept = rows_of(linear.weight, type(linear)) != 0
         if granularity == "2:4":
@@ -75,7 +75,7 @@ def test_wanda_scores_by_the_norm_of_the_inputs(calibration):
     with torch.no_grad():
         model.bert.embeddings.LayerNorm.bias[::2] += 5.0
     inputs, weight = inputs_seen(model, [name], calibration)[name], model.get_submodule(name).weight.clone()
-    cut_weights(model, calibration, spec_of(method="wanda", update_weights=False), CPU)
+    cut_weights(model, calibration, spec_of(method="wanda", update_weights=False))
     expected = Pattern(group=16).mask(weight.abs() * inputs.norm(dim=0), 0.3)
     assert torch.equal(model.get_submodule(name).weight != 0, expected)
 
@@ -86,7 +86,7 @@ def test_fewer_tokens_than_inputs_are_told(caplog):
     def warnings(**fields):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "ds_trainer"):
-            cut_model(bare_of("bert"), fifteen_tokens(1), spec_of(**fields), CPU)
+            cut_model(bare_of("bert"), fifteen_tokens(1), spec_of(**fields))
         return [record.getMessage() for record in caplog.records]
 
     (message,) = warnings()
@@ -101,7 +101,7 @@ def test_the_surgeon_keeps_the_answers_better_than_wanda_and_magnitude(family, c
 
     def moved(**fields):
         model = model_of(family)
-        cut_weights(model, calibration, spec_of(**fields), CPU)
+        cut_weights(model, calibration, spec_of(**fields))
         return calibration.divergence(dense, calibration.answers(model))
 
     best = moved()
@@ -118,7 +118,7 @@ def test_comparable_scores_share_one_threshold(method, off, calibration):
     model = model_of("bert")
     with torch.no_grad():
         model.bert.encoder.layer[0].output.dense.weight.mul_(1e-3)
-    records = cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
+    records = cut_weights(model, calibration, spec_of(method=method, uniform=False))
     total = sum(record.count for record in records)
     assert sum(record.kept for record in records) == pytest.approx(0.3 * total, abs=len(records) * off)
     shares = {record.name.removeprefix("bert.encoder.layer."): record.kept / record.count for record in records}
@@ -145,7 +145,7 @@ def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(f
     """Against autograd, one example at a time; OPT hands all tokens of a batch to a layer in one row."""
     model = model_of(family)
     linears = encoder_linears(model)
-    diagonals = fisher_diagonals(model, linears, calibration, CPU)
+    diagonals = fisher_diagonals(model, linears, calibration)
     expected = {name: torch.zeros_like(linear.weight) for name, linear in linears.items()}
     for batch in calibration.inputs:
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
@@ -184,17 +184,17 @@ def test_what_cannot_be_cut_is_refused(family, config, fields, message, calibrat
     config = transformers.AutoConfig.for_model(family, **config)
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     with pytest.raises(UserError, match=message):
-        cut_weights(model, calibration, spec_of(**fields), CPU)
+        cut_weights(model, calibration, spec_of(**fields))
 
 
 @pytest.mark.parametrize("method", ["obs", "magnitude", "wanda"])
 def test_zeros_stay_zeros(method, calibration):
     """A cut of a sparse model to more weights than it has keeps those that it has, and one to fewer is among them."""
     model = model_of("bert")
-    cut_weights(model, calibration, spec_of(), CPU)
+    cut_weights(model, calibration, spec_of())
     before = [linear.weight != 0 for linear in encoder_linears(model).values()]
     for keep, same in ((0.5, True), (0.2, False)):
-        records = cut_weights(model, calibration, spec_of(method=method, keep=keep), CPU)
+        records = cut_weights(model, calibration, spec_of(method=method, keep=keep))
         after = [linear.weight != 0 for linear in encoder_linears(model).values()]
         assert not any((now & ~then).any() for now, then in zip(after, before, strict=True))
         assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True)) is same
@@ -230,7 +230,7 @@ def test_matrices_outside_of_linear_layers_are_counted_and_never_silently_left_w
     counted = count_weights(model)["encoder"]["total"]
     assert counted == whole_totals(model)["encoder"] == sum(weight.numel() for weight in matrices.values())
     for refused in (
-        lambda: cut_model(model, calibration, spec_of(), CPU),
+        lambda: cut_model(model, calibration, spec_of()),
         lambda: sites_of(model, PruneSpec()),
     ):
         with pytest.raises(UserError, match=r"are in no linear layer, such as .*name linear layers in its modules"):
@@ -243,5 +243,5 @@ def test_a_few_weights_outside_of_linear_layers_are_told(calibration, caplog):
     fields = SMALL | {"intermediate_size": 48, "embedding_size": 16, "conv_kernel_size": 3, "pad_token_id": 0}
     model = transformers.ConvBertForSequenceClassification(transformers.ConvBertConfig(**fields, num_labels=3)).eval()
     with caplog.at_level(logging.WARNING, "ds_trainer"):
-        cut_weights(model, calibration, spec_of(), CPU)
+        cut_weights(model, calibration, spec_of())
     assert "% of the weights in the matrices of ConvBertForSequenceClassification's layers are in no" in caplog.text

@@ -1,5 +1,6 @@
 """The inputs of linear layers, gathered with one layer at a time, are those of the whole model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ OTHERS = ("gemma3_text", "cohere", "gpt_bigcode", "roformer", "luke")
 def check(model: Any, given: Any) -> None:
     """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
     places = cut_places(model, SPEC)
-    for place, gram in with_grams(model, places, given, CPU):
+    for place, gram in with_grams(model, places, given):
         inputs = inputs_seen(model, [place.name], given)[place.name]
         assert gram.tokens == len(inputs) == 15 * len(given.inputs)
         torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
@@ -73,7 +74,7 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     names = {layer: name for name, layer in layers_of(model).items()}
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *to: moves.append((names.get(module), *to)) or module)
     monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: moves.append((names.get(module), "back")) or module)
-    list(with_grams(model, cut_places(model, SPEC), calibration(2), there))
+    list(with_grams(model, cut_places(model, SPEC), replace(calibration(2), device=there)))
     assert moves == [(name, where) for name in layers_of(model) for where in (there, "back")]
 
 
@@ -84,7 +85,7 @@ def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
         transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
         calibration(3),
     )
-    layerwise = Layerwise(model, given, CPU)
+    layerwise = Layerwise(model, given)
     for prefix, layer in zip(layers_of(model), layerwise, strict=True):
         linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
         grams = layerwise.grams(linears)

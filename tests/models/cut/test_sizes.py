@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.calibrated import CPU, calibration
+from support.calibrated import calibration
 from support.zeroed import ENCODERS, KIN, VOCABULARY, bare_of, inputs_of, logits_of, randomised
 
 from ds_trainer.config.cut_specs import CutSpec
@@ -37,7 +37,7 @@ def test_a_cut_decoder_is_a_plain_folder_that_generates_alike_with_and_without_a
     """All sizes at once; the rehearsal has the same shapes, and transformers loads the folder without our code."""
     heads = {} if family == "gpt2" else {"heads": 1}
     spec = CutSpec(layers=2, width=0.5, neurons=0.5, layer_criterion="cosine", **heads)
-    small, records, report = cut_sizes(decoder(family), GIVEN, spec, CPU)
+    small, records, report = cut_sizes(decoder(family), GIVEN, spec)
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     assert {record.kept / record.count for record in records} == {0.5}
     shapes = [
@@ -62,7 +62,7 @@ def test_a_cut_encoder_is_a_plain_folder_whose_answers_depend_on_its_tokens(fami
     """With the norms of its head, which no calibration example runs through."""
     config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family])
     model = randomised(transformers.AutoModelForMaskedLM.from_config(config))
-    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16, layer_criterion="cosine"), CPU)
+    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16, layer_criterion="cosine"))
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     small.save_pretrained(tmp_path)
     logits = logits_of(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval())
@@ -77,8 +77,8 @@ def test_an_encoder_without_a_pooling_layer_is_cut_to_one_without() -> None:
     sizes, even, uneven = CutSpec(layers=2, width=16), CutSpec(keep=0.5, uniform=True), CutSpec(keep=0.5)
     for small in (
         outline_of_sizes(model, sizes),
-        cut_sizes(copy.deepcopy(model), GIVEN, sizes, CPU)[0],
-        *(cut_model(copy.deepcopy(model), GIVEN, spec, CPU)[0] for spec in (even, uneven)),
+        cut_sizes(copy.deepcopy(model), GIVEN, sizes)[0],
+        *(cut_model(copy.deepcopy(model), GIVEN, spec)[0] for spec in (even, uneven)),
     ):
         assert small.pooler is None
         assert whole_totals(small)["model"] <= whole_totals(model)["model"]
@@ -100,7 +100,7 @@ def test_the_layer_that_changes_nothing_is_dropped(family: str, criterion: str) 
     if family == "gemma2":  # the norms after its blocks undo small weights
         for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
             norm.weight.fill_(-1 + 1e-3)
-    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, layer_criterion=criterion), CPU)
+    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, layer_criterion=criterion))
     assert report["sizes"]["layers"] == [0, 2]
     torch.testing.assert_close(logits_of(small), skipped)
 
@@ -113,7 +113,7 @@ def test_layers_that_change_nothing_are_dropped_wherever_they_are(criterion: str
     for layer in [*layers_of(model).values()][1:4:2]:
         for block in blocks_of(layer):
             layer.get_submodule(block.outer).weight.mul_(1e-3)
-    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=3, layer_criterion=criterion), CPU)
+    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=3, layer_criterion=criterion))
     assert report["sizes"]["layers"] == [0, 2, 4]
 
 
@@ -129,7 +129,7 @@ def test_documents_of_a_packed_row_are_observed_as_if_alone() -> None:
         attended = [torch.ones_like(batch["input_ids"]).bool() for batch in inputs]
         given = replace(GIVEN, inputs=inputs, attended=attended)
         found = list[torch.Tensor]()
-        observe(model, norms, given, CPU, lambda _, __, out, found=found: found.append(out))
+        observe(model, norms, given, lambda _, __, out, found=found: found.append(out))
         seen.append(torch.cat(found))
     torch.testing.assert_close(*seen)
 
@@ -158,7 +158,7 @@ def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> Non
         if family == "olmo2":  # whose attention no cut knows
             layer.self_attn.o_proj.weight[silent] = 0
     before = logits_of(model)
-    small, records, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16), CPU)
+    small, records, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16))
     assert records == []
     torch.testing.assert_close(logits_of(small), before, rtol=1e-3, atol=1e-3)
 
@@ -195,5 +195,5 @@ def test_a_layer_whose_place_no_other_can_take_stays(criterion: str) -> None:
     model = bare_of("modernbert")
     for block in blocks_of(model.layers[0]):
         model.layers[0].get_submodule(block.outer).weight.mul_(1e-3)
-    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1, layer_criterion=criterion), CPU)
+    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1, layer_criterion=criterion))
     assert report["sizes"]["layers"] == [0]
