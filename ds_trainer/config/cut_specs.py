@@ -29,7 +29,7 @@ class VocabularySpec(Strict):
     @classmethod
     def _tokens(cls, keep: Any) -> Any:
         if isinstance(keep, str) and keep.isdigit():
-            raise UserError(f'"{keep}" would be the name of a file: write {keep} without quotes to keep so many tokens')
+            raise UserError(f'"{keep}" would be the name of a file: write {keep} without quotes for a number')
         if not isinstance(keep, str) and (type(keep) is not int or keep < 1):
             raise UserError('give "seen", a number of tokens, or the name of a file that lists them')
         return keep

@@ -35,7 +35,7 @@ _LEAST = 0.01
 
 
 def encoder_flops(model: Any, tokens: int) -> int:
-    """Count the operations of one example of so many tokens through all layers.
+    """Count the operations of all layers for one example of this many tokens.
 
     It is a batch by itself: DeBERTa's projections of positions, which a batch shares, are counted whole.
     """
@@ -50,7 +50,7 @@ def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> 
 
 
 def layer_flops(layer: nn.Module, tokens: int) -> int:
-    """Count the operations of one layer for one example of so many tokens."""
+    """Count the operations of one layer for one example of this many tokens."""
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     # DeBERTa's projections of relative positions do not run over tokens
     positions = ("pos_key_proj", "pos_query_proj")

@@ -30,7 +30,7 @@ _KERNEL_FIELDS = {"attn_implementation", "_attn_implementation", "experts_implem
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model that is no path on this machine can be one of the hub: `model` or `owner/model`."""
+    """Return whether a model that is no path on this machine can be one of the hub: `model` or `owner/model`."""
     # os.path, since pathlib raises where a name is too long for the file system
     is_path = name.startswith((".", "/", "~")) or CHECKPOINT.fullmatch(os.path.basename(name))
     return not is_path and not os.path.exists(name) and name.count("/") <= 1
@@ -106,7 +106,7 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
 
 
 def is_compact(folder: Path) -> bool:
-    """Whether a folder's weights are in a compact file alone."""
+    """Return whether a folder's weights are in a compact file alone."""
     return (folder / COMPACT_FILE).is_file() and not has_safetensors(folder)
 
 
@@ -115,7 +115,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path, trust: Trust) -> list[Path]:
-    """The files that the weights are read from; UserError where there are none, or some are missing."""
+    """Return the files that the weights are read from; UserError where there are none, or some are missing."""
     if is_compact(folder):
         return [folder / COMPACT_FILE]
     forms = (_SAFE, _PICKLE) if trust.allow_pickle else (_SAFE,)
@@ -131,7 +131,7 @@ def _weight_files(folder: Path, trust: Trust) -> list[Path]:
 
 
 def _shards(folder: Path, index: Path, suffix: str) -> list[Path]:
-    """The files that an index names. Outside of the folder, or of another kind, they could be anything."""
+    """Return the files that an index names. Outside of the folder, or of another kind, they could be anything."""
     with as_user_error(f"{index} has no weight_map of names and files"):
         names = sorted({str(name) for name in read_value(index)["weight_map"].values()})
     absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
@@ -142,7 +142,7 @@ def _shards(folder: Path, index: Path, suffix: str) -> list[Path]:
 
 
 def _names_kernel(value: Any) -> bool:
-    """Whether a config's value, at any depth, chooses an implementation that is a repository of the hub."""
+    """Return whether a config's value, at any depth, chooses an implementation that is a repository of the hub."""
     if isinstance(value, dict):
         chosen = (inner for name, inner in value.items() if name in _KERNEL_FIELDS)
         return any("/" in json.dumps(inner) for inner in chosen) or any(map(_names_kernel, value.values()))

@@ -44,7 +44,7 @@ class _Selection:
     constant: Tensor | None
 
     def places(self, features: int, parts: int) -> Tensor:
-        """Return the places of the inputs or outputs that a linear layer of so many `features` keeps."""
+        """Return which of its `features`, inputs or outputs, a linear layer keeps."""
         places = torch.arange(features, device=self.keep.device)
         return places.view(parts, self.whole, -1)[:, self.keep].flatten()
 

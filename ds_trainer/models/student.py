@@ -158,7 +158,7 @@ def can_keep(teacher: Any, layers: Sequence[int]) -> bool:
 
 
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """The config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep these entries.
+    """Return the config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep theirs.
 
     What a layer computes from its number (GPT-2's `scale_attn_by_inverse_layer_idx`) it computes from the new one.
     """
@@ -209,7 +209,7 @@ def _distilbert_name(name: str) -> str:
 
 
 def _copied(teacher: Any, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The teacher's weights without those of the layers that are not chosen; the chosen ones are numbered anew."""
+    """Return the teacher's weights without those of layers that are not chosen; the chosen ones are numbered anew."""
     stem = next(iter(encoder_layers(teacher))).removesuffix("0")
     place = {str(old): str(new) for new, old in enumerate(layers)}
     state = {}

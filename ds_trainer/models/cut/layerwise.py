@@ -116,7 +116,7 @@ class Layerwise:
     def _pass(self) -> Generator[Any, None, None]:
         """Yield what the present layer gives for each batch, on the CPU.
 
-        The model's own code calls all layers, so that it makes their masks and positions; only this one computes.
+        The model's code calls all layers, since it makes their masks and positions, but only this layer computes.
         """
         layer, outputs = self._layers[self._at], iter(self._outputs)
         computed: list[Any] = []

@@ -198,7 +198,7 @@ def _scales(model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibr
 
 
 def _centres(norm: Any) -> bool:
-    """Whether a norm subtracts the mean of a vector, which no name of a class says: it then ignores a constant."""
+    """Return whether a norm subtracts the mean of a vector, and so ignores a constant: no class name says it."""
     vector = torch.linspace(-1, 1, len(norm.weight)).to(norm.weight)[None]
     given, shifted = norm(vector), norm(vector + 1)
     return bool((given - shifted).abs().max() <= 1e-2 * given.abs().max())
@@ -243,7 +243,7 @@ def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1)
 
 
 def _heads_follow_width(model: Any) -> bool:
-    """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
+    """Return whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
 
     Both dimensions of a query matrix then grow with the width.
     """

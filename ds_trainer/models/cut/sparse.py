@@ -31,7 +31,7 @@ class Pattern:
     block: tuple[int, int] = (1, 1)
     """The outputs and inputs of a block; those at an edge are smaller."""
     group: int | None = None
-    """Every so many neighbouring inputs of an output keep the same share; None: the whole matrix chooses together."""
+    """Groups of this many neighbouring inputs of an output keep the same share; None: the matrix is one group."""
 
     def means(self, scores: Tensor) -> Tensor:
         """Return the mean score of each block."""

@@ -39,7 +39,7 @@ def cut_vocabulary(model: Any, tokenizer: Any, wanted: Iterable[str], most: int 
     """Return a model, on the CPU as the given one is, and a tokenizer with the wanted tokens and those that must stay.
 
     Special and added tokens must stay, those that the configs name, the characters that spell other words, and the
-    tokens that a kept one is merged from. With `most`, so many stay in all: those that must, then the first of
+    tokens that a kept one is merged from. With `most`, that many stay in all: those that must, then the first of
     `wanted`. Tokens keep their order. Both models are in evaluation mode afterwards. UserError where nothing would go,
     or more than can.
     """

@@ -161,7 +161,7 @@ def shares_of_largest(scores: Sequence[Tensor], keep: float) -> list[float]:
 
 
 def _pattern(spec: CutSpec, features: int) -> Pattern:
-    """Return the pattern for a matrix of so many inputs. Wanda compares the weights of one output with each other."""
+    """Return the pattern for a matrix with this many inputs. Wanda compares the weights of one output."""
     if spec.granularity == "block":
         return Pattern(block=(spec.block_shape[0], spec.block_shape[1]))
     if spec.granularity == "2:4":
