@@ -10,19 +10,10 @@ import torch
 from safetensors.torch import load_file
 from support.interrupting import records_of
 from support.killing import alike
-from support.launching import run_without_library
 from support.trained_runs import becomes_model, read
 
-import ds_trainer
 from ds_trainer.engine.checkpoint import Checkpoints
 
-ALONE = """
-import sys
-import torch, transformers
-model = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
-with torch.no_grad():
-    torch.save(model(input_ids=torch.arange(5, 25).view(2, 10)).logits, sys.argv[2])
-"""
 RUNS = {"zero0": 2, "zero3": 2, "alone": 1}
 """The number of ranks of each run."""
 COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 1}
@@ -109,13 +100,3 @@ def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
     assert made == {path: path.stat().st_mtime_ns for path in (run.output / "starting_models").rglob("*")}
     assert alike(run.output, runs / "zero3")
     assert becomes_model(run.output / "checkpoint-12", run.output / "model", tmp_path / "exported")
-
-
-def test_the_folder_is_loaded_without_this_library(runs, tmp_path):
-    """The same logits in a process that cannot import it."""
-    folder = runs / "zero3" / "model"
-    done = run_without_library(ALONE, str(folder), str(tmp_path / "logits.pt"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    with torch.no_grad():
-        logits = ds_trainer.load_model(folder).eval()(input_ids=torch.arange(5, 25).view(2, 10)).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits)

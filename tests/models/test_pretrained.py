@@ -109,46 +109,6 @@ def test_pre_training_holds_a_masked_language_model_too(folder_of: Any) -> None:
     assert not MASKED_LM.trained_in(electra)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        "5",
-        '"x"',
-        '{"model_type": []}',
-        '{"model_type": "bert", "id2label": []}',
-        '{"model_type": "bert", "hidden_size": "x"}',
-    ],
-)
-def test_a_config_of_another_form_is_told(content: str, folder_of: Any) -> None:
-    """JSON, but no config: one ValueError that names the folder."""
-    folder = folder_of("BertForMaskedLM")
-    (folder / "config.json").write_text(content)
-    with pytest.raises(UserError, match=rf"{folder}(/config.json holds .*| cannot be read: )"):
-        load_config(folder, MASKED_LM)
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "5", "{", '{"added_tokens": [], "model": {}}'])
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_of_another_form_is_told(file: str, content: str, folder_of: Any) -> None:
-    """Whatever the file and the fault; a tokenizer_config.json may be empty."""
-    folder = folder_of("BertForMaskedLM")
-    (folder / file).write_text(content)
-    if file == "tokenizer_config.json" and "{" in content and "}" in content:
-        return
-    with pytest.raises(UserError, match=rf"{folder} has no tokenizer that transformers can load: ."):
-        load_tokenizer(folder)
-
-
-def test_a_name_that_is_too_long_is_that_of_no_model() -> None:
-    """Not an error of the system."""
-    for name in ("x" * 5000, "/" + "x" * 5000):
-        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
-            load_config(name, MASKED_LM)
-        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
-            load_tokenizer(name)
-
-
 def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that reads as a hub name: the hub is asked first, and what it says stands in the message."""
 

@@ -35,7 +35,6 @@ from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_
 from ds_trainer.models.shrink import NothingToCutError, check_known, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.registry import build_task
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}
@@ -307,16 +306,6 @@ def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> No
     assert weights["model"]["total"] < whole["model"]["total"] - whole["encoder"]["total"] + left
 
 
-def test_an_exported_folder_cuts_texts_where_the_task_does(plan: Any, tmp_path: Any) -> None:
-    """Its tokenizer has the task's length, and tokenises as before: a later phase takes the same examples."""
-    empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
-    exported(plan, tmp_path)
-    task = phase_of(plan, tmp_path).task
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert len(tokenizer("no " * 999, truncation=True)["input_ids"]) == task.spec.max_seq_length
-    assert build_task(task.spec, tmp_path / "out", tmp_path / "cache").key("train") == task.key("train")
-
-
 def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, caplog: Any) -> None:
     """The model is exported as it is, with a warning; its results are those of any other."""
     with caplog.at_level(logging.WARNING):
@@ -324,15 +313,6 @@ def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, 
     assert "no head and no neuron is wholly zero" in caplog.text
     assert weights.keys() == {"layers", "encoder", "model"}
     assert not [*(tmp_path / "out").glob("*.py")]
-
-
-@pytest.mark.parametrize(("where", "dtype"), [("inner", torch.bfloat16), ("outer", torch.float16)])
-def test_an_export_in_16_bits_is_not_lost_to_rounding(where: str, dtype: Any, plan: Any, tmp_path: Any) -> None:
-    """Products of other shapes, and biases with constants in them, round otherwise than the masked model's."""
-    empty(plan.model, {"heads": [0, 1, 4], "neurons": [7, 0, 24]}, where)
-    assert exported(plan, tmp_path, dtype)["weights"]["sizes"]["neurons"] == [7, 0, 24]
-    saved = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert saved.dtype == dtype
 
 
 def test_an_export_that_computes_something_else_is_no_export(plan: Any, tmp_path: Any, monkeypatch: Any) -> None:

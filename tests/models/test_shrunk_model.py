@@ -31,7 +31,7 @@ from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, sizes_of
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import Emptied, ShrunkSizesError, auto_map, resize, shrunk_class
+from ds_trainer.models.shrunk_model import Emptied, auto_map
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks.failures import UserError
 
@@ -283,17 +283,6 @@ def test_one_process_writes_the_code_and_a_push_takes_it_along(folders: Path, tm
     model.save_pretrained(tmp_path / "main")
     assert (tmp_path / "main" / "shrunk_model.py").is_file()
     assert model._get_files_timestamps(tmp_path / "main").keys() == {"config.json", "model.safetensors"}
-
-
-def test_the_file_checks_its_sizes_by_itself() -> None:
-    """Loaded by transformers alone, nothing else does; the model is left as it was."""
-    model = model_of("bert")
-    for value, _ in list(HOSTILE.values())[:6]:
-        with pytest.raises(ShrunkSizesError, match="the config's shrunk"):
-            resize(model, value)
-        assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}
-    with pytest.raises(ShrunkSizesError, match=r"the config's shrunk\.heads must list 3 sizes"):
-        shrunk_class(type(model))(model.config)
 
 
 def spoilt(source: Path, tmp_path: Path, **fields: Any) -> Path:

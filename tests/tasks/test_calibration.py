@@ -20,7 +20,6 @@ from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.cut.cut import cut_model
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import sizes_of
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.calibration import calibration_of
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.lm_task import LmTask
@@ -129,11 +128,3 @@ def test_some_examples_of_every_length_are_probed(tmp_path: Path, monkeypatch) -
     answers = calibration_of(task, 512, 0).answers(task.build_model(source))
     assert len(answers) == 2
     assert all(10 <= len(logits) < 20 for (logits,) in answers)
-
-
-def test_a_calibration_set_without_examples_is_told(tmp_path: Path) -> None:
-    """The training split is empty."""
-    task, _ = task_of("classes", tmp_path)
-    (tmp_path / "train.csv").write_text("text,label\n")
-    with pytest.raises(UserError, match="train"):
-        calibration_of(task, 16, 0)

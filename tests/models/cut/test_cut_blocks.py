@@ -173,27 +173,6 @@ def test_neurons_that_do_nothing_go_first() -> None:
     torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_layer_whose_inputs_never_change_is_cut(family: str) -> None:
-    """All neurons of two layers are constants: none is needed, since the bias makes up for them."""
-    model = model_of(family)
-    first, second, _ = layers_of(model).values()
-    for layer, value in ((first, 0.0), (second, 0.5)):
-        for name in blocks_of(layer)[-1].inner:
-            linear = layer.get_submodule(name)
-            linear.weight.zero_()
-            if linear.bias is not None:
-                linear.bias.fill_(value)
-    dense = answers_of(model, GIVEN.inputs)
-    spec = CutSpec(keep=0.5, uniform=True, granularity="neuron")
-    *_, whole = places = cut_places(model, spec)
-    cut_blocks(model, places, uniform_counts(places, 0.5) | {whole: 24}, GIVEN, spec)
-    small = shrink(model)
-    assert sizes_of(small)["neurons"] == [0, 0, 24]
-    torch.testing.assert_close(answers_of(small, GIVEN.inputs), dense, **TOLERANCE)
-
-
 SOME_CUTS = [
     {"keep": 0.5},
     {"keep": 0.5, "uniform": True, "method": "magnitude"},
