@@ -36,20 +36,16 @@ class CutResult:
     @property
     def summary(self) -> str:
         """What was cut, in a line for the console."""
-        parts, size = self.report["parts"], self.report["parameters"]
-        line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        parts, size, tokens = (self.report[name] for name in ("parts", "parameters", "tokens"))
+        counts = [(size["before"], size["after"], "parameters")]
         if parts and parts[0]["unit"] == "weights":  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
-            line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
+            counts = [(whole, kept, "weights of the encoder")]
         if sizes := self.report.get("sizes"):
-            line += "".join(
-                f", {sizes['before'][name]:,} -> {after:,} {name}"
-                for name, after in sizes["after"].items()
-                if after < sizes["before"][name]
-            )
-        tokens = self.report["tokens"]
-        if tokens["after"] < tokens["before"]:
-            line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
+            counts += [(sizes["before"][name], after, name) for name, after in sizes["after"].items()]
+        counts.append((tokens["before"], tokens["after"], "tokens"))
+        changes = [f", {before:,} -> {after:,} {unit}" for before, after, unit in counts if after < before]
+        line = f"cut in {self.report['seconds']} s{''.join(changes)}"
         if not parts:
             return line
         mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])

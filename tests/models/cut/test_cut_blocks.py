@@ -124,17 +124,21 @@ def test_weights_that_may_not_be_updated_stay(method: str) -> None:
         torch.testing.assert_close(outer.bias, before.bias + before.weight[:, gone] @ mean[gone], **TOLERANCE)
 
 
-@pytest.mark.parametrize("granularity", ["head", "neuron"])
-def test_only_heads_or_only_neurons_are_cut(granularity: str) -> None:
-    """Each block of the kind is of half the size, the others are whole; an outline has the same sizes."""
-    spec = CutSpec(keep=0.5, uniform=True, granularity=granularity)
-    small, records = cut_model(model_of("bert"), GIVEN, spec)
-    assert len(records) == 3
-    assert sizes_of(small) == {
-        "heads": [2] * 3 if granularity == "head" else [4] * 3,
-        "neurons": [12] * 3 if granularity == "neuron" else [24] * 3,
-    }
-    assert sizes_of(outline(model_of("bert"), spec)) == sizes_of(small)
+@pytest.mark.parametrize(
+    ("fields", "heads", "neurons"),
+    [
+        ({"keep": 0.5, "granularity": "head"}, 2, 24),
+        ({"keep": 0.5, "granularity": "neuron"}, 4, 12),
+        ({"keep": 0.05}, 1, 1),
+        ({"keep": 0.05, "min_heads": 3}, 3, 1),
+        ({"keep": 0.05, "min_heads": 99}, 4, 1),
+    ],
+)
+def test_every_layer_keeps_the_share_or_what_must_stay(fields: dict[str, Any], heads: int, neurons: int) -> None:
+    """Of the kind of block that is cut, at least one and the heads that must stay; an outline has the same sizes."""
+    spec = CutSpec(uniform=True, **fields)
+    for small in (cut_model(model_of("bert"), GIVEN, spec)[0], outline(model_of("bert"), spec)):
+        assert sizes_of(small) == {"heads": [heads] * 3, "neurons": [neurons] * 3}
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -149,13 +153,6 @@ def test_a_model_that_is_cut_already_is_cut_again(family: str, first: str) -> No
     assert sizes_of(outline(small, CutSpec(keep=0.01, uniform=True)))["neurons"] == [
         min(1, size) for size in halved["neurons"]
     ]
-
-
-@pytest.mark.parametrize(("min_heads", "heads"), [(0, 1), (3, 3), (99, 4)])
-def test_heads_that_must_stay_stay(min_heads: int, heads: int) -> None:
-    """A share too small for one head leaves one; a minimum above the number of heads leaves all."""
-    spec = CutSpec(keep=0.05, uniform=True, min_heads=min_heads)
-    assert sizes_of(cut_model(model_of("bert"), GIVEN, spec)[0]) == {"heads": [heads] * 3, "neurons": [1] * 3}
 
 
 @torch.no_grad()
