@@ -134,8 +134,8 @@ def with_grams(
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
             with without_products(unused_linears(place)):
-                grams = layerwise.grams({place.name: place.outer})
-            yield place, grams[place.name]
+                gram = layerwise.gram(place.name, place.outer)
+            yield place, gram
 
 
 def unused_linears(place: CutBlock) -> Iterator[Any]:

@@ -79,22 +79,19 @@ class Layerwise:
             layer.cpu()
 
     @torch.no_grad()
-    def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
-        """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
-        grams = {name: Gram(in_features(linear), self.calibration.device) for name, linear in linears.items()}
-        attended = iter(self.calibration.attended)
-        with _inputs_recorded(linears) as inputs:
+    def gram(self, name: str, linear: AnyLinear) -> Gram:
+        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective."""
+        gram, attended = Gram(in_features(linear), self.calibration.device), iter(self.calibration.attended)
+        with _inputs_recorded({name: linear}) as inputs:
             for _ in in_step(self._pass(), len(self._inputs)):
                 tokens = next(attended).to(self.calibration.device)
-                for name, calls in inputs.items():
-                    for values in (by_example(call, tokens.shape) for call in calls):
-                        # relative positions, for example, are no tokens: all of them count
-                        grams[name].add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
-                    calls.clear()
-        for name, gram in grams.items():
-            gram.add_ranks()
-            finite(gram.products, f"the inputs of {name}")
-        return grams
+                for call in inputs.pop(name, ()):
+                    values = by_example(call, tokens.shape)
+                    # relative positions, for example, are no tokens: all of them count
+                    gram.add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
+        gram.add_ranks()
+        finite(gram.products, f"the inputs of {name}")
+        return gram
 
     def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
         """Group those of these linear layers that the present layer computes by their inputs, in order; collective.

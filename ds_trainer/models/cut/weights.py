@@ -77,7 +77,7 @@ def _with_grams(model: Any, linears: Mapping[str, AnyLinear], calibration: Calib
         inside = {*layer.modules()}
         of_layer = {name: linear for name, linear in linears.items() if linear in inside}
         for group in layerwise.input_groups(of_layer):
-            gram = layerwise.grams({group[0]: of_layer[group[0]]})[group[0]]
+            gram = layerwise.gram(group[0], of_layer[group[0]])
             for name in group:
                 yield name, gram
 

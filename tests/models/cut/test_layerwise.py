@@ -88,7 +88,7 @@ def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
     layerwise = Layerwise(model, given)
     for prefix, layer in zip(layers_of(model), layerwise, strict=True):
         linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
-        grams = layerwise.grams(linears)
+        grams = {name: layerwise.gram(name, linear) for name, linear in linears.items()}
         assert {gram.tokens for gram in grams.values()} == {45}
         for name, inputs in inputs_seen(model, grams, given).items():
             torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
