@@ -113,7 +113,7 @@ def test_pruning_goes_on_from_the_cut_and_the_next_cut_from_that(done, recipe) -
 def test_a_dry_run_says_what_the_cuts_cost(recipe) -> None:
     """Bytes and an estimate of seconds of the cuts of heads and neurons; the second cut is of the first's model."""
     phases = json.loads(trained(recipe, "--dry_run", "json").stdout)["phases"]
-    costs = {phase["phase"]: phase["cut"] for phase in phases if "cut" in phase}
+    costs = {phase["phase"]: phase["cut"] for phase in phases if phase.get("cut")}
     assert list(costs) == ["half", "neurons"]
     for cost in costs.values():
         assert cost.keys() == {"bytes", "estimated_seconds"}
