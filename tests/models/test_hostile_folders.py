@@ -158,8 +158,8 @@ BY_LOADING: dict[str, tuple[Spoil, str]] = {
         "no tokenizer that transformers can load",
     ),
     "a tokenizer of no model": (put("tokenizer.json", '{"added_tokens": [], "model": {}}'), "no tokenizer that"),
-    "labels of another kind": (edit("config.json", id2label=[]), "cannot be read"),
-    "a width of another kind": (edit("config.json", hidden_size="x"), "cannot be read"),
+    "labels of another kind": (edit("config.json", id2label=[]), "AttributeError"),
+    "a width of another kind": (edit("config.json", hidden_size="x"), "expected int"),
     "an unknown model": (edit("config.json", model_type="evil"), "the config of"),
     "another architecture": (
         edit("config.json", model_type="distilbert", architectures=["DistilBertForSequenceClassification"]),
