@@ -65,7 +65,7 @@ def run(job: TrainJob) -> dict[str, Any]:
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
-        models = StartingModels(job.recipe, job.output / MADE, stop)
+        models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:

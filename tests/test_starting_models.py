@@ -87,10 +87,11 @@ def test_a_student_that_was_not_finished_is_made_anew(student):
 
 def test_a_request_to_stop_ends_a_cut_and_nothing_half_written_is_left(tiny_recipe, tmp_path):
     """The cut is made anew by the next run."""
-    recipe, stop = cut_recipe(tiny_recipe), StopRequests()
-    stop._note("SIGINT")
-    with pytest.raises(StoppedError, match="SIGINT"):
-        StartingModels(recipe, tmp_path, stop).start(recipe.phases[0])
+    recipe = cut_recipe(tiny_recipe)
+    with StopRequests() as requests:
+        requests._note("SIGINT")
+        with pytest.raises(StoppedError, match="SIGINT"):
+            StartingModels(recipe, tmp_path).start(recipe.phases[0])
     assert not (tmp_path / recipe.phases[0].name).exists()
     assert (made(recipe, tmp_path) / "cut.json").is_file()
 
