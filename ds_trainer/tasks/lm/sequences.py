@@ -5,7 +5,7 @@ short or mostly unknown is dropped, and counted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ class Tally:
     """Count the documents, those that were split, and the parts that became examples, were too short or unknown.
 
     Conversations are cut instead of split, and those without a label are counted, too. `examples` are those before
-    packing, also those that `max_train_samples` or `max_eval_samples` leaves out. `sources` says what each file gave.
+    packing, also those that `max_train_samples` or `max_eval_samples` leaves out.
     """
 
     documents: int = 0
@@ -29,21 +29,18 @@ class Tally:
     short: int = 0
     unknown: int = 0
     unlabelled: int = 0
-    sources: list[str] = field(default_factory=list)
 
-    def told(self, spec: LmSpec, tokens: int) -> str:
+    def summary(self, spec: LmSpec, tokens: int) -> str:
         """Return the counts in words, with the number of tokens of the examples."""
-        chat = bool(spec.messages_column)
-        what, cut = ("conversations", "cut at max_seq_length") if chat else ("documents", "split")
-        dropped = f"{self.short:,} parts shorter than min_seq_length ({spec.min_seq_length}) and "
-        dropped += (
-            f"{self.unlabelled:,} without a turn of the assistant"
-            if chat
-            else f"{self.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g})"
-        )
+        documents, cut = "documents", "split"
+        short = f"{self.short:,} parts shorter than min_seq_length ({spec.min_seq_length})"
+        dropped = f"{self.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g})"
+        if spec.messages_column:
+            documents, cut = "conversations", "cut at max_seq_length"
+            dropped = f"{self.unlabelled:,} without a turn of the assistant"
         return (
-            f"{self.documents:,} {what} ({self.split:,} {cut}) give {self.examples:,} examples of {tokens:,} tokens; "
-            f"{dropped} are dropped"
+            f"{self.documents:,} {documents} ({self.split:,} {cut}) give {self.examples:,} examples of {tokens:,} "
+            f"tokens; {short} and {dropped} are dropped"
         )
 
 
