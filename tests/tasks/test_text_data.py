@@ -268,7 +268,7 @@ def test_gaps_are_counted_and_part_of_the_fingerprint(tmp_path: Path, monkeypatc
     spec, named = text_spec(tmp_path, "a.csv"), text_spec(tmp_path, "a.csv", missing=["1"])
     source = records(spec, "train")
     assert len(list(source.rows())) == 1
-    counted = "1 lines kept; 4 left out, whose 'label' is 'NA' (lines 3, 6, 7, ...), 1 whose 'label' is empty (line 4), "
+    counted = "1 lines kept; 4 left out, whose 'label' is 'NA' (lines 3, 6, 7, ...), 1 whose 'label' is empty (line 4)"
     assert source.summary().startswith(counted)
     assert [row.label for row in read(named)] == ["NA", "nan", "NA", "NA", "NA"]
     assert len({records(each, "train").fingerprint() for each in (spec, named)}) == 2

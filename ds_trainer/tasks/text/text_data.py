@@ -31,7 +31,7 @@ class TextRow(NamedTuple):
 
 def setting_mistakes(spec: TextSpec) -> list[str]:
     """Return every mistake in the spec that shows without reading its files."""
-    if spec.name not in TASK_NAMES:
+    if spec.name not in TASK_NAMES and type(spec) is TextSpec:  # a plugin's spec has a name of its own
         names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
         near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
