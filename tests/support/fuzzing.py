@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -56,13 +55,6 @@ def fuzzed(count: int) -> settings:
     )
 
 
-def skip_unless_whole(request: pytest.FixtureRequest) -> None:
-    """Skip a test that counts what the others of its module did, where only some of them are run."""
-    run = {getattr(item, "originalname", "") for item in request.session.items if item.path == request.path}
-    if missing := {name for name in vars(request.module) if name.startswith("test_")} - run:
-        pytest.skip(f"{len(missing)} of the tests whose inputs are counted are not run")
-
-
 class _HangsError(BaseException):
     """Not an Exception, so that nobody catches it on the way."""
 
@@ -77,7 +69,7 @@ class Rule:
     def outcome(
         self, kind: str, command: Callable[[Sequence[str]], object], arguments: Sequence[str], *names: str
     ) -> str:
-        """What was told of an input, "" where it was taken. A message must hold one of the names, if any are given."""
+        """Return the message about an input, "" where it was taken; it must hold one of the names, if any are given."""
         err, started = io.StringIO(), time.process_time()
         with _must_end(), _own_log(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
             try:
