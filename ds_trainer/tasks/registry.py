@@ -33,7 +33,7 @@ def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> lis
     the hub are not checked.
     """
     data = _data_of(spec)
-    mistakes: list[str] = data.setting_mistakes(spec)
+    mistakes = list[str](getattr(data, "setting_mistakes", type(spec).source_mistakes)(spec))
     if mistakes:
         return mistakes
     read = ("train" if split == "held_out" else split for split in splits or ("train", *spec.scored_splits))
@@ -47,13 +47,13 @@ def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> lis
 
 def training_texts(spec: TaskBase) -> list[str]:
     """Return every text of the training split, for training a tokenizer. One rank can call it alone."""
-    texts: list[str] = _data_of(spec).training_texts(spec)
-    return texts
+    return list(_data_of(spec).training_texts(spec))
 
 
 def _data_of(spec: TaskBase) -> Any:
+    """Return what reads the data: the module of a family, or the class of a plain task."""
     entry = FAMILIES[family(spec)]
-    return _loaded(entry.data or entry.task)
+    return _loaded(entry.data) if entry.data else entry.task.data or entry.task
 
 
 def _loaded(entry: Any) -> Any:

@@ -22,18 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LabelledSpec, TaskBase
-from ds_trainer.models import classifiers
-from ds_trainer.models.pretrained import (
-    CLASSIFIER,
-    TOKEN_CLASSIFIER,
-    HeadKind,
-    check_fits,
-    input_names,
-    load_config,
-    load_with_head,
-    pad_token_id,
-    tokenizer_state,
-)
+from ds_trainer.models import classifiers, pretrained
+from ds_trainer.models.pretrained import CLASSIFIER, TOKEN_CLASSIFIER, HeadKind, input_names, load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -114,6 +104,7 @@ class Task(ABC):
     Spec: the class of the task's section in the recipe; only tasks of a plugin need it.
     head: the head that a model of this task has.
     columns: the columns of the table that a plain task reads.
+    data: the module that reads the data in its place, as `Family.data` in `config/task_specs.py`.
     splits: the splits to evaluate on.
     held_out_split: the name of the split with training examples that no phase trains on; it takes a `LabelledSpec`.
     label_names: the names of the classes, in the model's order; empty where classes have no names.
@@ -141,6 +132,7 @@ class Task(ABC):
     spec: Any
     head: HeadKind
     columns: ClassVar[tuple[str, ...]] = ()
+    data: ClassVar[Any] = None
     held_out_split: ClassVar[str] = HELD_OUT
     label_names: tuple[str, ...] = ()
     regression: bool = False
@@ -163,18 +155,12 @@ class Task(ABC):
         self.splits: tuple[str, ...] = spec.scored_splits
         self.config = load_config(source, self.head)
         self._input_names = input_names(self.config, self.head)
-        self.pad_token_id = pad_token_id(tokenizer)
+        self.pad_token_id = pretrained.pad_token_id(tokenizer)
         self._examples: dict[str, Examples] = {}
         self._keys: dict[str, str] = {}
         self._read: dict[str, tuple[Records[Any], list[Row[Any]]]] = {}
 
     # The data, as it is read: these need no instance, so that mistakes are known before torch is loaded
-
-    @staticmethod
-    def setting_mistakes(spec: Any) -> list[str]:
-        """Return the mistakes in a spec that show without reading its files."""
-        mistakes: list[str] = spec.source_mistakes()
-        return mistakes
 
     @classmethod
     def records(cls, spec: Any, split: str) -> Records[Any]:
@@ -225,10 +211,10 @@ class Task(ABC):
         if self.head in (CLASSIFIER, TOKEN_CLASSIFIER):
             model: Any = classifiers.load_model(folder, self.head, self.label_names, self.pad_token_id)
         else:
-            model = load_with_head(folder, self.head)
+            model = pretrained.load_with_head(folder, self.head)
         if self.multi_label:
             model.config.problem_type = "multi_label_classification"
-        check_fits(model, self.tokenizer, self.spec.max_seq_length)
+        pretrained.check_fits(model, self.tokenizer, self.spec.max_seq_length)
         return model
 
     def adapt(self, model: nn.Module) -> nn.Module:
@@ -339,7 +325,8 @@ class Task(ABC):
 
     def source(self, split: str) -> Records[Any]:
         """Return the records from which a split's rows are taken, not yet read."""
-        return self.records(self.spec, source_split(self.spec, split))
+        records: Records[Any] = (self.data or self).records(self.spec, source_split(self.spec, split))
+        return records
 
     def read(self, split: str) -> tuple[Records[Any], list[Row[Any]]]:
         """Return the records of a split, and at most its limit of their rows; the calling rank alone reads them."""
@@ -389,7 +376,7 @@ class Task(ABC):
         if getattr(self.spec, "held_out", 0) and source_split(self.spec, split) == "train":
             names.append("held_out")
         settings = {name: getattr(self.spec, name) for name in names}
-        more = [settings, self.limit(split), *self.hashed_values(), tokenizer_state(self.tokenizer)]
+        more = [settings, self.limit(split), *self.hashed_values(), pretrained.tokenizer_state(self.tokenizer)]
         return fingerprint(self.family or self.spec.name, split, self.source(split).fingerprint(), *more)
 
     def held_out_key(self) -> str:

@@ -73,7 +73,7 @@ def test_every_family_is_complete() -> None:
     code = (
         "import pkgutil; from ds_trainer.config.task_specs import FAMILIES\n"
         "modules = [pkgutil.resolve_name(entry.data) for entry in FAMILIES.values()]\n"
-        "[(each.records, each.setting_mistakes, each.training_texts) for each in modules]\n"
+        "[(each.records, each.training_texts) for each in modules]\n"
         "import sys; print({'torch', 'numpy'} & set(sys.modules))"
     )
     done = run_python("-c", code)

@@ -39,14 +39,14 @@ class Conversations:
         for tokens, labelled in tokenised:
             ids, labels = tokens[: self.spec.max_seq_length], labelled[: self.spec.max_seq_length]
             labels[:1] = [0]  # no token precedes it
-            tally.documents += 1
-            tally.split += len(ids) < len(tokens)
+            tally["documents"] += 1
+            tally["split"] += len(ids) < len(tokens)
             if len(ids) < self.spec.min_seq_length:
-                tally.short += 1
+                tally["short"] += 1
             elif not any(labels):
-                tally.unlabelled += 1
+                tally["unlabelled"] += 1
             else:
-                tally.examples += 1
+                tally["examples"] += 1
                 yield {"input_ids": [ids], "labelled": [labels]}
 
     def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:

@@ -27,7 +27,7 @@ from ds_trainer.tasks.lm.chat import Conversations
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
 from ds_trainer.tasks.lm.packing import packed
-from ds_trainer.tasks.lm.sequences import Cutter, Tally, tokenised_documents
+from ds_trainer.tasks.lm.sequences import Cutter, Tally, summary, tokenised_documents
 from ds_trainer.tasks.records import Records
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
@@ -66,9 +66,7 @@ class LmTask(Task):
     family = "lm"
     hashed_fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
     hashed_if_set = ("messages_column", "packing")
-    setting_mistakes = staticmethod(lm_text.setting_mistakes)
-    records = staticmethod(lm_text.records)
-    training_texts = staticmethod(lm_text.training_texts)
+    data: ClassVar[Any] = lm_text
 
     def __init__(self, spec: LmSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         self.head = MASKED_LM if spec.name == "mlm" else CAUSAL_LM
@@ -163,8 +161,8 @@ class LmTask(Task):
         is_kept = np.repeat(kept, whole.lengths)
         tokens = {name: flat[is_kept] for name, flat in whole.tokens.items()}
         examples = Examples(np.concatenate([[0], np.cumsum(whole.lengths[kept])]), tokens)
-        counted = tally.summary(spec, len(is_kept))
-        if not tally.examples:
+        counted = summary(tally, spec, len(is_kept))
+        if not tally["examples"]:
             way_out = "lower min_seq_length, set line_by_line to false, or use a tokenizer that knows the text"
             if spec.messages_column:
                 way_out = "lower min_seq_length, raise max_seq_length, or see whether a role is called assistant"

@@ -43,11 +43,6 @@ def as_text(messages: list[Message]) -> str:
     return "\n".join(f"{message['role']}\n{message['content']}" for message in messages)
 
 
-def setting_mistakes(spec: LmSpec) -> list[str]:
-    """Return every mistake in the settings."""
-    return spec.source_mistakes()
-
-
 def training_texts(spec: LmSpec) -> list[str]:
     """Return every document of the training split."""
     return [row.value for row in records(spec, "train").rows()]

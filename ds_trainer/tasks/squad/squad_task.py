@@ -70,9 +70,7 @@ class SquadTask(Task):
     family = "squad"
     token_columns = _COLUMNS
     hashed_fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
-    setting_mistakes = staticmethod(squad_file.setting_mistakes)
-    records = staticmethod(squad_file.records)
-    training_texts = staticmethod(squad_file.training_texts)
+    data: ClassVar[Any] = squad_file
 
     def __init__(self, spec: SquadSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         if not getattr(tokenizer, "is_fast", False):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,9 +56,7 @@ class TextTask(Task):
     family = "text"
     hashed_fields = ("name", "text_columns", "label_column", "regression", "max_seq_length")
     row_fields = ("name", "text_columns", "label_column")
-    setting_mistakes = staticmethod(text_data.setting_mistakes)
-    records = staticmethod(text_data.records)
-    training_texts = staticmethod(text_data.training_texts)
+    data: ClassVar[Any] = text_data
 
     def __init__(self, spec: TextSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)

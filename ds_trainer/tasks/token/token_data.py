@@ -124,11 +124,6 @@ def _fields(line: str) -> list[str]:
     return [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
 
 
-def setting_mistakes(spec: TokenSpec) -> list[str]:
-    """Return every mistake in the settings."""
-    return spec.source_mistakes()
-
-
 def training_texts(spec: TokenSpec) -> list[str]:
     """Return every sentence of the training split as a text, including held-out ones.
 

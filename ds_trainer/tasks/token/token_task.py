@@ -51,9 +51,7 @@ class TokenTask(Task):
     token_columns = _COLUMNS
     hashed_fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
     hashed_if_set = ("word_column", "tag_column")
-    setting_mistakes = staticmethod(token_data.setting_mistakes)
-    records = staticmethod(token_data.records)
-    training_texts = staticmethod(token_data.training_texts)
+    data: ClassVar[Any] = token_data
 
     def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)
