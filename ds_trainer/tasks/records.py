@@ -4,19 +4,14 @@ A record holds the wanted columns of one line of TSV, CSV or JSON lines, or of o
 JSON array. Text is UTF-8, with or without a byte order mark. A mistake is a `UserError` that names the file and, where
 a format has lines, the line. What is left out is counted. The module loads neither torch nor numpy before parquet or
 the hub is read, so that a missing file or column is reported at once.
-
-Python's csv module reads tables, since neither pyarrow nor pandas gives the line of a row; pyarrow reads parquet files.
 """
 
 import codecs
-import csv
-import io
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -27,6 +22,7 @@ from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.tasks.table_rows import lines, plain_rows, quoted_rows, shows_quoting
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -36,9 +32,6 @@ _MOST_MISTAKES = 20
 """Reading stops after this many mistakes."""
 _LEFT_OUT = dict[tuple[str, str], str]()
 """What is left out of a source, in words, by its settings and its content: to know it, all records are read."""
-_QUOTED_CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t]*)'
-_QUOTED_ROW = re.compile(rf"{_QUOTED_CELL}(?:\t{_QUOTED_CELL})*")
-"""A row of a table with tabs in which every quote begins a cell, ends it, or is doubled."""
 
 
 class NoExamplesError(UserError):
@@ -209,7 +202,7 @@ class FileRecords(Records[T]):
             return self.quoting is not False
         check_file(self.path)
         status = self.path.stat()
-        shown = _shows_quoting(self.path, status.st_size, status.st_mtime_ns)
+        shown = shows_quoting(self.path, status.st_size, status.st_mtime_ns)
         if shown is not None:
             kind = "those of a CSV writer" if shown else "part of the text"
             self.remark = f"its quotes are read as {kind} (quoting decides)"
@@ -225,7 +218,7 @@ class FileRecords(Records[T]):
 
     def _table(self) -> Iterator[tuple[int, Record]]:
         mark = "," if self._suffix == ".csv" else "\t"
-        rows = (_quoted_rows if self.is_quoted else _plain_rows)(self.path, mark)
+        rows = (quoted_rows if self.is_quoted else plain_rows)(self.path, mark)
         first = [] if self.header else [next(rows, (1, []))]
         header = first.pop()[1] if self.header is None else self.header or list(map(str, range(len(first[0][1]))))
         self._check_columns(f"{self.path}, line 1", header)
@@ -334,80 +327,6 @@ def _named(names: Sequence[str], value: Any) -> Any:
     if isinstance(value, list):
         return [_named(names, each) for each in value]
     return names[value] if value is not None and 0 <= value < len(names) else None
-
-
-def lines(path: Path) -> Iterator[str]:
-    """Decode the lines of a UTF-8 file one after another, each with its newline; nothing else ends a line."""
-    check_file(path)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
-    """Cut lines at the mark and at nothing else: in GLUE's files a quote is an ordinary character."""
-    for number, line in enumerate(lines(path), 1):
-        row = line.removesuffix("\n").removesuffix("\r")
-        if row:
-            yield number, row.split(mark)
-
-
-def _quoted_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
-    # a bare carriage return ends a line, too: old spreadsheets write it
-    rows = chain.from_iterable(io.StringIO(line, newline="") for line in lines(path))
-    reader = csv.reader(rows, delimiter=mark, strict=True)
-    number = 1
-    try:
-        for cells in reader:
-            if cells:
-                yield number, cells
-            number = reader.line_num + 1
-    except csv.Error as error:
-        way_out = "where quotes are part of the text, set quoting to false"
-        raise UserError(f"{path}, line {number}: not CSV: {error}; {way_out}") from None
-
-
-@lru_cache
-def _shows_quoting(path: Path, size: int, time: int) -> bool | None:
-    """Return whether a file with tabs can only be what a CSV writer, such as pandas, makes of its cells.
-
-    None: it has no quotes. Every quote is then a writer's (none stands alone inside a cell), and some cell cannot be
-    meant as it stands: it holds a doubled quote, a tab or a line break, or all cells of the first row are in quotes.
-
-    All lines are read, so the answer is kept: by its size and time, a changed file is read again.
-    """
-    csv.field_size_limit(2**31 - 1)
-    consumed: list[str] = []
-
-    def consuming() -> Iterator[str]:
-        for line in lines(path):
-            consumed.append(line)
-            yield line
-
-    shown: bool | None = None
-    width = 0
-    try:
-        for cells in csv.reader(consuming(), delimiter="\t", strict=True):
-            raw = "".join(consumed).rstrip("\r\n")
-            lines_fit = len(consumed) > 1 and {line.count("\t") + 1 for line in consumed} == {width}
-            consumed.clear()
-            if not width and cells:
-                width, shown = len(cells), all(cell.startswith('"') for cell in raw.split("\t")) or None
-            if '"' not in raw:
-                continue
-            if not _QUOTED_ROW.fullmatch(raw) or len(cells) != width:
-                return False
-            # a quotation over several lines that are rows themselves may be a text that was cut into sentences
-            shown = bool(shown) or (not lines_fit and any(sign in cell for cell in cells for sign in '"\t\n'))
-    except csv.Error:
-        return False
-    return shown
 
 
 def text_in(record: Record, column: str) -> str:

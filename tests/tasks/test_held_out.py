@@ -32,14 +32,8 @@ def words(number: int) -> str:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
     tokenizer = train_tokenizer([*DIGITS, "and"] * 5, 80, True)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
     BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -52,14 +46,8 @@ def spec(tmp_path: Path) -> TextSpec:
         rows = [f"{words(n)},and {words(n)},{'a' if place < len(numbers) / 2 else 'b'},{n / 10}\n"
                 for place, n in enumerate(numbers)]  # fmt: skip
         (tmp_path / file).write_text("text,second,label,score\n" + "".join(rows), encoding="utf-8")
-    return TextSpec(
-        name="text",
-        data_dir=str(tmp_path),
-        text_columns=["text"],
-        label_column="label",
-        train_file="train.csv",
-        validation_file="dev.csv",
-    )
+    files = {"data_dir": str(tmp_path), "train_file": "train.csv", "validation_file": "dev.csv"}
+    return TextSpec(name="text", text_columns=["text"], label_column="label", **files)
 
 
 @pytest.fixture

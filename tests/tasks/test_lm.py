@@ -290,7 +290,7 @@ def test_score_and_agreement_by_hand(build: Any) -> None:
         assert json.loads(json.dumps(largest, allow_nan=False)) == largest
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_small_models_learn_the_text(kind: str, build: Any, folders: Any) -> None:
     """Some steps on five lines, and the model tells most of the tokens; evaluation agrees that it is better."""
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ def test_lists_are_read_as_several_labels_and_the_log_says_so(
         (['{"fear": 1}', *LABELS[1:]], {}, "line 1: .*a list of labels is written as in JSON"),
         (["['fear' 'anger']", *LABELS[1:]], {}, r"line 1: .*a list of labels is written as in JSON: \[\"a\", \"b\"\]"),
         (LABELS, {"metrics": ["f1"]}, "'f1' does not suit text: use micro_f1, macro_f1"),
-        (LABELS, {"positive_class": "joy"}, "positive_class goes with one class for each example"),
+        (LABELS, {"positive_class": "joy"}, "positive_class: it goes with one class for each example"),
     ],
 )
 def test_labels_that_are_no_lists_throughout_are_refused(

@@ -20,7 +20,6 @@ from support.squad_examples import (
     gpt2_tokenizer,
     hard_questions,
     modernbert_tokenizer,
-    roberta_tokenizer,
     with_words_only,
     word_pieces,
 )
@@ -32,14 +31,10 @@ from transformers import (
     DebertaV2Model,
     DistilBertConfig,
     DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
     GPT2Config,
     GPT2Model,
     ModernBertConfig,
     ModernBertModel,
-    RobertaConfig,
-    RobertaModel,
 )
 
 from ds_trainer import run
@@ -158,22 +153,10 @@ def test_the_windows_of_a_question_are_merged(encoder: Path, tmp_path: Path) -> 
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], set[str]]] = {
     "bert": (word_pieces, bert, {"input_ids", "attention_mask", "token_type_ids"}),
-    "roberta": (
-        roberta_tokenizer,
-        lambda t: RobertaModel(
-            RobertaConfig(vocab_size=len(t), pad_token_id=0, max_position_embeddings=64, type_vocab_size=1, **SMALL)
-        ),
-        {"input_ids", "attention_mask"},
-    ),
     "distilbert": (
         word_pieces,
         lambda t: DistilBertModel(DistilBertConfig(vocab_size=len(t), dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
         {"input_ids", "attention_mask"},
-    ),
-    "electra": (
-        word_pieces,
-        lambda t: ElectraModel(ElectraConfig(vocab_size=len(t), embedding_size=16, **SMALL)),
-        {"input_ids", "attention_mask", "token_type_ids"},
     ),
     "modernbert": (
         modernbert_tokenizer,

@@ -15,7 +15,7 @@ from support.official_files import OFFICIAL
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.files import reading
-from ds_trainer.tasks import records as records_module
+from ds_trainer.tasks import table_rows
 from ds_trainer.tasks.records import FileRecords
 from ds_trainer.tasks.registry import check_data_files
 from ds_trainer.tasks.text.glue import GLUE, is_regression
@@ -295,13 +295,13 @@ def test_quotes_of_a_tsv_file_are_a_writers_where_it_shows(case: str, tmp_path: 
     """Otherwise they are text, as GLUE's. The summary says which, `quoting` decides, and the file is read once."""
     rows, expected, shown = QUOTES[case]
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + rows, encoding="utf-8")
-    before = records_module._shows_quoting.cache_info().misses
+    before = table_rows.shows_quoting.cache_info().misses
     for length in (7, 8):
         source = records(text_spec(tmp_path, "a.tsv", max_seq_length=length), "train")
         assert source.fingerprint().endswith("quoting") == shown
         assert next(source.rows()).value.texts == (expected,)
         assert ("a CSV writer" if shown else "read as part of the text") in source.summary()
-    assert records_module._shows_quoting.cache_info().misses == before + 1
+    assert table_rows.shows_quoting.cache_info().misses == before + 1
     if case == "a quotation":
         forced = records(text_spec(tmp_path, "a.tsv", quoting=True), "train")
         assert next(forced.rows()).value.texts == ("Great.",)

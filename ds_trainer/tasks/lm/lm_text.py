@@ -8,15 +8,14 @@ and does not tokenise.
 import glob
 import hashlib
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.files.messages import kind_of, quoted
-from ds_trainer.files.reading import check_file, content_hash
+from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.records import (
     FileRecords,
@@ -27,10 +26,10 @@ from ds_trainer.tasks.records import (
     Row,
     file_of,
     in_data_dir,
-    lines,
     missing_file,
     text_in,
 )
+from ds_trainer.tasks.table_rows import lines
 
 Message = dict[str, Any]
 """A message of a conversation, with "role" and "content"; a chat template may know further keys."""
@@ -77,13 +76,21 @@ class Corpus(Records[Any]):
 
     def rows(self, most_mistakes: int = 20) -> Iterator[Row[Any]]:
         """Yield the documents; an error in a file is raised when its line is reached."""
-        return self._of_all(lambda source: source.rows(most_mistakes))
+        nothing = list[str]()
+        for source in self.sources:
+            try:
+                yield from source.rows(most_mistakes)
+            except NoExamplesError as error:  # noqa: PERF203 - a corpus has few files
+                nothing.append(str(error))
+        if len(nothing) == len(self.sources):
+            raise UserError("\n".join(nothing))
 
     def check(self) -> None:
-        """Raise what reading would raise up to the first document of each file."""
+        """Raise what reading would raise up to the first document; the hub is left alone."""
         if self.counted:
             self.counted.check()
-        deque(self._of_all(_checked), maxlen=0)
+        if not isinstance(self.sources[0], HubRecords):
+            super().check()
 
     def _source_hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -103,34 +110,15 @@ class Corpus(Records[Any]):
         more = [f"{len(self.sources) - 3:,} more files"] if len(self.sources) > 3 else []
         return "; ".join([*(f"{source.origin}: {source.summary()}" for source in self.sources[:3]), *more])
 
-    def _of_all(self, each: Callable[[Records[Any]], Iterable[Any]]) -> Iterator[Any]:
-        nothing = list[str]()
-        for source in self.sources:
-            try:
-                yield from each(source)
-            except NoExamplesError as error:  # noqa: PERF203 - a corpus has few files
-                nothing.append(str(error))
-        if len(nothing) == len(self.sources):
-            raise UserError("\n".join(nothing))
-
-
-def _checked(source: Records[Any]) -> Iterator[Any]:
-    source.check()
-    return iter(())
-
 
 class _WholeText(FileRecords[Any]):
     """A .txt file as the only record, of one column."""
-
-    def check(self) -> None:
-        """Leave the text alone: a file may begin with millions of blank lines."""
-        check_file(self.path)
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         yield 1, {self.columns[0]: "".join(lines(self.path))}
 
 
-class _Lines(_WholeText):
+class _Lines(FileRecords[Any]):
     """The lines of a .txt file as the records of one column."""
 
     def _read(self) -> Iterator[tuple[int, Record]]:

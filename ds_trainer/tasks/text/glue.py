@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.tasks.text.docstrings import PACKAGES
 
-REGRESSION_METRICS = ("pearson", "spearman")
-CLASS_METRICS = ("accuracy", "f1", "macro_f1", "matthews")
-SEVERAL_LABELS_METRICS = ("micro_f1", "macro_f1")
+REGRESSION_METRICS: tuple[str, ...] = ("pearson", "spearman")
+CLASS_METRICS: tuple[str, ...] = ("accuracy", "f1", "macro_f1", "matthews")
+SEVERAL_LABELS_METRICS: tuple[str, ...] = ("micro_f1", "macro_f1")
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,22 @@ def positive_class(spec: TextSpec) -> str | None:
     return spec.positive_class or GLUE[spec.name].labels.get("1")
 
 
-def metric_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
-    """Return the metrics that do not suit the task; None: the files decide whether an example has several labels."""
-    allowed: tuple[str, ...] = (
-        REGRESSION_METRICS if is_regression(spec) else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
-    )
-    if multi_label is None and spec.name == "text" and not spec.regression:
+def label_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
+    """Return what does not suit the labels of the task; None: the files decide whether an example has several."""
+    regression = is_regression(spec)
+    allowed = REGRESSION_METRICS if regression else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
+    if multi_label is None and spec.name == "text" and not regression:
         allowed += ("micro_f1",)
-    return [
+    mistakes = [
         f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
         for metric in spec.metrics or ()
         if metric not in allowed
     ]
+    if multi_label and (spec.name != "text" or regression):
+        kind = "a regression" if regression else spec.name
+        mistakes.append(f"multi_label: {kind} has no classes to give several of")
+    if spec.positive_class and (regression or multi_label):
+        mistakes.append("positive_class: it goes with one class for each example: drop it")
+    if spec.class_weights and regression:
+        mistakes.append("class_weights: a regression has no classes: drop it")
+    return mistakes

@@ -16,7 +16,7 @@ from ds_trainer.config.task_specs import FAMILIES, TextSpec
 from ds_trainer.files.messages import kind_of, listed, quoted, shown
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file, text_in
 from ds_trainer.tasks.text import docstrings
-from ds_trainer.tasks.text.glue import GLUE, TASK_NAMES, is_regression, metric_mistakes
+from ds_trainer.tasks.text.glue import GLUE, TASK_NAMES, is_regression, label_mistakes
 
 _WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]|[({]\s*['\"].*[)}]", re.DOTALL)
 """A list of labels in a cell of a table; also a tuple, a set or an object, which are refused."""
@@ -36,14 +36,7 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
         near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
         return [f"task name {quoted(spec.name)} is unknown: {hint}"]
-    mistakes, regression = metric_mistakes(spec, spec.multi_label), is_regression(spec)
-    if spec.multi_label and (spec.name != "text" or regression):
-        kind = "a regression" if regression else spec.name
-        mistakes.append(f"multi_label: {kind} has no classes to give several of")
-    if spec.positive_class and (regression or spec.multi_label):
-        mistakes.append("positive_class: it goes with one class for each example: drop it")
-    if spec.class_weights and regression:
-        mistakes.append("class_weights: a regression has no classes: drop it")
+    mistakes = label_mistakes(spec, spec.multi_label)
     if spec.name != "text":
         return mistakes
     kind = "column name" if spec.header else "column number"

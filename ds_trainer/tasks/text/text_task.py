@@ -35,7 +35,7 @@ from ds_trainer.tasks.held_out import HELD_OUT, source_split
 from ds_trainer.tasks.records import Records
 from ds_trainer.tasks.task import Batch, Task, Unit
 from ds_trainer.tasks.text import text_data
-from ds_trainer.tasks.text.glue import is_regression, known_labels, metric_mistakes, metrics_of, positive_class
+from ds_trainer.tasks.text.glue import is_regression, known_labels, label_mistakes, metrics_of, positive_class
 from ds_trainer.tasks.text.metrics import best_threshold, f1_scores, score
 
 _SEVERAL = "multi_label_classification"
@@ -251,7 +251,7 @@ class TextTask(Task):
     def _mistakes(self) -> list[str]:
         """Return the mistakes of the spec that show once the classes are known."""
         spec, classes = self.spec, f"the classes are {listed(self._task_labels)}"
-        mistakes = metric_mistakes(spec, self.multi_label)
+        mistakes = label_mistakes(spec, self.multi_label)
         positive = positive_class(spec)
         if positive is not None and positive not in self._task_labels:
             mistakes.append(f"task.positive_class is {positive!r}, and {classes}")
@@ -260,8 +260,6 @@ class TextTask(Task):
             mistakes.append(f'task.metrics has "f1": set task.positive_class to {either}; {classes}')
         if isinstance(spec.class_weights, list) and len(spec.class_weights) != len(self._task_labels):
             mistakes.append(f"task.class_weights has {len(spec.class_weights)} numbers, and {classes}: write one each")
-        if self.multi_label and positive is not None:
-            mistakes.append("task.positive_class goes with one class for each example, and here are several: drop it")
         return mistakes
 
     @cached_property

@@ -15,7 +15,8 @@ from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.records import FileRecords, Record, Records, Row, find_file, lines, table
+from ds_trainer.tasks.records import FileRecords, Record, Records, Row, find_file, table
+from ds_trainer.tasks.table_rows import lines
 
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
