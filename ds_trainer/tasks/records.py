@@ -51,7 +51,7 @@ def _unchanged(record: Any) -> Any:
 
 
 class Records(ABC, Generic[T]):
-    """The records of one split, read anew at each iteration, of which `parse` makes the examples.
+    """The records of one split, which are read anew at each iteration; `parse` turns them into examples.
 
     `parse` gets the cells of `columns`; its ValueErrors become mistakes that begin with the record's place. Where
     `missing` is a sequence, a record is left out if a cell of its columns is null, NaN, blank, or one of these words.

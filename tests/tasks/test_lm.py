@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.launching import SHARED
 from support.lm_files import LINES, SMALL, bytes_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -140,22 +138,17 @@ def test_the_limit_of_unknown_tokens_is_exact(max_unknown: float, kept: int, bui
         build("bert", lines, max_unknown=max_unknown).examples("train")
 
 
-def test_the_cache_follows_what_decides_the_tokens(build: Any, tmp_path: Path) -> None:
+def test_the_cache_follows_what_decides_the_tokens(build: Any) -> None:
     """Lengths, limits and text get another folder; how masks are drawn does not."""
 
-    def folders(**fields: Any) -> int:
-        build("bert", **fields).examples("train")
-        return len(list((tmp_path / "cache").iterdir()))
+    def key(**fields: Any) -> str:
+        return str(build("bert", **fields).key("train"))
 
-    assert folders() == 1
-    assert folders(mlm_mask_prop=0.5, mlm_smoothing=0.0, word_mask=1.0, word_keep=0.0, word_rand=0.0) == 1
-    assert folders(head_positions="all", pad_to_multiple_of=8) == 1
-    for count, fields in enumerate(
-        [{"max_seq_length": 16}, {"min_seq_length": 9}, {"max_unknown": 0.1}, {"max_train_samples": 2}], 2
-    ):
-        assert folders(**fields) == count
-    assert folders(line_by_line=False) == 6
-    assert folders(lines=LINES[:4]) == 7
+    masks = {"mlm_mask_prop": 0.5, "mlm_smoothing": 0.0, "word_mask": 1.0, "word_keep": 0.0, "word_rand": 0.0}
+    assert key() == key(**masks) == key(head_positions="all", pad_to_multiple_of=8)
+    others = [{"max_seq_length": 16}, {"min_seq_length": 9}, {"max_unknown": 0.1}, {"max_train_samples": 2}]
+    others += [{"line_by_line": False}, {"lines": LINES[:4]}]
+    assert len({key(), *(key(**fields) for fields in others)}) == 7
 
 
 def test_masked_labels_are_the_tokens_at_the_heads(build: Any) -> None:
@@ -336,18 +329,3 @@ def test_what_cannot_work_is_refused(build: Any, folders: dict[str, Path], tmp_p
         match="is a bert model whose tokens see those after them, which are its labels: use",
     ):
         causal.build_model(folders["bert"])
-
-
-@pytest.mark.real
-def test_wikitext_is_read_as_it_is(tmp_path: Path) -> None:
-    """The headings of wikitext-2 are dropped as short; the longest examples fill max_seq_length."""
-    files = {"train_file": "valid.txt", "validation_file": "test.txt"}
-    spec = LmSpec(name="mlm", data_dir=str(SHARED / "data" / "wikitext-2"), **files)
-    source = SHARED / "models" / "minilm-l6"
-    task = LmTask(spec, load_tokenizer(source), source, tmp_path)
-    examples = task.examples("train")
-    texts = task.tokenizer.batch_decode([examples.row(i)["input_ids"] for i in range(50)])
-    assert not any(text.startswith("[CLS] = homarus gammarus =") for text in texts)
-    assert examples.lengths.max() == 128
-    assert examples.lengths.min() == 12
-    assert int(re.search(r"\((\d+) split\)", examples.notes["read"])[1]) > 500

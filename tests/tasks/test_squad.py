@@ -37,8 +37,6 @@ from transformers import (
     ModernBertModel,
 )
 
-from ds_trainer import run
-from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import Examples
@@ -280,25 +278,6 @@ def test_windows_that_leave_gaps_in_a_long_context_are_refused(encoder: Path, tm
         squad(tmp_path, questions, encoder, doc_stride=37).examples("train")
 
 
-def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path, tmp_path: Path) -> None:
-    """Its questions need not be as short as those of the training split."""
-    write(tmp_path / "data", [question._replace(question="what?") for question in hard_questions(0, 3)])
-    asked = json.loads((tmp_path / "data" / "dev-v1.1.json").read_text())
-    asked["data"][0]["paragraphs"][1]["qas"][0]["question"] = "year " * 9
-    (tmp_path / "data" / "dev-v1.1.json").write_text(json.dumps(asked))
-    task = {"name": "squad", "max_seq_length": 40, "doc_stride": 30, "data_dir": str(tmp_path / "data")}
-    recipe = {
-        "task": task,
-        "phases": [{"max_steps": 2, "train_batch_size": 2}],
-        "model": {"name_or_path": str(encoder)},
-    }
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
-    job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"question 'q1': doc_stride is 30, and .* 9 of a question"):
-        run.dry_run(job)
-
-
 def test_models_that_cannot_answer_are_refused(encoder: Path, tmp_path: Path) -> None:
     """A slow tokenizer, too few positions, and for a score a head that was not trained."""
     with pytest.raises(ValueError, match=r"SimpleNamespace\) is a slow one.*tokenizer\.json"):
@@ -354,17 +333,6 @@ def test_a_model_without_a_class_token_can_say_that_there_is_no_answer(gpt2: Pat
         one, changed = (model(**inputs).start_logits[0] for inputs in (row, other))
     assert one[0] == changed[0], "position 0 sees nothing"
     assert one[-1] != changed[-1]
-
-
-def test_no_threshold_hides_a_better_one(encoder: Path, tmp_path: Path) -> None:
-    """The best threshold is that of the texts before any was made "", whatever threshold is in use."""
-    for threshold, reached in ((0.0, 0), (2.0, 100)):
-        fields = {"version_2_with_negative": True, "null_score_diff_threshold": threshold}
-        task = squad(tmp_path, [YEAR], encoder, **fields)
-        found = task.score("validation", answered(task, nothing_ahead))
-        assert found["exact_match"] == found["HasAns_f1"] == reached
-        assert (found["best_exact"], found["best_exact_thresh"]) == (100, 1.5)
-        assert (found["best_f1"], found["best_f1_thresh"]) == (100, 1.5)
 
 
 def test_one_text_for_every_question_is_a_constant_answer(encoder: Path, tmp_path: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.launching import SHARED
 from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
 
 from ds_trainer.config.task_specs import SquadSpec
-from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.records import Row
-from ds_trainer.tasks.squad.squad_file import Question, records
-from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, window_starts, windows
+from ds_trainer.tasks.squad.squad_file import Question
+from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, windows
 
 SHORT = SquadSpec(max_seq_length=40, doc_stride=11, max_query_length=16)
 
@@ -116,22 +113,6 @@ def test_windows_start_doc_stride_apart_and_cover_the_context(tokenizer: Any) ->
         assert all(window.positions.last < len(window.columns["input_ids"]) for window in found)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "room", "stride", "starts"),
-    [
-        (0, 5, 2, [0]),
-        (5, 5, 2, [0]),
-        (6, 5, 2, [0, 2]),
-        (9, 5, 2, [0, 2, 4]),
-        (10, 5, 5, [0, 5]),
-        (11, 5, 5, [0, 5, 10]),
-    ],
-)
-def test_there_are_no_more_windows_than_needed(tokens: int, room: int, stride: int, starts: list[int]) -> None:
-    """The last window is the first to hold the last token."""
-    assert list(window_starts(tokens, room, stride)) == starts
-
-
 def test_a_class_token_at_the_end_is_found() -> None:
     """XLNet puts it last: "no answer" is there, wherever the row ends."""
     from tokenizers.processors import TemplateProcessing
@@ -171,20 +152,3 @@ def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:
     assert tokens.spans[0, 0] == 0
     assert [end for end in tokens.spans[:, 1].tolist() if end in (4, 5, 13, 14, 15)] == [5, 15]
     assert Tokens([1, 2], np.array([[0, 5], [5, 6]])).covering(5, 5) is None
-
-
-@pytest.mark.real
-def test_every_answer_of_the_real_squad_is_found(tmp_path: Path) -> None:
-    """Each answer is in a window, by the fewest tokens that cover it, and 99% decode to exactly their text."""
-    spec = SquadSpec(data_dir=str(SHARED / "data"))
-    tokenizer = load_tokenizer(SHARED / "models" / "minilm-l6")
-    count = same = 0
-    every_fifth = [row.value for row in records(spec, "train").rows()][::5]
-    for question, found in rows_of(tokenizer, spec, every_fifth):
-        held = [window for window in found if window.positions.start != window.positions.null]
-        assert held, question.id
-        [decoded] = {check_span(question, window) for window in held}
-        assert question.answers[0].text.strip() in decoded
-        count, same = count + 1, same + (decoded == question.answers[0].text.strip())
-    assert count == 4330 // 5
-    assert same > 0.99 * count

@@ -11,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from support.launching import SHARED
 from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
 from transformers import BertConfig, BertForTokenClassification, BertModel
 
@@ -216,17 +215,6 @@ def test_a_broken_row_is_told(row: dict[str, Any], message: str, tmp_path: Path)
     """With its line, its column and the place in its list."""
     with pytest.raises(ValueError, match=message):
         read(spec_of(tmp_path, json.dumps(row), "a.jsonl", name="token"))
-
-
-@pytest.mark.real
-def test_wnut17_has_the_sentences_that_its_authors_count() -> None:
-    """In the official files, one of which has lone tabs between sentences."""
-    files = {"emerging.dev.conll": (1_009, 15_733), "emerging.test.annotated": (1_287, 23_394)}
-    for name, counts in ({"wnut17train.conll": (3_394, 62_730)} | files).items():
-        spec = {"name": "ner", "data_dir": str(SHARED / "data" / "wnut17"), "train_file": name, "validation_file": name}
-        rows = read(parse_task(spec))
-        assert (len(rows), sum(len(words) for words, _ in rows)) == counts
-        assert len({tag for _, tags in rows for tag in tags}) == 13
 
 
 # Windows and labels
