@@ -2,7 +2,8 @@
 
 An example is a window of a sentence: the words beyond `max_seq_length` go into further windows. A word has its loss
 and its answer at its first piece; with `label_all_tokens` all its pieces have a loss. A word without a piece, such as
-a zero-width space, is in no window, and its answer is O. `token_data.py` reads the sentences, `entities.py` scores them.
+a zero-width space, is in no window, and its answer is O. `token_data.py` reads the sentences, and `entities.py` scores
+them.
 """
 
 import re
