@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support import fuzzing
 from support.fuzzing import ODD_FILES, Rule, as_json, fuzzed, json_bytes, noise, odd_file, spoilt_bytes, written
 from support.official_files import OFFICIAL
 from support.report_runs import write_run
@@ -295,6 +296,8 @@ def test_reports(data: st.DataObject, folder: Path) -> None:
     with written() as places, pytest.MonkeyPatch.context() as patch:
         if data.draw(st.integers(0, 9), "figures"):
             patch.setattr(report_page, "check_installed", absent)
+        else:
+            patch.setattr(fuzzing, "MOST_SECONDS", 30.0)
         message = RULE.outcome("report", report_command, [str(place)], str(place))
     assert [path for path in places if not Path(path).is_relative_to(place)] == []
     assert (place / "report.md").is_file() == (not message)
