@@ -15,7 +15,6 @@ import torch
 from support import exported_models
 from support.exit_folders import make_classifier
 from support.launching import ROOT
-from tools import write_recipe_docs
 from tools.write_matrix import PAGE, README, short
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -24,6 +23,7 @@ from ds_trainer.cli.export import export_command
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks.failures import UserError
+from tools import write_recipe_docs
 
 
 @contextlib.contextmanager

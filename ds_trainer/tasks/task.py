@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +33,7 @@ from ds_trainer.tasks.held_out import HELD_OUT, part_of, source_split
 from ds_trainer.tasks.records import GAPS, Record, Records, Row, table
 
 Unit = Literal["example", "label", "weight", "token"]
-"""What a loss term is a mean over: the examples of a batch, their labels, their classes' weights, their tokens, or the
-pairs of tokens of which one attends to the other.
+"""What a loss term is a mean over: the examples of a batch, their labels, their classes' weights, or their tokens.
 
 All micro-batches have equally many examples, but different numbers of the other units. A term that does not depend on
 the data, such as a penalty on weights, is the same in every micro-batch, and is treated as a mean over examples.
